@@ -145,25 +145,26 @@ class Span(Protocol):
 
 
 class HostSpan:
-    """Time span on the host's clock, for devices that compute synchronously."""
+    """Time span on the host's clock, for devices that compute synchronously. begin: of time.perf_counter."""
 
-    __slots__ = ("_begin", "_end")
+    __slots__ = ("_end", "begin")
 
     def __init__(self) -> None:
-        self._begin = time.perf_counter()
+        self.begin = time.perf_counter()
 
     def stop(self) -> None:
         self._end = time.perf_counter()
 
     def read(self) -> float:
-        return self._end - self._begin
+        return self._end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSpan:
-    """Time span with a given duration."""
+    """Time span with a given duration. begin: of time.perf_counter."""
 
     seconds: float
+    begin: float = 0.0
 
     def stop(self) -> None:
         return
@@ -185,9 +186,18 @@ class Timings:
     labels: dict[str, str]
     spans: list[tuple[str, Span]] = field(default_factory=list)
 
-    def add(self, calls: Sequence[tuple[str, float]]) -> None:
-        """Add (kernel, seconds) of calls that were timed elsewhere."""
-        self.spans.extend((name, KnownSpan(seconds)) for name, seconds in calls)
+    def add(self, calls: Sequence[tuple[str, float]], begin: float = 0.0) -> None:
+        """Add (kernel, seconds) of calls that were timed elsewhere and ran one after the other.
+
+        begin: of the first call, of time.perf_counter.
+        """
+        for name, seconds in calls:
+            self.spans.append((name, KnownSpan(seconds, begin)))
+            begin += seconds
+
+    def calls(self) -> list[tuple[str, float, float]]:
+        """Return (kernel, begin, seconds) of the calls on the host's clock. Call it before `report`."""
+        return [(name, span.begin, span.read()) for name, span in self.spans if isinstance(span, HostSpan | KnownSpan)]
 
     def report(self) -> None:
         for name, span in self.spans:

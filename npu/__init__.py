@@ -1,7 +1,7 @@
 """Device side of npuserve, for CPU, CUDA and Ascend: with `kernels`, the packages that need torch.
 
-Imports between folders go in one direction: `backends` ← `model` ← `execution` ← `diagnostics`. `quantize` imports
-`model`; `emulator` imports `backends`. The modules of this level import none of the folders. Only `parallel`
+Imports between folders go in one direction: `backends` ← `model` ← `execution` ← `diagnostics`, `profiling`. `quantize`
+imports `model`; `emulator` imports `backends`. The modules of this level import none of the folders. Only `parallel`
 imports torch.
 """
 

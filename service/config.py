@@ -49,6 +49,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_certificates: comma-separated list, parsed by `admin_names`.
     kv_events_endpoint, kv_events_replay_endpoint: ZeroMQ addresses; "" for no replays.
     kv_events_buffer: batches that are kept.
+    profile_dir: folder for traces of profiles; "" refuses profiles.
     """
 
     model: str = ""
@@ -110,6 +111,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False
     debuggable: bool = False
+    profile_dir: str = ""
     metrics_vllm_aliases: bool = False
     target_ttft_seconds: float = 2.0
     target_itl_seconds: float = 0.2

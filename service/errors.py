@@ -207,6 +207,12 @@ class TurnedOff(ServeError):
     code = code_pb2.UNIMPLEMENTED
 
 
+class ProfileRefused(ServeError):
+    """Profiles are off, one is running, none was started, or its trace cannot be made."""
+
+    code = code_pb2.FAILED_PRECONDITION
+
+
 class EventsExpired(ServeError):
     """The batch of KV events from which the subscriber wants to continue is not kept."""
 
@@ -311,7 +317,7 @@ def from_wire(wire: WireError) -> ServeError:
             return retryable(message, retry_seconds)
     plain: dict[str, type[ServeError]] = {
         kind.__name__: kind for kind in (
-            DuplicateRequest, DeadlineExceeded, EngineKiller, NoTokenizer, StreamNotFound, TakenOver)}
+            DuplicateRequest, DeadlineExceeded, EngineKiller, NoTokenizer, ProfileRefused, StreamNotFound, TakenOver)}
     return plain.get(name, InternalError)(message)
 
 

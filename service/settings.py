@@ -94,6 +94,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "cpu_binding": "bind the engine's threads to processors near the device, where that is known; off: never",
         "tensor_parallel_size": "ranks that share the model, a process each; above 1 on the CPU only",
         "kernel_sampling": "time each kernel on every N-th step; 0: never",
+        "profile_dir": "folder for traces of profiles (npuserve profile); none: profiles are refused",
     },
     "metrics and traces": {
         "metrics_vllm_aliases": "export metrics under vLLM's names too",

@@ -75,6 +75,7 @@ FOLDERS: dict[str, dict[str, Set[str]]] = {
         "model": {"", "backends"},
         "execution": {"", "backends", "model"},
         "diagnostics": {"", "backends", "model", "execution"},
+        "profiling": {"", "backends", "model", "execution"},
         "quantize": {"", "model"},
     },
 }

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.kernels.registry import Span
+from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8
 
@@ -351,6 +353,16 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all queued work is complete."""
+
+    def profiler(self, folder: Path) -> DeviceProfiler | None:
+        """Start the device's profiler once all queued work is complete; None if there is none, and the runner times the
+        kernels itself.
+
+        folder: an empty folder for its files.
+
+        Raises ImportError, OSError or RuntimeError if it does not start.
+        """
+        return None
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         """Capture a step as one dispatch. Return None if the device cannot capture these batches.

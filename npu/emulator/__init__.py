@@ -29,11 +29,12 @@ from npuserve.npu.backends import register_emulated
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.emulator.backend import EmulatedAscend
 from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
+from npuserve.npu.emulator.profiler import TaskProfiler
 from npuserve.npu.large_import import import_large
 
-__all__ = ["Call", "EmulatorError", "Memory", "activate", "active", "calls", "clear_calls", "emulate", "fail", "faults",
-           "hang", "heal", "lose_device", "mark", "memory", "pending", "preload",
-           "relaxations"]
+__all__ = ["Call", "EmulatorError", "Memory", "Task", "activate", "active", "calls", "clear_calls", "emulate", "fail",
+           "faults", "hang", "heal", "log_tasks", "lose_device", "mark", "memory", "pending", "preload", "relaxations",
+           "tasks"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,13 @@ class Call(NamedTuple):
 
     name: str
     thread: int
+
+
+class Task(NamedTuple):
+    """Operator or copy that the device ran, also of a replayed graph. stream: its number, new for each replay."""
+
+    name: str
+    stream: int
 
 
 class Memory(NamedTuple):
@@ -125,6 +133,7 @@ def activate(
         library.emu_relax(name.encode())
     _options = options
     EmulatedAscend.relaxations = options.relax
+    EmulatedAscend.new_profiler = lambda: TaskProfiler(log_tasks, tasks)
     register_emulated(EmulatedAscend)
     relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""
     log.warning("emulated NPU: proves calls and numbers, not speed (%d MiB, %s order%s)", memory >> 20, order, relaxed)
@@ -154,7 +163,7 @@ def _load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(folder / "libascendcl.so"), ctypes.RTLD_GLOBAL)
     for name in ("libopapi", *STUBS):
         ctypes.CDLL(str(folder / f"{name}.so"), ctypes.RTLD_GLOBAL)
-    for function in ("calls", "calls_kept", "memory_used", "memory_peak", "pinned", "pending"):
+    for function in ("calls", "calls_kept", "tasks", "memory_used", "memory_peak", "pinned", "pending"):
         getattr(library, f"emu_{function}").restype = ctypes.c_uint64
     library.emu_inject.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
     _library = library
@@ -199,6 +208,20 @@ def calls() -> list[Call]:
 def clear_calls() -> None:
     """Clear the call log."""
     _lib().emu_clear_calls()
+
+
+def log_tasks(on: bool) -> None:
+    """Start the log of the tasks that the device runs, empty, or end it."""
+    _lib().emu_log_tasks(int(on))
+
+
+def tasks() -> list[Task]:
+    """Return the tasks since `log_tasks(True)`, oldest first; at most 262144."""
+    lib = _lib()
+    count: int = lib.emu_tasks(ctypes.c_uint64(0), None, None)
+    names, streams = (ctypes.c_char_p * count)(), (ctypes.c_int64 * count)()
+    lib.emu_tasks(ctypes.c_uint64(count), names, streams)
+    return [Task(name.decode(), stream) for name, stream in zip(names, streams, strict=True)]
 
 
 def mark(text: str) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from npuserve.npu.backends.ascend.backend import AscendBackend
+from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.cann import preflight
 from npuserve.npu.cann.readings import Readings
 from npuserve.npu.notices import Notice
@@ -16,9 +18,11 @@ class EmulatedAscend(AscendBackend):
     """Ascend backend of a process in which the emulator is active.
 
     relaxations: names of the omitted checks (parameter `relax` of `emulator.activate`).
+    new_profiler: starts a profiler. `emulator.activate` sets both.
     """
 
     relaxations: ClassVar[frozenset[str]] = frozenset()
+    new_profiler: ClassVar[Callable[[], DeviceProfiler]]
 
     @classmethod
     def missing_cann(cls) -> str:
@@ -29,6 +33,10 @@ class EmulatedAscend(AscendBackend):
     def preflight(cls, *, captures: bool) -> Sequence[Notice]:
         """Check the environment variables, which torch_npu reads here too. Driver and CANN are emulated."""
         return list(preflight.environment(Readings(environ=os.environ), captures=captures))
+
+    def profiler(self, folder: Path) -> DeviceProfiler:
+        self.synchronize()
+        return type(self).new_profiler()
 
     def chip_name(self) -> str:
         return "emulated"

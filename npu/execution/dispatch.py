@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -164,9 +165,10 @@ def replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | 
     """
     if timings is None:
         return captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
+    began = time.perf_counter()
     if (timed := captured.replay_timed(part.tokens, part.context_lens)) is None:
         return None
-    timings.add(timed[1])
+    timings.add(timed[1], began)
     return timed[0]
 
 

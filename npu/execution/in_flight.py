@@ -1,21 +1,25 @@
-"""Steps in flight: a step's state between its launch and its collection."""
+"""Steps in flight: a step's state between its launch and its collection, and the record of the steps of a profile."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.profiler import record_function
 
-from npuserve.kernels.registry import Span, Timings
+from npuserve.kernels.registry import HostSpan, Span, Timings
 from npuserve.npu.backends.base import Captured, Event, Pending
-from npuserve.npu.execution.batch import Part, Phase
+from npuserve.npu.execution.batch import Part, Phase, phase_of
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import Constrained, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan
-from npuserve.npu.step import NewRequest
+from npuserve.npu.step import NewRequest, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,19 @@ class Ran:
     fetched: Event | None = None
     timings: list[Timings] = field(default_factory=list)
 
+    def result(self, launched: Launched) -> StepResult:
+        """Wait for the copies to the host, and return the result of the step."""
+        assert self.fetched
+        self.fetched.wait()
+        result = StepResult(
+            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {}, sum(s.read() for s in self.spans),
+            self.captured, self.captured_decodes, self.decoder_decodes, bool(self.timings))
+        for requests, logprobs in self.reports:
+            result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
+        for request_id, logprobs in self.prompt:
+            result.prompt_logprobs.setdefault(request_id, []).extend(logprobs.reports())
+        return result
+
 
 @dataclass(slots=True)
 class Launched:
@@ -79,11 +96,85 @@ class Launched:
     requests: requests that it samples for.
     ids: their sampled ids [n] int64 on the host.
     ran: None if the step has no rows, or while part of its work is not queued.
+    record: called with its device time and results when it is collected, for a profile; None without one.
     """
 
     requests: list[int]
     ids: Tensor
     ran: Pending[Ran] | None = None
+    record: Callable[[float, Ran], None] | None = None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """Step of a profile: numbers only, so that a profile shows no prompt. Times are seconds of time.perf_counter.
+
+    index: number of the step in its profile, from 0.
+    rows, tokens, samples: rows, tokens, and tokens that it samples.
+    context: sum of the context lengths of its rows after the step.
+    launch: begin and end of its launch on the host.
+    seconds: its time on the device.
+    spans: (begin, seconds) on a device that computes on the host's clock.
+    calls: (kernel, begin, seconds) of its kernel calls in order, if the runner times them.
+    collected: when its results were on the host.
+    """
+
+    index: int
+    phase: Phase
+    rows: int
+    tokens: int
+    samples: int
+    context: int
+    launch: tuple[float, float]
+    seconds: float = 0.0
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    calls: list[tuple[str, float, float]] = field(default_factory=list)
+    collected: float = 0.0
+
+
+@dataclass(slots=True)
+class Recording:
+    """Records of the next steps that a runner launches; assign it to `Runner.recording`.
+
+    left: number of steps to record.
+    is_timed: the runner times their kernels. False: a profiler of the device does, in which each launch is a range.
+    on_full: called before the launch of the first step that is not recorded. It removes the recording from the runner.
+    steps: the collected steps.
+    in_flight: launched steps that are not collected.
+    num_calls: kernel calls of the collected steps.
+    """
+
+    left: int
+    is_timed: bool
+    on_full: Callable[[], None]
+    steps: list[StepRecord] = field(default_factory=list)
+    in_flight: int = 0
+    num_calls: int = 0
+
+    def launch(self, step: Step, launch: Callable[[Step, bool], Launched]) -> Launched:
+        """Launch a step and record it. launch: takes the step, and whether its kernels are timed."""
+        if step.rows and not self.left:
+            self.on_full()
+        if not step.rows or not self.left:
+            return launch(step, False)
+        self.left -= 1
+        index, began = len(self.steps) + self.in_flight, time.perf_counter()
+        with nullcontext() if self.is_timed else record_function(f"step {index}"):
+            launched = launch(step, self.is_timed)
+        record = StepRecord(
+            index, phase_of(step.rows), len(step.rows), step.num_tokens, sum(row.samples for row in step.rows),
+            sum(row.start + len(row.token_ids) for row in step.rows), (began, time.perf_counter()))
+        launched.record = partial(self._complete, record)
+        self.in_flight += 1
+        return launched
+
+    def _complete(self, record: StepRecord, seconds: float, ran: Ran) -> None:
+        record.seconds, record.collected = seconds, time.perf_counter()
+        record.spans = [(span.begin, span.read()) for span in ran.spans if isinstance(span, HostSpan)]
+        record.calls = [call for timings in ran.timings for call in timings.calls()]
+        self.steps.append(record)
+        self.num_calls += len(record.calls)
+        self.in_flight -= 1
 
 
 @dataclass(slots=True)

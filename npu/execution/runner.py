@@ -43,7 +43,7 @@ from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Phase, Stage
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
-from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Waiting, Work, prompt_rows
+from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Recording, Waiting, Work, prompt_rows
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
 from npuserve.npu.execution.masks import Constrained, MaskBuffers, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Sampler
@@ -66,7 +66,10 @@ class Runner:
     shared_weights: description of the weights in shared memory (`load.describe`), or None.
     cpu_kernels: CPU kernels in use; None if there are none.
     ranks: group of the model's ranks. All of them launch the same steps.
+    recording: record of the steps that are launched now, for a profile; None for none.
     """
+
+    recording: Recording | None = None
 
     def __init__(
         self,
@@ -145,6 +148,11 @@ class Runner:
         At most two steps may be in flight. Raises ValueError for more rows or tokens than the buffers hold, KeyError
         for unknown requests, and RuntimeError if the previous step lacks its masks.
         """
+        if self.recording is None:
+            return self._launch(step, self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0)
+        return self.recording.launch(step, self._launch)
+
+    def _launch(self, step: Step, timed: bool) -> Launched:
         self._complete()
         for request_id in step.ended:
             self._sampler.remove(request_id)
@@ -165,7 +173,6 @@ class Runner:
             constrained += [Constrained(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
-        timed = self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
         phase = phase_of(step.rows) if timed else None
         self._steps += 1
         launched = Launched(requests, self._ids[self._steps % 2][: len(requests)])
@@ -223,15 +230,9 @@ class Runner:
         if launched.ran is None:
             return StepResult({}, {}, {}, 0.0)
         ran = launched.ran.wait()
-        assert ran.fetched
-        ran.fetched.wait()
-        result = StepResult(
-            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {}, sum(s.read() for s in ran.spans),
-            ran.captured, ran.captured_decodes, ran.decoder_decodes, bool(ran.timings))
-        for requests, logprobs in ran.reports:
-            result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
-        for request_id, logprobs in ran.prompt:
-            result.prompt_logprobs.setdefault(request_id, []).extend(logprobs.reports())
+        result = ran.result(launched)
+        if launched.record:
+            launched.record(result.device_seconds, ran)
         for timings in ran.timings:
             timings.report()
         return result

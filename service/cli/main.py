@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": ("cli.generate", "send one prompt to a server and stream the answer"),
     "chat": ("cli.chat", "hold a conversation with a served model"),
     "top": ("cli.top", "show a server's load, latencies and slowest kernels"),
+    "profile": ("cli.profile", "record the kernels of a server's next steps as a trace"),
     "bench serve": ("cli.bench.serve", "send load to a running server and report latencies and throughput"),
     "bench kernels": ("cli.bench.kernels", "time each kernel and compare it with the machine's ceilings"),
     "bench step": ("cli.bench.step", "time the engine's step without gRPC"),

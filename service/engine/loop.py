@@ -34,6 +34,7 @@ from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
 from npuserve.service.engine.pipeline import Runner, StepPipeline
+from npuserve.service.engine.profiles import Profiler, Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import EngineKiller, QueueFull, ServeError
 from npuserve.service.ipc.child import Heartbeat
@@ -60,6 +61,7 @@ from npuserve.service.ipc.messages import (
     ToFrontend,
     Unpause,
 )
+from npuserve.service.ipc.profiles import StartProfile, StopProfile
 from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
@@ -89,13 +91,14 @@ class Engine:
     crashes: requests of the steps that crashed earlier engines; None for no search.
     kv_events: stream of the prefix cache's changes; None for none.
     build_compiler: see Grammars; None refuses constraints.
+    profiler: makes profiles; None refuses them.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
         double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
         frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
-        build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
+        build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None, profiler: Profiler | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -108,6 +111,7 @@ class Engine:
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()
         self._kv_events = kv_events
+        self.profiles = Profiles(profiler, epoch)
         self.grammars = Grammars(scheduler, build_compiler, socket.wake)
         self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.grammars)
         self._outbox = Outbox(self.registry, self._metrics, epoch, self._send)
@@ -137,6 +141,8 @@ class Engine:
             self.send()
             if self._kv_events:
                 self._kv_events.publish(self._send)
+            if self.profiles.is_active:
+                self.profiles.poll(self._send)
             if self._is_idle:
                 self.audit()
         while self._pipeline:
@@ -279,6 +285,8 @@ class Engine:
             case SubscribeKvEvents() | ReadKvEvents() | UnsubscribeKvEvents():
                 if self._kv_events:
                     self._kv_events.handle(frontend, message, self._send)
+            case StartProfile() | StopProfile():
+                self.profiles.handle(frontend, message, self._send)
             case Hello():
                 self._frontends.add(frontend)
                 self._send(frontend, Ready(self._epoch, self.model))
@@ -364,5 +372,6 @@ class Engine:
         self._outbox.lose(frontend)
         if self._kv_events:
             self._kv_events.lose(frontend)
+        self.profiles.lose(frontend)
         for sequence in self.registry.of_frontend(frontend):
             self._end(sequence, None)

@@ -27,7 +27,7 @@ from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.loop import Engine
 from npuserve.service.grammar.errors import UnsupportedVocabulary
-from npuserve.service.ipc import child, process_control, short_slice
+from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.ipc.resumable_streams import Records, load, save
@@ -39,6 +39,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
+    from npuserve.npu.profiling.session import Profiler
     from npuserve.service.engine.kv_event_publisher import KvEventPublisher
 
 log = logging.getLogger("npuserve.service.engine.process")
@@ -130,10 +131,12 @@ def build_engine(
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
-    engine = Engine(scheduler, lead or runner, EngineSocket(args.address), model, args.epoch, config.double_buffering,
+    socket = EngineSocket(args.address)
+    engine = Engine(scheduler, lead or runner, socket, model, args.epoch, config.double_buffering,
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
-                    build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size))
+                    build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
+                    profiler=open_profiler(config, runner, socket))
     if publisher and kv_events:
         publisher.start(kv_events.first)
     seconds = time.monotonic() - began
@@ -141,6 +144,20 @@ def build_engine(
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
                  shared_weights=runner.shared_weights, kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def open_profiler(config: ServerConfig, runner: Runner, socket: EngineSocket) -> Profiler | None:
+    """Return the profiler; None without profile_dir. Raises ConfigError for an unusable folder."""
+    if not config.profile_dir:
+        return None
+    from npuserve.npu.profiling.session import Profiler
+    from npuserve.npu.profiling.trace_folder import TraceFolder
+
+    try:
+        folder = TraceFolder(Path(config.profile_dir))
+    except OSError as error:
+        raise ConfigError(f"profile_dir: {config.profile_dir} cannot be used: {error.strerror or error}") from None
+    return Profiler(runner, folder, socket.wake)
 
 
 def build_compiler(folder: Path, vocabulary_size: int, on_done: Callable[[], None] | None = None) -> BuiltCompiler:
@@ -272,11 +289,12 @@ def serve(args: EngineArgs) -> int:
             return child.EXIT_DEVICE_FAULT
         return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
-    short_slice.request_slice()  # for this thread; the compute threads exist already
+    process_control.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
     if ranks:
         ranks.stop()
+    engine.profiles.close()
     save_streams(engine, args)
     engine.grammars.close()
     return 0

@@ -8,8 +8,8 @@ import time
 from google.protobuf import duration_pb2
 
 from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
-from npuserve.service.errors import InvalidField, RequestNotFound, Reserved
-from npuserve.service.ipc import child
+from npuserve.service.errors import InvalidField, RequestNotFound
+from npuserve.service.ipc import child, profiles
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.rpc.call import Context, call
 from npuserve.v1 import admin_service_pb2 as pb
@@ -67,10 +67,27 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             child.report("drain", seconds=seconds)
         return pb.DrainResponse()
 
-    async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> None:
-        async with call(context, "StartProfile"):
-            raise Reserved("StartProfile")
+    async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
+        async with call(context, "StartProfile", logging.INFO) as fields:
+            steps = request.steps if request.HasField("steps") else profiles.DEFAULT_STEPS
+            seconds = profiles.DEFAULT_SECONDS
+            if request.HasField("max_duration"):
+                seconds = request.max_duration.seconds + request.max_duration.nanos / 1e9
+            name = profiles.check_name("name", request.name) if request.HasField("name") else ""
+            fields["profile_steps"], fields["profile_seconds"] = steps, seconds
+            started = await self._engine.profiles.start(name, profiles.check_steps("steps", steps),
+                                                        profiles.check_seconds("max_duration", seconds))
+        return pb.StartProfileResponse(name=started)
 
-    async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> None:
-        async with call(context, "StopProfile"):
-            raise Reserved("StopProfile")
+    async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
+        async with call(context, "StopProfile", logging.INFO):
+            made = await self._engine.profiles.stop(request.wait)
+        response = pb.StopProfileResponse(
+            name=made.name, path=made.path, bytes=made.nbytes, steps=made.steps, layers=made.layers,
+            has_times=made.has_times, recorder=made.device,
+            ending=pb.ProfileEnding.Value(f"PROFILE_ENDING_{made.ended.upper()}"),
+            kernels=[pb.ProfiledKernel(kernel=row.kernel, calls=row.calls, seconds=row.seconds,
+                                       floor_bytes=row.floor_bytes) for row in made.kernels])
+        response.duration.FromNanoseconds(int(made.seconds * 1e9))
+        response.step_time.FromNanoseconds(int(made.step_seconds * 1e9))
+        return response

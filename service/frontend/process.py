@@ -34,7 +34,7 @@ from npuserve.service.frontend.drain import Drain
 from npuserve.service.frontend.generation import Generation
 from npuserve.service.frontend.inference import InferenceServicer
 from npuserve.service.frontend.server import MessageLimit, Servers, Servicers
-from npuserve.service.ipc import child, process_control, short_slice
+from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.requests.preparation import Preparation
 from npuserve.service.rpc.health import HealthServicer
@@ -99,7 +99,8 @@ class Frontend:
         stall = config.hang_seconds * STALL_SHARE
         self._engine = EngineClient(
             args.engine_address, lambda state: self._update_readiness(), stall, config.resume_seconds,
-            config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval, config.kv_events != "off")
+            config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval, config.kv_events != "off",
+            config.profile_dir)
         self._tracing = _open_tracing(config)
         _check_kv_events(config)
         self._preparation = Preparation(config.max_preparing)
@@ -239,14 +240,14 @@ def _start_poller() -> None:
     if sys.platform != "linux":
         return  # gRPC starts the thread together with the server
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    short_slice.request_slice(POLLER_SLICE_SECONDS)  # kept when the policy changes
+    process_control.request_slice(POLLER_SLICE_SECONDS)  # kept when the policy changes
     with contextlib.suppress(OSError):  # forbidden in a sandbox
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]
         finally:
             os.sched_setscheduler(0, policy, parameters)
-    short_slice.request_slice(0)
+    process_control.request_slice(0)
 
 
 async def serve(args: FrontendArgs) -> None:

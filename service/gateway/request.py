@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.message import Message
+from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from npuserve.service.errors import InvalidField, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.ipc.profiles import MAX_PROFILE_STEPS, check_name, check_steps
 from npuserve.service.requests.fields import check_number
 from npuserve.service.requests.prompt import too_many_tokens
 from npuserve.service.requests.sampling import MAX_LOGPROBS
@@ -58,6 +60,21 @@ def translate(request: vllm.GenerateRequest, info: ModelInfo) -> pb.GenerateRequ
     _set_constraint(made, params)
     bad.check()
     return made
+
+
+def translate_profile(request: common_pb2.StartProfileRequest) -> tuple[str, int]:
+    """Return name and steps of a profile. Raises InvalidField, and Reserved for fields that would have no effect.
+
+    `activities` has none: all activities that the device has are recorded. Without `num_steps` a gateway calls
+    StopProfile later, and the profile has the largest bound.
+    """
+    for field in ("start_step", "with_stack", "record_shapes", "profile_by_stage"):
+        if getattr(request, field):
+            raise Reserved(field)
+    name = check_name("output_dir", request.output_dir) if request.output_dir else ""
+    if not request.HasField("num_steps"):
+        return name, MAX_PROFILE_STEPS
+    return name, check_steps("num_steps", request.num_steps)
 
 
 def _check_known(message: Message, known: frozenset[str], path: str) -> None:

@@ -25,8 +25,9 @@ from npuserve.service.errors import InvalidField, NoTokenizer, Reserved, Unavail
 from npuserve.service.gateway import info, kv_events
 from npuserve.service.gateway.answer import AnswerTranslator
 from npuserve.service.gateway.fields import client_paths
-from npuserve.service.gateway.request import MAX_REQUEST_ID_CHARACTERS, translate
+from npuserve.service.gateway.request import MAX_REQUEST_ID_CHARACTERS, translate, translate_profile
 from npuserve.service.gateway.tokenizer_bundle import TokenizerBundle
+from npuserve.service.ipc import profiles
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.messages import Request
 from npuserve.service.requests import validation
@@ -184,13 +185,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             response = common_pb2.FlushCacheResponse(success=not live, message=f"{blocks} blocks freed{rest}")
         return response
 
-    async def StartProfile(self, request: common_pb2.StartProfileRequest, context: Context) -> None:
-        async with call(context, _rpc("StartProfile")):
-            raise Reserved("StartProfile")
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        async with call(context, _rpc("StartProfile"), logging.INFO):
+            name, steps = translate_profile(request)
+            started = await self._engine.profiles.start(name, steps, profiles.DEFAULT_SECONDS)
+        return common_pb2.ProfileResponse(success=True, message=f"profile {started} of {steps} steps started")
 
-    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> None:
-        async with call(context, _rpc("StopProfile")):
-            raise Reserved("StopProfile")
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
+        async with call(context, _rpc("StopProfile"), logging.INFO):
+            made = await self._engine.profiles.stop(wait=False)
+        return common_pb2.ProfileResponse(success=True, message=f"{made.path or 'no trace'}: {made.steps} steps")
 
     @property
     def _live_requests(self) -> int:

@@ -29,16 +29,14 @@ from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
 from npuserve.service.ipc.kv_subscription import KvSubscriptions
 from npuserve.service.ipc.messages import (
     Abort,
-    Cancel,
     FlushPrefixCache,
     Load,
     ModelInfo,
     Outputs,
     Record,
     Request,
-    Resume,
-    Resumed,
 )
+from npuserve.service.ipc.profiles import ProfileCalls, ProfileReply
 from npuserve.service.ipc.resumable_streams import Records, restore_messages
 
 log = logging.getLogger(__name__)
@@ -71,17 +69,18 @@ class EngineClient:
     on_state: called with each new state.
     model_info, epoch: last values from the engine; None and 0 before the first Ready.
     load_time: when the load arrived, time.monotonic() seconds.
-    kv_events: subscriptions to KV events.
+    kv_events, profiles: subscriptions to KV events, and calls about profiles.
     stall_seconds: time without a message after which the engine counts as stalled.
     resume_seconds: time for which ended streams are kept for the next engine.
     max_buffered_tokens, slow_reader_seconds, stream_interval: see engine_stream.py.
-    has_kv_events: the engine has KV events.
+    has_kv_events, profile_dir: what the engine offers, see KvSubscriptions and ProfileCalls.
     """
 
     def __init__(
         self, address: str, on_state: Callable[[State], None] = lambda state: None,
         stall_seconds: float = STALL_SECONDS, resume_seconds: float = 0.0, max_buffered_tokens: int = 512,
         slow_reader_seconds: float = 300.0, stream_interval: int = 1, has_kv_events: bool = False,
+        profile_dir: str = "",
     ):
         self.max_buffered_tokens = max_buffered_tokens
         self.stream_interval = stream_interval
@@ -91,6 +90,7 @@ class EngineClient:
         self.epoch = 0
         self.load_time = time.monotonic()
         self.kv_events = KvSubscriptions(has_kv_events, self.send)
+        self.profiles = ProfileCalls(profile_dir, self.send)
         self._address = address
         self._stall_seconds = stall_seconds
         self._on_state = on_state
@@ -167,7 +167,7 @@ class EngineClient:
         key = self._next_key()
         found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._resuming[key] = found
-        self.send(Resume(key, token, token_offset, owner, deadline))
+        self.send(messages.Resume(key, token, token_offset, owner, deadline))
         try:
             return await found
         except asyncio.CancelledError:
@@ -304,12 +304,14 @@ class EngineClient:
                 self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
                 self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
-            case Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connection:
+            case messages.Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connection:
                 self._on_resumed(key, record)
             case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connection:
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)
+            case ProfileReply(epoch=epoch) if epoch == self.epoch and self._connection:
+                self.profiles.receive(message)
             case KvSubscribed() | KvEvents() | KvEventsLost() if message.epoch == self.epoch and self._connection:
                 self.kv_events.receive(message)
 
@@ -345,7 +347,7 @@ class EngineClient:
     def _on_resumed(self, key: int, record: Record) -> None:
         found = self._resuming.get(key)
         if found is None or found.done():  # the caller was cancelled
-            self.send(Cancel(key))
+            self.send(messages.Cancel(key))
             return
         stream = self._streams[key] = Stream(self, key, record, resumed=True)
         self._records.drop(record.request.resume_token)
@@ -380,6 +382,7 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_exception(Unavailable("the engine died before it replied"))
         self.kv_events.on_disconnect()
+        self.profiles.on_disconnect()
         self._last_load = Load()
         self._unanswered.clear()
         metrics.requests_waiting.set(0)

@@ -17,6 +17,7 @@ from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
 from npuserve.service.ipc.framing import LENGTH_BYTES
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
+from npuserve.service.ipc.profiles import ProfileReply, ToEngineProfile
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
 
@@ -334,7 +335,8 @@ class Resume(Wire, frozen=True):
     deadline: float | None
 
 
-ToEngine = Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ToEngineKv
+ToEngine = (Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ToEngineKv
+            | ToEngineProfile)
 
 # Engine to front end. Each carries the engine's epoch; messages of an earlier epoch are dropped.
 
@@ -382,7 +384,7 @@ class Reply(Wire, frozen=True):
     value: int
 
 
-ToFrontend = Ready | Outputs | Resumed | Reply | ToSubscriber
+ToFrontend = Ready | Outputs | Resumed | Reply | ProfileReply | ToSubscriber
 
 
 def encode(message: ToEngine | ToFrontend) -> bytes:
@@ -392,8 +394,7 @@ def encode(message: ToEngine | ToFrontend) -> bytes:
 
 
 MAX_RESTORE_BYTES = 1 << 16
-"""Maximum size of the records in one Restore, unless a single record is larger. Larger messages would stall both ends.
-"""
+"""Maximum size of the records in one Restore, unless one record is larger. Larger messages would stall both ends."""
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode

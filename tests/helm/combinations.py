@@ -32,8 +32,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
         "kv_cache_dtype": "int8", "kv_cache_memory": 17179869184, "prefix_cache": False, "threads": 3,
         "cpu_gemm": "fma", "cpu_weights": "plain",
-        "tensor_parallel_size": 1, "kernel_sampling": 64, "log_format": "json", "log_level": "debug",
-        "log_prompts": True, "debuggable": True,
+        "tensor_parallel_size": 1, "kernel_sampling": 64, "profile_dir": "/var/traces",
+        "log_format": "json", "log_level": "debug", "log_prompts": True, "debuggable": True,
         "metrics_vllm_aliases": True, "target_ttft_seconds": 1, "target_itl_seconds": 0.05,
         "otlp_endpoint": "http://collector.tracing:4317"}}),
     "a size in words, an own name": ((), {

@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from npuserve.npu.profile import ProfileSummary
 from npuserve.npu.step import TokenLogprobs
 from npuserve.service.errors import WireError
 from npuserve.service.ipc import messages
@@ -40,6 +41,7 @@ from npuserve.service.ipc.messages import (
     Submit,
     Timing,
 )
+from npuserve.service.ipc.profiles import ProfileReply, StartProfile, StopProfile
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CYCLE = 26
@@ -94,6 +96,7 @@ class FakeEngine:
     refuse_index: index of the only sample that `refuse` refuses; None: all.
     hold: answers wait until it is set.
     records: streams that can be resumed, by resume token.
+    profile, no_profile: reply to StopProfile.
     received: all messages, in order.
     """
 
@@ -107,6 +110,8 @@ class FakeEngine:
         self.refuse: WireError | None = None
         self.refuse_index: int | None = None
         self.records: dict[str, Record] = {}
+        self.profile: ProfileSummary | None = None
+        self.no_profile: WireError | None = None
         self.hold = asyncio.Event()
         self.hold.set()
         self.received: list[messages.ToEngine] = []
@@ -186,6 +191,10 @@ class FakeEngine:
                 await self.send(frontend, Reply(self.epoch, call, int(bool(origins))))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
+            case StartProfile(call=call, name=name):
+                await self.send(frontend, ProfileReply(self.epoch, call, name or "profile-1"))
+            case StopProfile(call=call):
+                await self.send(frontend, ProfileReply(self.epoch, call, summary=self.profile, error=self.no_profile))
 
     @staticmethod
     def _is_aborted(request: messages.Request, abort: Abort) -> bool:

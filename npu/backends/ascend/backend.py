@@ -13,6 +13,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,9 @@ from npuserve.kernels.quantized import Int8Weight
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
+from npuserve.npu.backends.ascend.profiler import ascend_profiler
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Event, Fault
+from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.backends.streams import StreamBackend
 from npuserve.npu.cann import preflight, processors
@@ -182,6 +185,10 @@ class AscendBackend(StreamBackend):
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         return FetchedAfterLengths(super().fetch(tensor, buffer), self._lengths)
+
+    def profiler(self, folder: Path) -> DeviceProfiler:
+        self.synchronize()
+        return ascend_profiler(folder)
 
     def synchronize(self) -> None:
         self._lengths.check(self._lengths.given)

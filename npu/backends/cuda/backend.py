@@ -5,22 +5,35 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from npuserve.kernels import triton
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Fault
 from npuserve.npu.backends.cuda import errors as cuda_errors
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
+from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.backends.streams import StreamBackend
+from npuserve.npu.backends.trace_profiler import TraceProfiler
 
 log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first with bfloat16."""
+
+
+KERNEL_NAMES = {
+    "paged_attention_kernel": "paged_attention", "^rms_norm_kernel": "rms_norm,add_rms_norm",
+    "qk_norm_rope_kv_write_kernel": "qk_norm_rope_kv_write", "embedding_kernel": "embedding",
+    "product_kernel|finish_kernel|argmax_merge_kernel|gemm|gemv|nvjet|cutlass|cublas|splitk":
+        "linear,linear_swiglu,linear_argmax",
+}
+"""See DeviceProfiler.names: kernels in Triton by their functions, and GEMMs of libraries."""
 
 
 class CudaBackend(StreamBackend):
@@ -90,6 +103,11 @@ class CudaBackend(StreamBackend):
         if requested not in self.dtypes:
             raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(self.dtypes)}")
         return requested
+
+    def profiler(self, folder: Path) -> DeviceProfiler:
+        self.synchronize()
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        return TraceProfiler(profile(activities=activities), folder, "torch.profiler with CUPTI", KERNEL_NAMES)
 
     def check_heads(self, head_dim: int) -> None:
         """Raise BackendError for head sizes that paged attention does not support."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from npuserve.kernels import triton
 from npuserve.npu.backends import backend_class, register_emulated
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cuda import emulated
 from npuserve.npu.backends.cuda.backend import CudaBackend
+from npuserve.npu.backends.device_profiler import DeviceProfiler
+from npuserve.npu.backends.trace_profiler import TraceProfiler
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,11 @@ class EmulatedCuda(CudaBackend):
     @classmethod
     def unavailable(cls) -> str:
         return ""
+
+    def profiler(self, folder: Path) -> DeviceProfiler:
+        self.synchronize()
+        return TraceProfiler(profile(activities=[ProfilerActivity.CPU]), folder,
+                             "torch.profiler on an emulated GPU: its host's operators, no kernels", {}, has_times=False)
 
     def open_device(self) -> tuple[Any, torch.device]:
         return emulated, torch.device("cpu")

@@ -108,6 +108,7 @@ int capture_of(const Stream *stream);                       // 0: none
 bool unsafe_is_forbidden();                                 // for this thread: aclrtMemcpy and aclrtMemset
 
 // log.cpp
+void ran(const char *name, int stream);  // appends a task to the task log, if it is on
 int injected(const char *name);     // error code of the fault injected into this call; 0 for none
 
 }  // namespace emu

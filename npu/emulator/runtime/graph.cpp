@@ -123,7 +123,7 @@ int record(Lock &lock, Stream *stream, Task task) {
     if (!fits)
       return fail(ACL_ERROR_RT_MODEL_UPDATE_FAILED, "%s: not the task that the task group has there", task.name);
     auto node = group->nodes[stream->updated++];
-    return append(lock, stream, {task.name, [node, body = std::move(task.body)] { node->task.body = body; }});
+    return append(lock, stream, {"aclmdlRICaptureTaskUpdate", [node, body = std::move(task.body)] { node->task.body = body; }});
   }
   Capture *capture = stream->capture;
   auto node = std::make_shared<Node>(Node{std::move(task)});

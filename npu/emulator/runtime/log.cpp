@@ -32,6 +32,8 @@ std::mutex lock;
 std::vector<Call> calls;       // a ring buffer once it is full
 uint64_t counted = 0;          // calls since the last clear
 constexpr size_t kept = 1 << 18;
+std::vector<std::pair<std::string, int>> tasks;  // name and stream; copied, since operators may be unloaded
+std::atomic<bool> logs_tasks{false};
 std::vector<Fault> faults;
 std::atomic<bool> armed{false};
 std::set<std::string> relaxed, names;
@@ -57,6 +59,12 @@ int note(int code, const char *format, va_list arguments) {
 }
 
 }  // namespace
+
+void ran(const char *name, int stream) {
+  if (!logs_tasks) return;
+  std::lock_guard<std::mutex> guard(lock);
+  if (tasks.size() < kept) tasks.emplace_back(name, stream);
+}
 
 int injected(const char *name) {
   if (!armed) return 0;
@@ -136,6 +144,24 @@ EMU_API void emu_clear_calls() {
   std::lock_guard<std::mutex> guard(lock);
   calls.clear();
   counted = 0;
+}
+
+// Starts (on) or ends the log of the tasks that the device runs. A start clears it.
+EMU_API void emu_log_tasks(int on) {
+  std::lock_guard<std::mutex> guard(lock);
+  if (on) tasks.clear();
+  logs_tasks = on;
+}
+
+// Returns the number of logged tasks and writes the first `room` of them, oldest first. The names are valid until the
+// next start of the log.
+EMU_API uint64_t emu_tasks(uint64_t room, const char **names_of, int64_t *streams) {
+  std::lock_guard<std::mutex> guard(lock);
+  for (uint64_t n = 0; n < tasks.size() && n < room; n++) {
+    names_of[n] = tasks[n].first.c_str();
+    streams[n] = tasks[n].second;
+  }
+  return tasks.size();
 }
 
 // Makes the nth call from now whose name matches the shell pattern, and the times - 1 after it, fail.

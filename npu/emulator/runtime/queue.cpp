@@ -53,6 +53,7 @@ bool step(Lock &lock, Stream *stream) {
   }
   if (task.awaits && task.awaits->error) set_error(stream, task.awaits->error, task.awaits->text);
   if (task.body && !stream->error) {
+    ran(task.name, stream->id);
     auto body = task.body;  // the task may be destroyed while the lock is released
     stream->running = true;
     int error = injected("task");

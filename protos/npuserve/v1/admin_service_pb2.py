@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnpuserve/v1/admin_service.proto\x12\x0bnpuserve.v1\x1a\x1egoogle/protobuf/duration.proto\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x0f\n\rAbortResponse\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"\x19\n\x17\x46lushPrefixCacheRequest\"2\n\x18\x46lushPrefixCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"\x15\n\x13StopProfileResponse\"\x16\n\x14GetServerInfoRequest\"~\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x04 \x01(\x04\x32\xee\x03\n\x0c\x41\x64minService\x12>\n\x05\x41\x62ort\x12\x19.npuserve.v1.AbortRequest\x1a\x1a.npuserve.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.npuserve.v1.DrainRequest\x1a\x1a.npuserve.v1.DrainResponse\x12_\n\x10\x46lushPrefixCache\x12$.npuserve.v1.FlushPrefixCacheRequest\x1a%.npuserve.v1.FlushPrefixCacheResponse\x12S\n\x0cStartProfile\x12 .npuserve.v1.StartProfileRequest\x1a!.npuserve.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.npuserve.v1.StopProfileRequest\x1a .npuserve.v1.StopProfileResponse\x12V\n\rGetServerInfo\x12!.npuserve.v1.GetServerInfoRequest\x1a\".npuserve.v1.GetServerInfoResponseB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fnpuserve/v1/admin_service.proto\x12\x0bnpuserve.v1\x1a\x1egoogle/protobuf/duration.proto\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x0f\n\rAbortResponse\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x0f\n\rDrainResponse\"\x19\n\x17\x46lushPrefixCacheRequest\"2\n\x18\x46lushPrefixCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r\"\x80\x01\n\x13StartProfileRequest\x12\x11\n\x04name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x02 \x01(\rH\x01\x88\x01\x01\x12/\n\x0cmax_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x07\n\x05_nameB\x08\n\x06_steps\"$\n\x14StartProfileResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\"0\n\x12StopProfileRequest\x12\x11\n\x04wait\x18\x01 \x01(\x08H\x00\x88\x01\x01\x42\x07\n\x05_wait\"\xb9\x02\n\x13StopProfileResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12*\n\x06\x65nding\x18\x05 \x01(\x0e\x32\x1a.npuserve.v1.ProfileEnding\x12+\n\x08\x64uration\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstep_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06layers\x18\x08 \x01(\r\x12\x11\n\thas_times\x18\t \x01(\x08\x12\x10\n\x08recorder\x18\n \x01(\t\x12,\n\x07kernels\x18\x0b \x03(\x0b\x32\x1b.npuserve.v1.ProfiledKernel\"U\n\x0eProfiledKernel\x12\x0e\n\x06kernel\x18\x01 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x13\n\x0b\x66loor_bytes\x18\x04 \x01(\x01\"\x16\n\x14GetServerInfoRequest\"~\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x04 \x01(\x04*\x82\x01\n\rProfileEnding\x12\x1e\n\x1aPROFILE_ENDING_UNSPECIFIED\x10\x00\x12\x18\n\x14PROFILE_ENDING_STEPS\x10\x01\x12\x1b\n\x17PROFILE_ENDING_DURATION\x10\x02\x12\x1a\n\x16PROFILE_ENDING_STOPPED\x10\x03\x32\xee\x03\n\x0c\x41\x64minService\x12>\n\x05\x41\x62ort\x12\x19.npuserve.v1.AbortRequest\x1a\x1a.npuserve.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.npuserve.v1.DrainRequest\x1a\x1a.npuserve.v1.DrainResponse\x12_\n\x10\x46lushPrefixCache\x12$.npuserve.v1.FlushPrefixCacheRequest\x1a%.npuserve.v1.FlushPrefixCacheResponse\x12S\n\x0cStartProfile\x12 .npuserve.v1.StartProfileRequest\x1a!.npuserve.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.npuserve.v1.StopProfileRequest\x1a .npuserve.v1.StopProfileResponse\x12V\n\rGetServerInfo\x12!.npuserve.v1.GetServerInfoRequest\x1a\".npuserve.v1.GetServerInfoResponseB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npuserve.v1.admin_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.npuserve.v1P\001Z#npuserve.dev/npuserve/v1;npuservev1'
+  _globals['_PROFILEENDING']._serialized_start=1078
+  _globals['_PROFILEENDING']._serialized_end=1208
   _globals['_ABORTREQUEST']._serialized_start=80
   _globals['_ABORTREQUEST']._serialized_end=130
   _globals['_ABORTRESPONSE']._serialized_start=132
@@ -45,18 +47,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=249
   _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=251
   _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=301
-  _globals['_STARTPROFILEREQUEST']._serialized_start=303
-  _globals['_STARTPROFILEREQUEST']._serialized_end=324
-  _globals['_STARTPROFILERESPONSE']._serialized_start=326
-  _globals['_STARTPROFILERESPONSE']._serialized_end=348
-  _globals['_STOPPROFILEREQUEST']._serialized_start=350
-  _globals['_STOPPROFILEREQUEST']._serialized_end=370
-  _globals['_STOPPROFILERESPONSE']._serialized_start=372
-  _globals['_STOPPROFILERESPONSE']._serialized_end=393
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=395
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=417
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=419
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=545
-  _globals['_ADMINSERVICE']._serialized_start=548
-  _globals['_ADMINSERVICE']._serialized_end=1042
+  _globals['_STARTPROFILEREQUEST']._serialized_start=304
+  _globals['_STARTPROFILEREQUEST']._serialized_end=432
+  _globals['_STARTPROFILERESPONSE']._serialized_start=434
+  _globals['_STARTPROFILERESPONSE']._serialized_end=470
+  _globals['_STOPPROFILEREQUEST']._serialized_start=472
+  _globals['_STOPPROFILEREQUEST']._serialized_end=520
+  _globals['_STOPPROFILERESPONSE']._serialized_start=523
+  _globals['_STOPPROFILERESPONSE']._serialized_end=836
+  _globals['_PROFILEDKERNEL']._serialized_start=838
+  _globals['_PROFILEDKERNEL']._serialized_end=923
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=925
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=947
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=949
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1075
+  _globals['_ADMINSERVICE']._serialized_start=1211
+  _globals['_ADMINSERVICE']._serialized_end=1705
 # @@protoc_insertion_point(module_scope)

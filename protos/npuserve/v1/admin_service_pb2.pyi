@@ -3,9 +3,12 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -16,6 +19,31 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ProfileEnding:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProfileEndingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProfileEnding.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROFILE_ENDING_UNSPECIFIED: _ProfileEnding.ValueType  # 0
+    PROFILE_ENDING_STEPS: _ProfileEnding.ValueType  # 1
+    """All its steps were recorded."""
+    PROFILE_ENDING_DURATION: _ProfileEnding.ValueType  # 2
+    """Its time was over."""
+    PROFILE_ENDING_STOPPED: _ProfileEnding.ValueType  # 3
+    """StopProfile ended it."""
+
+class ProfileEnding(_ProfileEnding, metaclass=_ProfileEndingEnumTypeWrapper): ...
+
+PROFILE_ENDING_UNSPECIFIED: ProfileEnding.ValueType  # 0
+PROFILE_ENDING_STEPS: ProfileEnding.ValueType  # 1
+"""All its steps were recorded."""
+PROFILE_ENDING_DURATION: ProfileEnding.ValueType  # 2
+"""Its time was over."""
+PROFILE_ENDING_STOPPED: ProfileEnding.ValueType  # 3
+"""StopProfile ended it."""
+Global___ProfileEnding: _TypeAlias = ProfileEnding  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -132,14 +160,38 @@ Global___FlushPrefixCacheResponse: _TypeAlias = FlushPrefixCacheResponse  # noqa
 class StartProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAME_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the trace's file in profile_dir: up to 64 letters, digits, `-` and `_`, the first a letter or digit. It must
+    not be the name of a kept trace. Default: `profile-` and a number.
+    """
+    steps: _builtins.int
+    """Steps to record, in [1, 1000]. Default: 20."""
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """Time after which the profile ends, in (0, 600] seconds. Default: 60."""
+
     def __init__(
         self,
+        *,
+        name: _builtins.str | None = ...,
+        steps: _builtins.int | None = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_steps", b"_steps", "max_duration", b"max_duration", "name", b"name", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_steps", b"_steps", "max_duration", b"max_duration", "name", b"name", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
+    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
 
@@ -147,12 +199,16 @@ Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
 class StartProfileResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
     def __init__(
         self,
+        *,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,14 +218,21 @@ Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
 class StopProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WAIT_FIELD_NUMBER: _builtins.int
+    wait: _builtins.bool
+    """Wait until the profile ends by itself, and do not end it. Default: false."""
     def __init__(
         self,
+        *,
+        wait: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_wait", b"_wait", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_wait", b"_wait", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__wait: _TypeAlias = _typing.Literal["wait"]  # noqa: Y015
+    _WhichOneofArgType__wait: _TypeAlias = _typing.Literal["_wait", b"_wait"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wait) -> _WhichOneofReturnType__wait | None: ...
 
 Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
 
@@ -177,16 +240,95 @@ Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
 class StopProfileResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    ENDING_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    STEP_TIME_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    HAS_TIMES_FIELD_NUMBER: _builtins.int
+    RECORDER_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """File of the trace on the server, in Chrome's trace format; compressed with gzip if its name ends with `.gz`. Empty if
+    no step was recorded.
+    """
+    bytes: _builtins.int
+    steps: _builtins.int
+    ending: Global___ProfileEnding.ValueType
+    layers: _builtins.int
+    """Layers of the model."""
+    has_times: _builtins.bool
+    """False on an emulated device, whose kernels have an order and no times."""
+    recorder: _builtins.str
+    """What recorded the kernels."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def step_time(self) -> _duration_pb2.Duration:
+        """Time of all recorded steps on the device."""
+
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProfiledKernel]:
+        """The longest first; in the order of the first call without times."""
+
     def __init__(
         self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        ending: Global___ProfileEnding.ValueType = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        step_time: _duration_pb2.Duration | None = ...,
+        layers: _builtins.int = ...,
+        has_times: _builtins.bool = ...,
+        recorder: _builtins.str = ...,
+        kernels: _abc.Iterable[Global___ProfiledKernel] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "duration", b"duration", "ending", b"ending", "has_times", b"has_times", "kernels", b"kernels", "layers", b"layers", "name", b"name", "path", b"path", "recorder", b"recorder", "step_time", b"step_time", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015
+
+@_typing.final
+class ProfiledKernel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KERNEL_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    FLOOR_BYTES_FIELD_NUMBER: _builtins.int
+    kernel: _builtins.str
+    """Name in npuserve_kernel_latency_seconds, or of the device's profiler."""
+    calls: _builtins.int
+    """Calls in all steps."""
+    seconds: _builtins.float
+    """Time of all calls in seconds; 0 without times."""
+    floor_bytes: _builtins.float
+    """Bytes that all calls have to read and write, each byte once; 0 where unknown."""
+    def __init__(
+        self,
+        *,
+        kernel: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        floor_bytes: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "floor_bytes", b"floor_bytes", "kernel", b"kernel", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfiledKernel: _TypeAlias = ProfiledKernel  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

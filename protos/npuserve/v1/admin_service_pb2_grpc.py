@@ -97,14 +97,17 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Reserved: UNIMPLEMENTED in this version.
+        """Starts to record the kernels of the next steps. FAILED_PRECONDITION if the server's setting profile_dir is not set,
+        or a profile is running. It ends by itself after `steps` or `max_duration`. A restart of the engine ends it without
+        a trace. Tokens stay the same; steps may take longer while it runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Reserved: UNIMPLEMENTED in this version.
+        """Ends the profile, and returns its trace's file and its table. Without a running profile, it returns those of the last
+        one; FAILED_PRECONDITION if none was started since the engine's start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import msgspec
 import pytest
 
+from npuserve.npu.profile import KernelRow, ProfileSummary
 from npuserve.service.config import ServerConfig
+from npuserve.service.errors import Unavailable
+from npuserve.service.ipc.messages import Pause
+from npuserve.service.ipc.profiles import StartProfile, StopProfile
 from npuserve.v1 import admin_service_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.support.fake_engine import make_folder, until
@@ -63,14 +69,70 @@ async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pyt
     assert [line["seconds"] for line in events if line["event"] == "drain"] == [7, 2.5, 0, 86400]
 
 
-async def test_admin_reserved_calls_are_unimplemented(folder: Path) -> None:
+async def test_profiles_without_the_setting_are_refused_by_its_name(folder: Path) -> None:
     async with running(folder, administrator=True) as server:
-        calls = {
-            "StartProfile": server.admin.StartProfile(admin_service_pb2.StartProfileRequest()),
-            "StopProfile": server.admin.StopProfile(admin_service_pb2.StopProfileRequest()),
-        }
-        for name, call in calls.items():
+        for call in (server.admin.StartProfile(admin_service_pb2.StartProfileRequest()),
+                     server.admin.StopProfile(admin_service_pb2.StopProfileRequest())):
+            with pytest.raises(grpc.aio.AioRpcError, match="the server's setting profile_dir") as failed:
+                await call
+            assert failed.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert server.engine.got(StartProfile) == server.engine.got(StopProfile) == []
+
+
+async def test_profile_calls_send_their_bounds_and_return_the_table(folder: Path, tmp_path: Path) -> None:
+    async with running(folder, administrator=True, profile_dir=str(tmp_path)) as server:
+        started = await server.admin.StartProfile(admin_service_pb2.StartProfileRequest())
+        assert started.name == "profile-1"
+        request = admin_service_pb2.StartProfileRequest(name="mine", steps=1000)
+        request.max_duration.FromNanoseconds(2_500_000_000)
+        assert (await server.admin.StartProfile(request)).name == "mine"
+        sent = [(message.name, message.steps, message.seconds) for message in server.engine.got(StartProfile)]
+        assert sent == [("", 20, 60.0), ("mine", 1000, 2.5)]
+        server.engine.profile = ProfileSummary(
+            "mine", "a/mine.trace.json", 7, 3, 2, 1.5, 0.5, "duration", True, "cpu",
+            [KernelRow("linear", 6, 0.25, 9.0)])
+        made = await server.admin.StopProfile(admin_service_pb2.StopProfileRequest(wait=True))
+        assert (made.path, made.bytes, made.steps, made.layers, made.has_times) == ("a/mine.trace.json", 7, 3, 2, True)
+        assert made.ending == admin_service_pb2.PROFILE_ENDING_DURATION
+        assert (made.duration.ToNanoseconds(), made.step_time.ToNanoseconds()) == (1_500_000_000, 500_000_000)
+        (kernel,) = made.kernels
+        assert (kernel.kernel, kernel.calls, kernel.seconds, kernel.floor_bytes) == ("linear", 6, 0.25, 9.0)
+        assert [message.wait for message in server.engine.got(StopProfile)] == [True]
+        server.engine.profile, server.engine.no_profile = None, ("ProfileRefused", "none was started", 0.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="none was started") as failed:
+            await server.admin.StopProfile(admin_service_pb2.StopProfileRequest())
+        assert failed.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"name": "../x"}, "name: must be up to 64 letters"), ({"name": ""}, "name: must be up to 64 letters"),
+    ({"steps": 0}, r"steps: must be in \[1, 1000\], got 0"), ({"steps": 1001}, r"steps: must be in \[1, 1000\]"),
+    ({"max_duration": {"seconds": 601}}, r"max_duration: must be in \(0, 600\] seconds, got 601"),
+    ({"max_duration": {}}, r"max_duration: must be in \(0, 600\] seconds, got 0"),
+    ({"max_duration": {"seconds": -1}}, "max_duration: must be in")])
+async def test_profile_fields_out_of_range_are_refused(
+    folder: Path, tmp_path: Path, fields: dict[str, Any], text: str
+) -> None:
+    async with running(folder, administrator=True, profile_dir=str(tmp_path)) as server:
+        with pytest.raises(grpc.aio.AioRpcError, match=text) as failed:
+            await server.admin.StartProfile(admin_service_pb2.StartProfileRequest(**fields))
+        assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_waiting_profile_call_fails_when_the_engine_dies(folder: Path, tmp_path: Path) -> None:
+    async with running(folder, administrator=True, profile_dir=str(tmp_path)) as server:
+        await server.admin.StartProfile(admin_service_pb2.StartProfileRequest())
+        waiting = asyncio.ensure_future(server.frontend._engine.profiles._call(lambda call: Pause(call)))  # no reply
+        await until(lambda: bool(server.engine.got(Pause)))
+        await server.engine.die()
+        with pytest.raises(Unavailable, match="its profile, if one was running, is lost"):
+            await waiting
+
+
+async def test_profile_calls_need_the_admin_right(folder: Path, tmp_path: Path) -> None:
+    async with running(folder, profile_dir=str(tmp_path)) as server:
+        for call in (server.admin.StartProfile(admin_service_pb2.StartProfileRequest()),
+                     server.admin.StopProfile(admin_service_pb2.StopProfileRequest())):
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await call
-            assert failed.value.code() == grpc.StatusCode.UNIMPLEMENTED
-            assert failed.value.details() == f"{name}: reserved, not implemented in this version"
+            assert failed.value.code() == grpc.StatusCode.PERMISSION_DENIED

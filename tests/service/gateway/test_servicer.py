@@ -22,8 +22,10 @@ from grpc_status import rpc_status
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from npuserve.npu.profile import ProfileSummary
 from npuserve.service import metrics
 from npuserve.service.ipc.messages import Cancel, FlushPrefixCache, Load, Submit
+from npuserve.service.ipc.profiles import StartProfile
 from tests.support.fake_engine import INFO, make_folder, until
 from tests.support.front_end import Running, ask, running
 from tests.support.vllm_engine import Answer, engine_stub, join, like_smg, vllm_request
@@ -68,7 +70,7 @@ def calls(server: Running) -> dict[str, Any]:
 
 
 ADMINISTRATION = {"FlushCache", "StartProfile", "StopProfile"}
-ABSENT = {"Embed", "StartProfile", "StopProfile"}
+ABSENT = {"Embed"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -212,6 +214,29 @@ async def test_administration_needs_the_admin_right(folder: Path) -> None:
         found = {name: await code_of(call) for name, call in calls(server).items()}
     assert {name for name, code in found.items() if code is grpc.StatusCode.UNIMPLEMENTED} >= ABSENT
     assert found["FlushCache"] is found["Generate"] is found["HealthCheck"] is grpc.StatusCode.OK
+
+
+async def test_profile_calls_take_steps_and_a_name(folder: Path, tmp_path: Path) -> None:
+    """Fields that would show shapes, stacks or a later start are refused, and paths too."""
+    async with running(folder, administrator=True, profile_dir=str(tmp_path)) as server:
+        stub = engine_stub(server.channel)
+        for request in (common_pb2.StartProfileRequest(num_steps=5, output_dir="mine", activities=["CPU", "GPU"]),
+                        common_pb2.StartProfileRequest()):
+            assert (await stub.StartProfile(request)).success
+        sent = [(message.name, message.steps) for message in server.engine.got(StartProfile)]
+        assert sent == [("mine", 5), ("", 1000)]
+        for field in ("start_step", "with_stack", "record_shapes", "profile_by_stage"):
+            request = common_pb2.StartProfileRequest(**{field: 1})
+            assert await code_of(stub.StartProfile(request)) is grpc.StatusCode.UNIMPLEMENTED
+        for fields in ({"output_dir": "../x"}, {"num_steps": 0}, {"num_steps": 1001}, {"num_steps": -1}):
+            request = common_pb2.StartProfileRequest(**fields)
+            assert await code_of(stub.StartProfile(request)) is grpc.StatusCode.INVALID_ARGUMENT
+        server.engine.profile = ProfileSummary("mine", "mine.trace.json", 7, 3, 2, 1.5, 0.5, "steps", True, "cpu", [])
+        stopped = await stub.StopProfile(common_pb2.StopProfileRequest())
+        assert (stopped.success, stopped.message) == (True, "mine.trace.json: 3 steps")
+    async with running(folder, administrator=True) as server:
+        stub = engine_stub(server.channel)
+        assert await code_of(stub.StartProfile(common_pb2.StartProfileRequest())) is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_flush_cache_waits_for_running_requests(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.profile import ProfileSummary
+from npuserve.npu.profiling.session import Profiler
+from npuserve.npu.profiling.trace_folder import TraceFolder
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
 from tests.support import constrained
@@ -278,3 +283,26 @@ def test_cuda_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", none_left)
     with pytest.raises(BackendError, match=r"device: no 100 MiB of device memory.*smaller kv_cache_memory"):
         backend.empty((100 << 20,), torch.uint8)
+
+
+# Profiles
+
+
+def test_profile_has_the_launches_and_no_times(tmp_path: Path) -> None:
+    saved(tmp_path / "model", layers=1)
+    expected, _ = answers(load(tmp_path / "model"), asks(1, 6))
+    runner = load(tmp_path / "model")
+    profiler = Profiler(runner, TraceFolder(tmp_path / "traces"))
+    profiler.start("", 4, 60.0)
+    got, results = answers(runner, asks(1, 6))
+    assert got == expected
+    assert all(result.captured for result in results)  # graphs are replayed as without a profile
+    while not profiler.poll():
+        time.sleep(0.01)
+    made = profiler.last
+    assert isinstance(made, ProfileSummary), made
+    assert (made.steps, made.has_times, made.kernels) == (4, False, [])
+    assert made.device == "torch.profiler on an emulated GPU: its host's operators, no kernels"
+    events = json.loads(Path(made.path).read_bytes())["traceEvents"]
+    ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert ranges == [f"step {number}" for number in range(4)]

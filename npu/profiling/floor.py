@@ -1,0 +1,160 @@
+"""Floor of a step: the bytes that its kernels have to read and write, each byte once.
+
+The decoder (npu/execution/decoder.py) runs on tensors without memory; kernels/bench/costs.py gives the cost of each
+call. Weights count in the dtype of the checkpoint, also where a device stores them compact.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.attention import AttentionMetadata
+from npuserve.kernels.bench.costs import Cost, cost
+from npuserve.kernels.kv_cache import Cache
+from npuserve.kernels.quantized import Int8, Scheme, Weight
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.in_flight import StepRecord
+from npuserve.npu.execution.kv_cache import SCALE
+from npuserve.npu.model.allocation import allocate
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import ModelWeights
+
+Costs = dict[str, list[Cost]]
+"""Kernel -> cost of each call."""
+LM_HEAD = "linear_argmax"
+"""Kernel of the LM head here. Steps with sampling parameters call `linear` for it."""
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Kernels that record their costs and return tensors of the right shape. dtype: of the activations."""
+
+    dtype: torch.dtype
+    costs: Costs = field(default_factory=lambda: defaultdict(list))
+
+    def _note(self, name: str, *args: Any) -> None:
+        self.costs[name].append(cost(name, args))
+
+    def _made(self, shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
+        if scheme is None:
+            return meta(*shape, dtype=self.dtype)
+        return Int8(meta(*shape, dtype=torch.int8), meta(shape[0], dtype=torch.float32))
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        self._note("embedding", ids, table)
+        return meta(len(ids), table.shape[1], dtype=self.dtype)
+
+    def rms_norm(self, x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+        self._note("rms_norm", x, gamma, eps, scheme)
+        return self._made(x.shape, scheme)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+    ) -> tuple[Tensor | Int8, Tensor]:
+        self._note("add_rms_norm", x, residual, gamma, eps, scheme)
+        return self._made(x.shape, scheme), residual
+
+    def linear(self, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+        self._note("linear", x, weight, bias)
+        return meta(len(x), weight.shape[0], dtype=self.dtype)
+
+    def linear_swiglu(
+        self, x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Tensor | Int8:
+        self._note("linear_swiglu", x, weight, bias, scheme)
+        return self._made((len(x), weight.shape[0] // 2), scheme)
+
+    def qk_norm_rope_kv_write(self, qkv: Tensor, *args: Any) -> Tensor:
+        self._note("qk_norm_rope_kv_write", qkv, *args)
+        return meta(len(qkv), args[-1], args[3].shape[1], dtype=self.dtype)
+
+    def paged_attention(self, q: Tensor, *args: Any) -> Tensor:
+        self._note("paged_attention", q, *args)
+        return q.flatten(1)
+
+    def linear_argmax(self, x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
+        self._note("linear_argmax", x, weight, bias, vocabulary)
+        return meta(len(x), 1, dtype=torch.int64)
+
+
+class MetaModel:
+    """Model on tensors without memory.
+
+    dtype: of weights and activations.
+    vocabulary_tile, int8_levels: see `Backend`.
+    block_size: of the KV cache.
+    cache_dtype: `dtype` or int8.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int, int8_levels: float,
+        block_size: int = 128, cache_dtype: torch.dtype | None = None,
+    ):
+        backend: Any = SimpleNamespace(
+            device=torch.device("meta"), vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
+            weight=lambda n, k, dtype: meta(n, k, dtype=dtype), empty=lambda shape, dtype: meta(*shape, dtype=dtype))
+        self.config, self._dtype, self._block_size = config, dtype, block_size
+        self.weights: ModelWeights = allocate(config, dtype, backend).weights
+        shape = 1, block_size, config.num_kv_heads, config.head_dim
+        self.layer_cache: Cache = meta(*shape, dtype=dtype)
+        if cache_dtype is torch.int8:
+            self.layer_cache = Int8(meta(*shape, dtype=torch.int8), meta(*shape[:3], dtype=SCALE))
+
+    def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
+        """Return the costs of one step.
+
+        rows: (tokens, length of the context after the step) of each row.
+        sampled: number of tokens that it samples, by argmax.
+        """
+        ledger, starts = Ledger(self._dtype), [0]
+        for tokens, _ in rows:
+            starts.append(starts[-1] + tokens)
+        contexts = [context for _, context in rows]
+        blocks = -(-max(contexts) // self._block_size)
+        metadata = AttentionMetadata(
+            meta(len(rows), blocks, dtype=torch.int32), meta(len(rows), dtype=torch.int32),
+            meta(len(rows) + 1, dtype=torch.int32), contexts, starts)
+        ids = meta(starts[-1], dtype=torch.int64)
+        kernels: Any = ledger
+        batch: Any = SimpleNamespace(ids=ids, positions=ids, slot_mapping=ids, attention=metadata)
+        cos_sin = meta(self.config.context_length, self.config.head_dim, dtype=torch.float32)
+        model = Model(self.config, self.weights, cos_sin, kernels)
+        cache: Any = SimpleNamespace(layers=[(self.layer_cache, self.layer_cache)] * self.config.num_layers)
+        hidden = model.hidden(batch, cache)
+        if sampled:
+            model.argmax(hidden[:sampled])
+        return dict(ledger.costs)
+
+    def nbytes(self, steps: Sequence[StepRecord]) -> dict[str, float]:
+        """Return the bytes that all steps have to move, by kernel.
+
+        The bytes of a step are a constant, for weights, plus terms that are linear in its tokens and contexts. So the
+        sums over the steps, as one step and doubled, give both parts.
+        """
+        found: dict[str, float] = {}
+        for chosen in (steps, [step for step in steps if step.samples]):
+            if not chosen:
+                continue
+            sums = [sum(getattr(step, name) for step in chosen) for name in ("tokens", "context", "samples")]
+            once, twice = (self._bytes_of_sums(*(factor * value for value in sums)) for factor in (1, 2))
+            for kernel, value in once.items():
+                if (kernel == LM_HEAD) == (chosen is not steps):
+                    constant = 2 * value - twice[kernel]
+                    found[kernel] = value + (len(chosen) - 1) * constant
+        return found
+
+    def _bytes_of_sums(self, tokens: int, context: int, samples: int) -> dict[str, int]:
+        costs = self.costs([(tokens, context)], samples)
+        return {kernel: sum(each.nbytes for each in calls) for kernel, calls in costs.items()}
