@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import Adapter, Kernel, moved
 
 FRACTAL_NZ = 29
@@ -70,6 +71,45 @@ def causal_mask(device: torch.device) -> Tensor:
     It serves queries and contexts of any length.
     """
     return torch.ones(2048, 2048, dtype=torch.int8).triu_(1).to(device)
+
+
+def by_head(cache: Int8) -> Int8:
+    """Copy an int8 cache [B, block_size, Hkv, D] to the layout of the device: heads before tokens, scales in float32.
+
+    values: [B, Hkv, block_size, `cached_head_dim`(D)]. scale: [B, Hkv, block_size], as antiquant mode 5 of fused
+    attention reads it.
+    """
+    values = padded(cache.values, cached_head_dim(cache.values.shape[-1]))
+    return Int8(values.transpose(1, 2).contiguous(), cache.scale.float().transpose(1, 2).contiguous())
+
+
+def by_token(cache: Int8) -> Int8:
+    """Copy an int8 cache of the device to [B, block_size, Hkv, D], with scales in float32 and D still padded."""
+    return Int8(cache.values.transpose(1, 2).contiguous(), cache.scale.transpose(1, 2).contiguous())
+
+
+_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def head_slots(slots: Tensor, cache: Int8) -> Tensor:
+    """Return the places [T * Hkv] int32 of each token's heads in an int8 cache whose first three dimensions are one.
+
+    slots: [T], block * block_size + offset. A step makes a tensor of its own for them, which all layers share, so they
+        are computed once for each tensor. Their values must not change while the tensor lives.
+    """
+    heads, block_size = cache.values.shape[1:3]
+    made = _slots.get(slots)
+    if made is None or made[0] != (heads, block_size):
+        narrow = slots.int()
+        first = narrow + torch.div(narrow, block_size, rounding_mode="floor") * ((heads - 1) * block_size)
+        places = first.unsqueeze(1) + _head_offsets(heads, block_size, slots.device)
+        made = _slots[slots] = (heads, block_size), places.flatten()
+    return made[1]  # type: ignore[no-any-return]
+
+
+@cache
+def _head_offsets(heads: int, block_size: int, device: torch.device) -> Tensor:
+    return (torch.arange(heads, dtype=torch.int32) * block_size).to(device)
 
 
 _tables: WeakIdKeyDictionary = WeakIdKeyDictionary()

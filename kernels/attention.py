@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from npuserve.kernels.registry import Case, kernel
 
 INT8_TOLERANCE = 3e-4
 """Tolerance of results over an int8 cache: implementations may multiply queries and weights in int16."""
+
+GATHERED_TOKENS = 4096
+"""Tokens of an int8 cache that the Ascend implementation dequantizes at once, more only for one longer row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,52 +202,166 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
 def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Convert blocks to a size that is a multiple of `ascend.BLOCK`; each row gets its own blocks, in order."""
     q, keys, values, metadata, scale = args
-    wide = ascend.cached_head_dim(q.shape[-1])
-    caches = [ascend.padded(cache, wide) for cache in (keys, values)]
-    if keys.shape[1] % ascend.BLOCK:
-        tables, tail = metadata.block_tables, (*keys.shape[2:-1], wide)
-        slots = [cache[tables.long()].flatten(1, 2) for cache in caches]
-        width = -(-slots[0].shape[1] // ascend.BLOCK)
-        beyond = width * ascend.BLOCK - slots[0].shape[1]
-        caches = [F.pad(cache, (0, 0, 0, 0, 0, beyond)).view(-1, ascend.BLOCK, *tail) for cache in slots]
+    tables, size = metadata.block_tables, block_size(keys)
+    width = -(-tables.shape[1] * size // ascend.BLOCK)
+
+    def in_rows(cache: Tensor) -> Tensor:
+        slots = cache[tables.long()].flatten(1, 2)
+        beyond = [0, 0] * (slots.dim() - 2) + [0, width * ascend.BLOCK - slots.shape[1]]
+        return F.pad(slots, beyond).view(-1, ascend.BLOCK, *slots.shape[2:])
+
+    def on_device(cache: Cache) -> Cache:
+        regroup = in_rows if size % ascend.BLOCK else lambda cache: cache
+        if isinstance(cache, Int8):
+            return ascend.by_head(Int8(regroup(cache.values), regroup(cache.scale)))
+        return ascend.padded(regroup(cache), ascend.cached_head_dim(cache.shape[-1]))
+
+    caches = on_device(keys), on_device(values)
+    if size % ascend.BLOCK:
         metadata = replace(metadata, block_tables=torch.arange(len(tables) * width).int().view(len(tables), width))
     return ascend.to_device((q, *caches, metadata, scale))
 
 
 def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, keys, values, metadata, scale = ascend.to_host(args)
-    return q, keys[..., : q.shape[-1]], values[..., : q.shape[-1]], metadata, scale
+
+    def as_given(cache: Cache) -> Cache:
+        if isinstance(cache, Int8):
+            made = ascend.by_token(cache)
+            return Int8(made.values[..., : q.shape[-1]], made.scale)
+        return cache[..., : q.shape[-1]]
+
+    return q, as_given(keys), as_given(values), metadata, scale
 
 
 @ascend.implementation(paged_attention, adapt=_in_large_blocks, restore=_with_own_heads)
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float) -> Tensor:
+def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Run fused attention in its variable-length layout (TND): one call for decode rows and chunks.
 
-    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`.
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`; or
+        int8 as by `ascend.by_head`, which `_attend_int8` serves.
 
     The operator takes the lengths from the host. A captured graph keeps the lengths of its capture until
     `NPUGraph.update` replaces them (keyword actual_seq_lengths_kv).
     """
     tokens, q_heads, own = q.shape
-    blocks, block_size, kv_heads, dim = k_cache.shape
     ends = metadata.host_cu_seqlens_q[1:]
+    if isinstance(k_cache, Int8) and isinstance(v_cache, Int8):
+        out = _attend_int8(q[: ends[-1]], k_cache, v_cache, metadata, scale)
+    else:
+        assert isinstance(k_cache, Tensor)
+        assert isinstance(v_cache, Tensor)
+        keys, values = (cache.flatten(2) for cache in (k_cache, v_cache))
+        out = _attend_rows(
+            ascend.padded(q[: ends[-1]], k_cache.shape[-1]), keys, values, metadata.block_tables, ends,
+            metadata.host_context_lens, scale, k_cache.shape[2])
+    out = out.view(-1, q_heads, out.shape[-1])[..., :own].reshape(-1, q_heads * own)
+    return out if len(out) == tokens else torch.cat([out, out.new_zeros(tokens - len(out), q_heads * own)])
+
+
+def _attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, ends: list[int], contexts: list[int], scale: float,
+    kv_heads: int,
+) -> Tensor:
+    """Attend with q [T, Hq, D], whose rows end at `ends`.
+
+    keys, values: [B, block_size, Hkv D] or [B, Hkv, block_size, D].
+    tables: [R, maxB] int32.
+    """
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        ascend.padded(q[: ends[-1]], dim),
-        k_cache.view(blocks, block_size, kv_heads * dim),
-        v_cache.view(blocks, block_size, kv_heads * dim),
+        q,
+        keys,
+        values,
         atten_mask=ascend.causal_mask(q.device),
         actual_seq_lengths=ends,
-        actual_seq_lengths_kv=metadata.host_context_lens,
-        block_table=metadata.block_tables,
-        num_heads=q_heads,
+        actual_seq_lengths_kv=contexts,
+        block_table=tables,
+        num_heads=q.shape[1],
         scale=scale,
         input_layout="TND",
         num_key_value_heads=kv_heads,
         sparse_mode=3,
-        block_size=block_size,
+        block_size=keys.shape[-2],
     )
-    out = out.view(-1, q_heads, dim)[..., :own].reshape(-1, q_heads * own)
-    return out if len(out) == tokens else torch.cat([out, out.new_zeros(tokens - len(out), q_heads * own)])
+    return out  # type: ignore[no-any-return]
+
+
+def _attend_int8(q: Tensor, k_cache: Int8, v_cache: Int8, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """Attend over an int8 cache, laid out as by `ascend.by_head`.
+
+    Leading rows of one query are one call of fused attention, which multiplies by the scales (antiquant mode 5: per
+    token and head, in blocks). The mode takes one query a row and not the layout TND, so the blocks of the other rows
+    are dequantized into a temporary cache in q's dtype, for as many rows at once as `GATHERED_TOKENS` allows.
+    """
+    _, kv_heads, size, dim = k_cache.values.shape
+    starts, contexts = metadata.host_cu_seqlens_q, metadata.host_context_lens
+    q, singles = ascend.padded(q, dim), _leading_singles(starts)
+    parts: list[Tensor] = []
+    if singles:
+        out, _ = torch_npu.npu_fused_infer_attention_score(
+            q[:singles].unsqueeze(2),
+            k_cache.values,
+            v_cache.values,
+            key_antiquant_scale=k_cache.scale,
+            value_antiquant_scale=v_cache.scale,
+            key_antiquant_mode=5,
+            value_antiquant_mode=5,
+            actual_seq_lengths_kv=contexts[:singles],
+            block_table=metadata.block_tables[:singles],
+            num_heads=q.shape[1],
+            scale=scale,
+            input_layout="BNSD",
+            num_key_value_heads=kv_heads,
+            block_size=size,
+        )
+        parts.append(out.squeeze(2))
+    for first, last, width in _groups(contexts, singles, size):
+        ids = metadata.block_tables[first:last, :width].flatten()
+        keys, values = (_dequantized(cache, ids, q.dtype) for cache in (k_cache, v_cache))
+        tables = torch.arange(len(ids), dtype=torch.int32, device=q.device).view(last - first, width)
+        ends = [end - starts[first] for end in starts[first + 1 : last + 1]]
+        parts.append(_attend_rows(
+            q[starts[first] : starts[last]], keys, values, tables, ends, contexts[first:last], scale, kv_heads))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _leading_singles(starts: list[int]) -> int:
+    """Return the number of rows before the first one that has more than one query, or none."""
+    return next((row for row, (a, b) in enumerate(pairwise(starts)) if b - a != 1), len(starts) - 1)
+
+
+def _groups(contexts: list[int], first: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """Split rows from `first` on into groups; yield (first row, last row + 1, blocks of the longest row).
+
+    A group has at most GATHERED_TOKENS tokens in its rows' blocks, each row counted as the longest, or one row.
+    """
+    width = 0
+    for row in range(first, len(contexts)):
+        blocks = max(1, -(-contexts[row] // block_size))
+        if row > first and (row + 1 - first) * max(width, blocks) * block_size > GATHERED_TOKENS:
+            yield first, row, width
+            first, width = row, 0
+        width = max(width, blocks)
+    if first < len(contexts):
+        yield first, len(contexts), width
+
+
+def _dequantized(cache: Int8, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return blocks `ids` of an int8 cache, multiplied by their scales in float32 and rounded once to `dtype`."""
+    scale = cache.scale.index_select(0, ids)
+    return (cache.values.index_select(0, ids) * scale.unsqueeze(-1)).to(dtype)
+
+
+def gathered_bytes(context: int, block_size: int, kv_size: int) -> int:
+    """Return the bytes that chunks over an int8 cache need on Ascend beside their inputs and outputs.
+
+    context: tokens of the longest row.
+    kv_size: numbers of a token's keys.
+
+    While values become float32 and then 2 bytes, the keys exist in 2 bytes.
+    """
+    tokens = max(GATHERED_TOKENS, -(-context // block_size) * block_size)
+    return 8 * tokens * kv_size
 
 
 @triton.implementation(paged_attention)

@@ -11,20 +11,27 @@ from npuserve.kernels.native import layout
 from npuserve.kernels.quantized import Int8
 
 Cache = Tensor | Int8
-"""[B, block_size, Hkv, D]. An int8 cache has scale [B, block_size, Hkv] bfloat16, one for each token and head."""
+"""[B, block_size, Hkv, D]. An int8 cache has scale [B, block_size, Hkv], one for each token and head, in bfloat16 or,
+where the device's operators need it, in float32."""
 
 
-def quantize_heads(x: Tensor) -> Int8:
+def quantize_heads(x: Tensor, scales: torch.dtype = torch.bfloat16) -> Int8:
     """Quantize x [..., D] to int8, each [D] with its own scale.
 
-    The scale is the largest magnitude divided by 127, rounded up to bfloat16, so that nothing is clipped. A scale of 0
-    becomes 1. The quotients `x / scale` are rounded to nearest, ties to even.
+    scales: dtype of the scales, bfloat16 or float32.
+
+    The scale is the largest magnitude divided by 127, rounded up to bfloat16 if that is its dtype, so that nothing is
+    clipped. A scale of 0 becomes 1. The quotients `x / scale` are rounded to nearest, ties to even.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     exact = (wide.abs().amax(dim=-1) / 127).float()
-    above = ((exact.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
-    scale = torch.where(exact > 0, above, 1.0)
+    scale = torch.where(exact > 0, exact if scales == torch.float32 else rounded_up(exact), 1.0)
     return Int8((wide / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale)
+
+
+def rounded_up(scale: Tensor) -> Tensor:
+    """Round a scale in float32, which is not negative, up to bfloat16."""
+    return ((scale.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def block_size(cache: Cache) -> int:
@@ -43,7 +50,7 @@ def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
     if isinstance(cache, Tensor):
         cache.flatten(0, 1)[slots] = heads
         return
-    new = quantize_heads(heads)
+    new = quantize_heads(heads, cache.scale.dtype)
     cache.values.flatten(0, 1)[slots] = new.values
     cache.scale.flatten(0, 1)[slots] = new.scale.to(cache.scale.dtype)
 

@@ -11,16 +11,19 @@ from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.kv_cache import (
     Cache,
+    block_size,
     native_parts,
     pack_keys,
     pack_values,
     quantize_heads,
+    rounded_up,
     unpack_keys,
     unpack_values,
     write,
 )
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
+from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -145,15 +148,34 @@ def _(
 def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Map negative slots to the first slot of one added block."""
     *others, slots, keys, values, heads = args
-    padding, wide = keys.shape[0] * keys.shape[1], ascend.cached_head_dim(keys.shape[-1])
-    caches = (ascend.padded(torch.cat([cache, torch.zeros_like(cache[:1])]), wide) for cache in (keys, values))
-    return ascend.to_device((*others, slots.masked_fill(slots < 0, padding), *caches, heads))
+
+    def grown(cache: Tensor) -> Tensor:
+        return torch.cat([cache, torch.zeros_like(cache[:1])])
+
+    def on_device(cache: Cache) -> Cache:
+        if isinstance(cache, Int8):
+            return ascend.by_head(Int8(grown(cache.values), grown(cache.scale)))
+        return ascend.padded(grown(cache), ascend.cached_head_dim(cache.shape[-1]))
+
+    padding = len(keys) * block_size(keys)
+    slots = slots.masked_fill(slots < 0, padding)
+    return ascend.to_device((*others, slots, on_device(keys), on_device(values), heads))
 
 
 def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Undo `_with_padding`. Exact scales of an int8 cache are rounded up as by `quantize_heads`, and 0 becomes 1."""
     *others, slots, keys, values, heads = ascend.to_host(args)
-    keys, values = (cache[:-1, ..., : args[4].shape[1]] for cache in (keys, values))
-    return *others, slots.masked_fill(slots >= keys.shape[0] * keys.shape[1], -1), keys, values, heads
+    head_dim = args[4].shape[1]
+
+    def as_given(cache: Cache) -> Cache:
+        if isinstance(cache, Int8):
+            made = ascend.by_token(cache)
+            scale = torch.where(made.scale > 0, rounded_up(made.scale), 1.0)
+            return Int8(made.values[:-1, ..., :head_dim], scale[:-1])
+        return cache[:-1, ..., :head_dim]
+
+    keys, values = as_given(keys), as_given(values)
+    return *others, slots.masked_fill(slots >= len(keys) * block_size(keys), -1), keys, values, heads
 
 
 @ascend.implementation(qk_norm_rope_kv_write, adapt=_with_padding, restore=_without_padding)
@@ -165,16 +187,17 @@ def _(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
     """Round cosines and sines to qkv's dtype, as transformers does.
 
     slot_mapping: not negative. Values to discard are written to a block that no request reads.
-    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)].
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], or int8 as by `ascend.by_head`.
     """
-    tokens, dim, (kv_heads, wide) = len(qkv), cos_sin.shape[1], k_cache.shape[-2:]
+    tokens, dim = len(qkv), cos_sin.shape[1]
+    kv_heads = (qkv.shape[1] // dim - num_q_heads) // 2
     heads = qkv.view(tokens, -1, dim)
     q, k, v = (part.contiguous() for part in heads.split([num_q_heads, kv_heads, kv_heads], dim=1))
     if q_gamma is not None:
@@ -184,11 +207,28 @@ def _(
     q, k = torch_npu.npu_mrope(
         positions, q.view(tokens, -1), k.view(tokens, -1), ascend.table_as(cos_sin, qkv.dtype), dim,
         mrope_section=[0, 0, 0], rotary_mode="half")
-    torch_npu.npu_scatter_pa_kv_cache(
-        ascend.padded(k.view(tokens, kv_heads, dim), wide), ascend.padded(v, wide), k_cache, v_cache, slot_mapping,
-        cache_mode="Norm")
+    _write(k.view(tokens, kv_heads, dim), v, k_cache, v_cache, slot_mapping)
     turned: Tensor = q.view(tokens, num_q_heads, dim)
     return turned
+
+
+def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) -> None:
+    """Write k and v [T, Hkv, D] to their slots.
+
+    For an int8 cache each token's head is a row of npu_dynamic_quant, whose scale is the largest magnitude divided by
+    127, and is written as a token of one head.
+    """
+    wide = ascend.cached_head_dim(k.shape[-1])
+    k, v = ascend.padded(k, wide), ascend.padded(v, wide)
+    if isinstance(k_cache, Int8) and isinstance(v_cache, Int8):
+        places = ascend.head_slots(slots, k_cache)
+        (k, k_scale), (v, v_scale) = (torch_npu.npu_dynamic_quant(x.view(-1, 1, wide)) for x in (k, v))
+        for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):
+            torch_npu.npu_scatter_nd_update_(cache.scale.view(-1), places.unsqueeze(1), scale.view(-1))
+        keys, values = (cache.values.view(-1, cache.values.shape[2], 1, wide) for cache in (k_cache, v_cache))
+        torch_npu.npu_scatter_pa_kv_cache(k, v, keys, values, places, cache_mode="Norm")
+        return
+    torch_npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
 
 
 @triton.implementation(qk_norm_rope_kv_write)

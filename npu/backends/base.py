@@ -137,6 +137,7 @@ class Backend(ABC):
     lengths_lags: seconds from the launch of a replay to the end of the update of its lengths, appended by another
         thread; None if captured steps read their lengths on the device.
     int8_cache: the kernels support an int8 KV cache.
+    scale_dtype: dtype of the scales of an int8 KV cache.
     int8_zeros: the kernels support int8 zero points.
     """
 
@@ -159,6 +160,7 @@ class Backend(ABC):
     sampling_bytes: int = 0
     int8_levels: float = 127.5
     lengths_lags: deque[float] | None = None
+    scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
     threads: int
@@ -301,6 +303,14 @@ class Backend(ABC):
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
         """Return the shape of the scales of an int8 cache's keys, which is also that of its values' scales."""
         return num_blocks, block_size, kv_heads
+
+    def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
+        """Return True if steps with chunks are captured, over a KV cache of this dtype."""
+        return self.capture_chunks
+
+    def int8_chunk_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes in which the kernels hold contexts of up to `context` tokens, read from an int8 cache."""
+        return 0
 
     def read_cache(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int

@@ -64,21 +64,34 @@ def load(
 
 
 def load_reference(
-    folder: Path, of: Backend, dtype: str, max_model_len: int, threads: int, lm_head_dtype: HeadDtype = "auto"
+    folder: Path, of: Backend, dtype: str, max_model_len: int, threads: int, lm_head_dtype: HeadDtype = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> tuple[Model, Backend]:
-    """Load the same model on the CPU, with the int8 levels of the device `of`.
+    """Load the same model on the CPU, with the int8 levels and the cache's scales of the device `of`.
 
-    It uses the native kernels, or only golden functions if `of` is the CPU. Raises ModelError if the host has not
-    enough memory.
+    It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
+    scales of its int8 KV cache. Raises ModelError if the host has not enough memory.
     """
-    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) else CpuBackend()
+    other_scales = kv_cache_dtype == "int8" and of.scale_dtype != CpuBackend.scale_dtype
+    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other_scales else CpuBackend()
     backend.set_threads(threads)
-    backend.int8_levels = of.int8_levels
+    backend.int8_levels, backend.scale_dtype = of.int8_levels, of.scale_dtype
     config = ModelConfig.from_folder(folder, lm_head_dtype)
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
     cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
     return Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend
+
+
+def reference_runner(
+    model: Model, backend: Backend, rows: int, tokens: int, kv_cache_dtype: str = "auto"
+) -> Runner:
+    """Return a runner of a reference for steps of `rows` rows and `tokens` tokens, with the reference's weights."""
+    length = min(len(model.cos_sin), tokens)
+    blocks = rows * -(-length // backend.block_size)
+    return Runner(
+        backend, model.weights, model.config, blocks, backend.block_size, max_model_len=length, max_num_seqs=rows,
+        max_num_batched_tokens=tokens, kv_cache_dtype=kv_cache_dtype)
 
 
 def bandwidth(backend: Backend) -> float:

@@ -32,14 +32,25 @@ from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
 from npuserve.npu.emulator.profiler import TaskProfiler
 from npuserve.npu.large_import import import_large
 
-__all__ = ["Call", "EmulatorError", "Memory", "Task", "activate", "active", "calls", "clear_calls", "emulate", "fail",
-           "faults", "hang", "heal", "log_tasks", "lose_device", "mark", "memory", "pending", "preload", "relaxations",
-           "tasks"]
+__all__ = ["DEFECTS", "Call", "EmulatorError", "Memory", "Task", "activate", "active", "calls", "clear_calls",
+           "defects", "emulate", "fail", "faults", "hang", "heal", "log_tasks", "lose_device", "mark", "memory",
+           "pending", "preload", "relaxations", "tasks"]
 
 log = logging.getLogger(__name__)
 
 RELAXATIONS = ("fp32", "small_heads")
 """Checks of the device that can be relaxed, for small models and exact comparisons."""
+
+DEFECTS = {
+    "context_split": "in a replay, attention reads the first 512 tokens alone of contexts of 1,024 tokens or more",
+    "lost_update": "every 50th update of a captured call keeps the arguments before it",
+    "wide_product": "columns from 65,536 on of a product are 0",
+    "wide_int8_product": "columns from 65,536 on of an int8 product are 0",
+    "row_scales": "npu_dynamic_quant returns the scale of the first row for all rows",
+    "antiquant_heads": "attention over an int8 cache uses the scales of the first head for all heads",
+    "top_k": "npu_top_k_top_p ignores top_k",
+}
+"""Defects of operators, which compute wrong numbers without an error: tests show that a check finds them."""
 
 Order = Literal["lazy", "eager", "shuffled"]
 
@@ -282,3 +293,16 @@ def faults() -> Iterator[None]:
         yield
     finally:
         heal()
+
+
+@contextmanager
+def defects(*names: str) -> Iterator[None]:
+    """Give the device these DEFECTS within the context. Raises ValueError for an unknown name."""
+    if unknown := set(names) - DEFECTS.keys():
+        raise ValueError(f"unknown defects {', '.join(sorted(unknown))}; there are {', '.join(DEFECTS)}")
+    for name in names:
+        _lib().emu_defect(name.encode())
+    try:
+        yield
+    finally:
+        _lib().emu_repair()

@@ -42,6 +42,10 @@ class Dispatch:
         states.
     max_rows: rows of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
+    capture_chunks: capture `mixed` (`Backend.captures_chunks`).
+
+    A step with decode rows and chunks is computed together, so that weights are read once, if it is captured, or if it
+    cannot be over this KV cache. Otherwise the decode rows are a captured step of their own.
 
     Raises CaptureError if the device refuses the capture, and the backend's `capture_mode` is on or the device is
     unusable afterwards. Otherwise the reason is logged.
@@ -50,10 +54,10 @@ class Dispatch:
     def __init__(
         self, backend: Backend, buffers: BatchBuffers, hidden: Callable[[Batch], Tensor],
         argmax_step: Callable[[int], Tensor], sampled_step: Callable[[int], Tensor], max_rows: int,
-        *, on_host: bool,
+        *, on_host: bool, capture_chunks: bool,
     ):
         self._buffers, self._on_host = buffers, on_host
-        self._pads = backend.padding_blocks > 0
+        self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
         self._drop()
         warm_up = backend.compiles
         with torch.inference_mode():
@@ -75,6 +79,7 @@ class Dispatch:
                 # Compile and allocate now what steps that are not captured compile and allocate.
                 hidden(buffers.tokens(buffers.most_tokens))
                 backend.synchronize()
+        self._together = self.mixed is not None or (backend.capture_chunks and not capture_chunks)
 
     def _drop(self) -> None:
         self.greedy: Captured | None = None
@@ -95,7 +100,7 @@ class Dispatch:
             self.decode = backend.capture(lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True)
         if self._pads:
             buffers.clear()
-        if backend.capture_chunks or not self._pads:
+        if self._captures_chunks or not self._pads:
             self.mixed = backend.capture(
                 lambda tokens: hidden(buffers.tokens(tokens)), buffers.most_tokens, decode=False)
         self.decode = self.decode or self.mixed
@@ -107,7 +112,7 @@ class Dispatch:
             return [(rows, len(rows))]
         decodes = [row for row in rows if _decodes(row)]
         captured = graphs is not None and 0 < len(decodes) <= graphs.largest
-        if not self._on_host and (not captured or (self.mixed and len(decodes) < len(rows))):
+        if not self._on_host and (not captured or (self._together and len(decodes) < len(rows))):
             return [(rows, len(rows))]
         others = [row for row in rows if not _decodes(row)]
         size = graphs.size(len(decodes)) if graphs and captured else len(decodes)

@@ -16,9 +16,6 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.progress import reporting
 
-SCALE = torch.bfloat16
-"""Dtype of the scales of an int8 cache."""
-
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
     """Return the bytes of one block: keys and values of all layers, with the scales of int8."""
@@ -26,7 +23,8 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backen
     shapes = backend.cache_shapes(1, block_size, heads, config.head_dim, dtype)
     of_layer = sum(map(math.prod, shapes)) * dtype.itemsize
     if dtype == torch.int8:
-        of_layer += 2 * math.prod(backend.scale_shape(1, block_size, heads)) * SCALE.itemsize
+        scales = backend.scale_shape(1, block_size, heads)
+        of_layer += 2 * math.prod(scales) * backend.scale_dtype.itemsize
     return config.num_layers * of_layer
 
 
@@ -57,7 +55,8 @@ class KVCache:
             numbers = backend.empty(shape, dtype)
             if dtype != torch.int8:
                 return numbers
-            return Int8(numbers, backend.empty(backend.scale_shape(blocks, block_size, heads), SCALE))
+            scales = backend.scale_shape(blocks, block_size, heads)
+            return Int8(numbers, backend.empty(scales, backend.scale_dtype))
 
         made = cls(tuple((empty(shapes[0]), empty(shapes[1])) for _ in range(config.num_layers)))
         total, done = sum(tensor.nbytes for tensor in made.tensors), 0

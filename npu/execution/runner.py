@@ -124,7 +124,7 @@ class Runner:
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         self._dispatch = Dispatch(
             backend, self._buffers, self._hidden, self._argmax_step, self._sampled_step, rows,
-            on_host=prefill is not None)
+            on_host=prefill is not None, capture_chunks=backend.captures_chunks(self.cache_dtype))
         self.min_forced = self._dispatch.min_forced
         if backend.compiles:
             self._warm_up(rows, dtype)

@@ -21,7 +21,6 @@ from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.quantized import Int8, Scheme, Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord
-from npuserve.npu.execution.kv_cache import SCALE
 from npuserve.npu.model.allocation import allocate
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.weights import ModelWeights
@@ -95,22 +94,22 @@ class MetaModel:
     dtype: of weights and activations.
     vocabulary_tile, int8_levels: see `Backend`.
     block_size: of the KV cache.
-    cache_dtype: `dtype` or int8.
+    cache_dtype: `dtype` or int8, with scales of `scale_dtype`.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int, int8_levels: float,
-        block_size: int = 128, cache_dtype: torch.dtype | None = None,
+        block_size: int = 128, cache_dtype: torch.dtype | None = None, scale_dtype: torch.dtype = torch.bfloat16,
     ):
         backend: Any = SimpleNamespace(
             device=torch.device("meta"), vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
             weight=lambda n, k, dtype: meta(n, k, dtype=dtype), empty=lambda shape, dtype: meta(*shape, dtype=dtype))
         self.config, self._dtype, self._block_size = config, dtype, block_size
         self.weights: ModelWeights = allocate(config, dtype, backend).weights
-        shape = 1, block_size, config.num_kv_heads, config.head_dim
+        shape = 1, block_size, config.local.num_kv_heads, config.head_dim
         self.layer_cache: Cache = meta(*shape, dtype=dtype)
         if cache_dtype is torch.int8:
-            self.layer_cache = Int8(meta(*shape, dtype=torch.int8), meta(*shape[:3], dtype=SCALE))
+            self.layer_cache = Int8(meta(*shape, dtype=torch.int8), meta(*shape[:3], dtype=scale_dtype))
 
     def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
         """Return the costs of one step.

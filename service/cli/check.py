@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         return explain(args.explain)
     if args.least_share is not None and not args.accept:
         raise ConfigError("least_share: needs --accept")
+    if args.soak and not args.accept:
+        raise ConfigError("soak: needs --accept")
     with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints to stdout when it is imported
         found_model = model(config)  # first, because it starts the emulator
     chosen = found_model.pop("cpu_kernels", None)
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     good = found_model["fits"] and not any(notice["level"] == "error" for notice in report["preflight"])
     if good and args.accept:
         found = []
-        for finding in acceptance.findings(config, args.least_share):
+        for finding in acceptance.findings(config, args.least_share, args.sizes, args.soak):
             found.append(finding)
             if not args.json:
                 print(line(finding), flush=True)

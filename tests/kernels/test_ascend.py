@@ -28,7 +28,7 @@ def implementation(name: str) -> Implementation[..., Any]:
 
 
 def taken(case: Case) -> bool:
-    return not (case.benchmark or case.int8_cache or case.zeros)
+    return not (case.benchmark or case.zeros)
 
 
 def cases() -> Iterator[Any]:

@@ -50,8 +50,18 @@ def test_quantize_heads_scale_is_minimal(seed: int, size: float, dim: int, dtype
     assert ((dense(made) - x.double()).abs() <= made.scale.double().unsqueeze(-1) * (0.5 + 1e-4)).all()
 
 
-def test_quantize_heads_zeros_have_scale_1() -> None:
-    made = quantize_heads(torch.zeros(2, 3, 8))
+@given(st.integers(0, 99), st.sampled_from([1e-20, 1.0, 1e30]), st.sampled_from([2, 64]))
+def test_quantize_heads_float_scales_are_exact(seed: int, size: float, dim: int) -> None:
+    x = randn(3, 5, dim, seed=seed) * size
+    made = quantize_heads(x, torch.float32)
+    assert torch.equal(made.scale, x.abs().amax(-1) / 127)
+    assert (made.values.abs().amax(-1) == 127).all()
+    assert ((dense(made) - x.double()).abs() <= made.scale.double().unsqueeze(-1) * (0.5 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantize_heads_zeros_have_scale_1(dtype: torch.dtype) -> None:
+    made = quantize_heads(torch.zeros(2, 3, 8), dtype)
     assert not made.values.any()
     assert (made.scale == 1).all()
 

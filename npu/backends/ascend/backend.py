@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from npuserve.kernels import ascend
+from npuserve.kernels.attention import gathered_bytes
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
@@ -64,6 +65,8 @@ class AscendBackend(StreamBackend):
     name = "npu"
     dtypes = ("bfloat16", "float16")
     vocabulary_tile = 64
+    int8_cache = True
+    scale_dtype = torch.float32
     block_size = ascend.BLOCK
     block_multiple = ascend.BLOCK
     sampling_bytes = 40
@@ -160,22 +163,27 @@ class AscendBackend(StreamBackend):
         assert isinstance(weight.values, torch.Tensor)
         weight.values.data = weight.values.t() if table else ascend.fractal_nz(weight.values)
 
-    def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the KV cache; int8 is refused.
-
-        Fused attention reads an int8 cache in blocks only for rows of one query, not for prompt chunks. Its scales are
-        per token and head. Source: documentation of aclnnFusedInferAttentionScoreV4, antiquant modes on A2.
-        """
-        if requested == "int8":
-            raise BackendError(
-                f"kv_cache_dtype: 'int8' is not possible on {self.name}, whose fused attention reads an int8 cache in "
-                "blocks only for rows of one token, not for chunks of prompts; only auto is possible")
-        return super().cache_dtype(requested, dtype)
-
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if dtype == torch.int8:  # heads before tokens: the scales' order, and the faster one of fused attention
+            shape = (num_blocks, kv_heads, block_size, ascend.cached_head_dim(head_dim))
+            return shape, shape
         return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.cached_head_dim(head_dim), dtype)
+
+    def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
+        return num_blocks, kv_heads, block_size
+
+    def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
+        """Return False for an int8 cache.
+
+        Fused attention reads it in blocks for rows of one query alone. The blocks of a chunk's context are dequantized
+        first, and their number differs from step to step.
+        """
+        return self.capture_chunks and cache_dtype != torch.int8
+
+    def int8_chunk_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
+        return gathered_bytes(context, block_size, kv_heads * ascend.cached_head_dim(head_dim))
 
     def check_heads(self, head_dim: int) -> None:
         if not self.supports_heads(head_dim):

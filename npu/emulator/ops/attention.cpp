@@ -12,7 +12,7 @@ constexpr const char *kFia = "aclnnFusedInferAttentionScoreV3 aclnnFusedInferAtt
 
 FIA_RULE(kDtype, "dtype", "query is float16 or bfloat16 (int8 is not emulated)",
          "aclnnFusedInferAttentionScoreV4.md, parameter query");
-FIA_RULE(kSameDtype, "kv_dtype", "key and value have the dtype of query (int8 and int4 caches are not emulated)",
+FIA_RULE(kSameDtype, "kv_dtype", "key and value have the dtype of query, or both are int8 (int4 is not emulated)",
          "aclnnFusedInferAttentionScoreV3.md, parameters key, value");
 FIA_RULE(kSameShape, "kv_shape", "key and value have one shape", V3 "key and value");
 FIA_RULE(kDense, "contiguous", "query, key, value, the mask and the block table are contiguous",
@@ -55,12 +55,31 @@ FIA_RULE(kSparse, "sparse_mode",
          V3 "TND, sparse; sparseMode");
 FIA_RULE(kMask, "mask", "with sparse_mode 2 or 3 the mask is bool, int8 or uint8 of (2048, 2048)",
          V3 "sparseMode; parameter attenMaskOptional");
+FIA_RULE(kScales, "antiquant", "int8 keys and values have a key and a value antiquant scale, and others have none",
+         V3 "Q_S = 1, separate antiquant parameters of key and value");
+FIA_RULE(kScale, "antiquant_scale", "in mode 5 the scales are contiguous float32 of (blocks, kv_heads, block_size)",
+         "torch_npu-npu_fused_infer_attention_score_v2.md, Q_S = 1, per token and head with page attention; "
+         "incre_flash_attention_tiling_check.cpp, CheckKVAntiQuantParamsShapeInPagedAttention");
+FIA_RULE(kMode, "antiquant_mode",
+         "key and value antiquant mode are equal, and 5 with paging (the others are not emulated)",
+         V3 "keyAntiquantMode, valueAntiquantMode; incre_flash_attention_tiling_check.cpp, CheckKVAntiQuantMode");
+FIA_RULE(kOneQuery, "antiquant_queries", "with antiquant mode 5 a request has one query",
+         V3 "keyAntiquantMode, Q_S >= 2 on A2");
+FIA_RULE(kAntiLayout, "antiquant_layout", "with antiquant scales the layout is not TND",
+         "torch_npu-npu_fused_infer_attention_score.md, constraints of TND");
+FIA_RULE(kAntiBlock, "antiquant_block", "with an int8 cache block_size is a multiple of 32",
+         V3 "Q_S = 1, page attention, blockSize on A2");
+FIA_RULE(kAntiHead, "antiquant_head_dim", "with an int8 cache head_dim is a multiple of 32",
+         V3 "Q_S > 1, D on A2");
 FIA_RULE(kPrecise, "inner_precise", "inner_precise is 0 to 3", V3 "innerPrecise");
 FIA_RULE(kOther, "features",
-         "quantization, prefixes, padding sizes, position shifts, sinks and rope inputs are not emulated",
+         "full quantization, offsets, prefixes, padding sizes, position shifts, sinks and rope inputs are not emulated",
          "this emulator");
 FIA_RULE(kLse, "lse", "the log-sum-exp is float32 of (T, N, 1), or (B, N, S, 1), where it is asked for",
          V3 "softmaxLse");
+
+// Keys from which the device may split a context over its cores (fused_infer_attention_score_tiling.cpp).
+constexpr int64_t kSplit = 1024;
 
 struct Attention {
   const aclTensor *query;
@@ -74,6 +93,8 @@ struct Attention {
   int64_t kv_heads, sparse_mode, inner_precise, block_size;
   bool wants_lse;
   const aclTensor *out, *lse;
+  const aclTensor *key_scale, *value_scale;
+  int64_t key_mode, value_mode;
   bool other;  // an input that is not emulated
 };
 
@@ -172,6 +193,26 @@ void check_mask(const Attention &a, bool tnd) {
   require(kMask, square && is_one_of(scalar_type(a.mask->dtype), {at::kBool, at::kChar, at::kByte}), describe(a.mask));
 }
 
+// Checks the scales of an int8 cache, each (blocks, kv_heads, block_size).
+void check_antiquant(const Attention &a, const aclTensor *key, bool tnd, int64_t head_dim,
+                     const std::vector<Request> &requests) {
+  const bool scaled = a.key_scale && a.value_scale;
+  require(kScales, scaled == (key->dtype == ACL_INT8) && scaled == (a.key_scale || a.value_scale),
+          describe(key) + " with " + describe(a.key_scale) + " and " + describe(a.value_scale));
+  if (!scaled) return;
+  require(kAntiLayout, !tnd, "TND");
+  require(kMode, a.key_mode == 5 && a.value_mode == 5 && a.table,
+          std::to_string(a.key_mode) + " and " + std::to_string(a.value_mode) + (a.table ? "" : " without paging"));
+  require(kAntiBlock, a.block_size % 32 == 0, std::to_string(a.block_size));
+  require(kAntiHead, head_dim % 32 == 0 || emu::option("small_heads"), std::to_string(head_dim));
+  for (const auto &r : requests) require(kOneQuery, r.tokens == 1, std::to_string(r.tokens));
+  for (const auto *scale : {a.key_scale, a.value_scale})
+    require(kScale,
+            scale->dtype == ACL_FLOAT && dense(scale) &&
+                scale->sizes == std::vector<int64_t>{key->sizes[0], a.kv_heads, a.block_size},
+            describe(scale) + " for key " + describe(key));
+}
+
 // Query, key or value as (B, S, N, D), or (1, T, N, D) for TND.
 at::Tensor as_bsnd(const at::Tensor &x, const std::string &layout, int64_t heads) {
   if (layout == "TND") return x.unsqueeze(0);
@@ -189,7 +230,9 @@ Work prepare(Attention a) {
   const auto dtype = scalar_type(a.query->dtype);
   require(kDtype, dtype == at::kHalf || dtype == at::kBFloat16 || (dtype == at::kFloat && emu::option("fp32")),
           describe(a.query));
-  require(kSameDtype, key->dtype == a.query->dtype && value->dtype == a.query->dtype,
+  require(kSameDtype,
+          key->dtype == value->dtype &&
+              (key->dtype == a.query->dtype || (key->dtype == ACL_INT8 && (a.key_scale || a.value_scale))),
           describe(key) + ", " + describe(value));
   require(kSameShape, key->sizes == value->sizes, describe(key) + ", " + describe(value));
   require(kDense, dense(a.query) && dense(key) && dense(value) && dense(a.mask) && dense(a.table), "one with strides");
@@ -210,6 +253,7 @@ Work prepare(Attention a) {
   require(kKvHeads, paged || (k.size(2) == a.kv_heads && k.size(3) == d), describe(key));
 
   const auto requests = requests_of(a, tnd, paged, q.size(0), q.size(1), paged ? 0 : k.size(1));
+  check_antiquant(a, key, tnd, d, requests);
   if (paged) check_paging(a, key, d, requests);
   check_mask(a, tnd);
   for (const auto &r : requests)
@@ -219,7 +263,8 @@ Work prepare(Attention a) {
   require(kLse, !a.wants_lse || (lse.scalar_type() == at::kFloat && lse.numel() == q.size(0) * q.size(1) * a.heads),
           describe(a.lse));
 
-  return [=, mask = view(a.mask), table = view(a.table), to = as_bsnd(view(a.out), layout, a.heads)] {
+  return [=, mask = view(a.mask), table = view(a.table), to = as_bsnd(view(a.out), layout, a.heads),
+          key_scale = view(a.key_scale), value_scale = view(a.value_scale)] {
     int64_t packed = 0;
     for (size_t i = 0; i < requests.size(); i++) {
       const auto &r = requests[i];
@@ -228,13 +273,17 @@ Work prepare(Attention a) {
       if (paged) {
         const int64_t blocks = (r.context + a.block_size - 1) / a.block_size;
         const auto ids = table[static_cast<int64_t>(i)].narrow(0, 0, blocks);
-        const auto gather = [&](const at::Tensor &cache) {
+        const auto gather = [&](const at::Tensor &cache, const at::Tensor &scales) {
           const auto mine = cache.index_select(0, ids);
-          return (mine.dim() == 3 ? mine : mine.transpose(1, 2))
-              .reshape({blocks * a.block_size, a.kv_heads, d})
-              .narrow(0, 0, r.context);
+          const auto rows = (mine.dim() == 3 ? mine : mine.transpose(1, 2))
+                                .reshape({blocks * a.block_size, a.kv_heads, d})
+                                .narrow(0, 0, r.context);
+          if (!scales.defined()) return rows;
+          auto by_token = scales.index_select(0, ids).transpose(1, 2).reshape({-1, a.kv_heads, 1});
+          if (emu::defect("antiquant_heads")) by_token = by_token.narrow(1, 0, 1);
+          return f32(rows) * by_token.narrow(0, 0, r.context);
         };
-        keys = gather(k), values = gather(v);
+        keys = gather(k, key_scale), values = gather(v, value_scale);
       } else {
         keys = k[tnd ? 0 : static_cast<int64_t>(i)].narrow(0, packed, r.context),
         values = v[tnd ? 0 : static_cast<int64_t>(i)].narrow(0, packed, r.context);
@@ -248,6 +297,10 @@ Work prepare(Attention a) {
                      .expand({q.size(0), 1, mask.size(-2), mask.size(-1)})[static_cast<int64_t>(i)]
                      .narrow(1, 0, r.tokens)
                      .narrow(2, 0, r.context);
+      if (r.context >= kSplit && emu::in_replay() && emu::defect("context_split")) {  // one part of the context alone
+        keys = keys.narrow(0, 0, kSplit / 2), values = values.narrow(0, 0, kSplit / 2);
+        if (masked.defined()) masked = masked.narrow(-1, 0, kSplit / 2);
+      }
       const auto [mixed, log_sum] = attend(rows, keys, values, a.scale, masked);
       to[tnd ? 0 : static_cast<int64_t>(i)].narrow(0, r.start, r.tokens).copy_(mixed);
       if (a.wants_lse && tnd)
@@ -281,7 +334,7 @@ uint64_t workspace_of(const Attention &a) {
       const aclTensor *key_rope_antiquant
 #define FIA_NUMBERS                                                                                   \
   int64_t heads, double scale, int64_t, int64_t, char *layout, int64_t kv_heads, int64_t sparse_mode, \
-      int64_t inner_precise, int64_t block_size, int64_t, bool wants_lse, int64_t, int64_t
+      int64_t inner_precise, int64_t block_size, int64_t, bool wants_lse, int64_t key_mode, int64_t value_mode
 #define FIA_CALL(...)                                                                                     \
   {query,                                                                                                 \
    key,                                                                                                   \
@@ -300,10 +353,13 @@ uint64_t workspace_of(const Attention &a) {
    wants_lse,                                                                                             \
    out,                                                                                                   \
    lse,                                                                                                   \
+   key_antiquant,                                                                                         \
+   value_antiquant,                                                                                       \
+   key_mode,                                                                                              \
+   value_mode,                                                                                            \
    pse || dequant1 || quant1 || dequant2 || quant2 || quant_offset2 || antiquant || antiquant_offset ||   \
-       query_padding || kv_padding || key_antiquant || key_antiquant_offset || value_antiquant ||         \
-       value_antiquant_offset || key_prefix || value_prefix || prefix_length || query_rope || key_rope || \
-       key_rope_antiquant __VA_ARGS__}
+       query_padding || kv_padding || key_antiquant_offset || value_antiquant_offset || key_prefix ||     \
+       value_prefix || prefix_length || query_rope || key_rope || key_rope_antiquant __VA_ARGS__}
 
 OP(aclnnFusedInferAttentionScoreV3, FIA_INPUTS, FIA_NUMBERS, const aclTensor *out, const aclTensor *lse) {
   const Attention a FIA_CALL();

@@ -97,3 +97,47 @@ OP(aclnnScatterPaKvCache, const aclTensor *key, const aclTensor *key_cache, cons
     };
   });
 }
+
+static const Rule kNdDtype("aclnnScatterNdUpdate", "scatternd.dtype",
+                           "the input is float32, float16, bfloat16, bool, int64 or int8, and updates have its dtype",
+                           "torch_npu-npu_scatter_nd_update_.md, parameters input, updates on A2/A3");
+static const Rule kNdIndices("aclnnScatterNdUpdate", "scatternd.indices",
+                             "indices are int32 or int64 of 2 dimensions or more, the last at most the input's number",
+                             "torch_npu-npu_scatter_nd_update_.md, constraints");
+static const Rule kNdUpdates("aclnnScatterNdUpdate", "scatternd.updates",
+                             "updates have the shape of indices without its last dimension a, then that of input "
+                             "without its first a",
+                             "torch_npu-npu_scatter_nd_update_.md, constraints");
+static const Rule kNdRange("aclnnScatterNdUpdate", "scatternd.range", "an index is within the input, from 0",
+                           "torch_npu-npu_scatter_nd_update_.md, parameter indices");
+
+OP(aclnnScatterNdUpdate, const aclTensor *input, const aclTensor *indices, const aclTensor *updates) {
+  return plan(PHASE, [&] {
+    const auto dtype = scalar_type(input->dtype);
+    require(kNdDtype,
+            input->dtype == updates->dtype &&
+                is_one_of(dtype, {at::kFloat, at::kHalf, at::kBFloat16, at::kBool, at::kLong, at::kChar}),
+            describe(input) + " and " + describe(updates));
+    const auto &places = indices->sizes, &sizes = input->sizes;
+    require(kNdIndices,
+            is_one_of(scalar_type(indices->dtype), {at::kInt, at::kLong}) && places.size() >= 2 &&
+                places.back() <= static_cast<int64_t>(sizes.size()),
+            describe(indices) + " for " + describe(input));
+    std::vector<int64_t> shape(places.begin(), places.end() - 1);
+    shape.insert(shape.end(), sizes.begin() + places.back(), sizes.end());
+    require(kNdUpdates, updates->sizes == shape, describe(updates) + " instead of " + describe(shape));
+    return [=, x = view(input), i = view(indices), u = view(updates)]() mutable {
+      c10::List<std::optional<at::Tensor>> at_each;
+      for (int64_t column = 0; column < i.size(-1); column++) {
+        const auto at_dim = i.select(-1, column).to(at::kLong);
+        if (at_dim.numel()) {
+          const auto first = at_dim.min().item<int64_t>(), last = at_dim.max().item<int64_t>();
+          require(kNdRange, first >= 0 && last < x.size(column),
+                  std::to_string(first < 0 ? first : last) + " of " + std::to_string(x.size(column)));
+        }
+        at_each.push_back(at_dim);
+      }
+      x.index_put_(at_each, u);
+    };
+  });
+}

@@ -32,4 +32,10 @@ EMU_API int fail(int code, const char* format, ...) __attribute__((format(printf
 // True if `name` is among the relaxations of activate(relax=...), e.g. "fp32".
 EMU_API bool option(const char* name);
 
+// True if `name` is among the defects of emulator.defects(...), with which operators compute wrong numbers.
+EMU_API bool defect(const char* name);
+
+// True in a task of a graph's replay.
+EMU_API bool in_replay();
+
 }  // namespace emu

@@ -46,6 +46,14 @@ std::map<int, std::unique_ptr<Capture>> captures;
 std::map<void *, std::shared_ptr<Graph>> graphs;  // by handle, including those being captured
 thread_local aclmdlRICaptureMode thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
+thread_local bool replaying = false;
+struct Replaying {
+  Replaying() { replaying = true; }
+  ~Replaying() { replaying = false; }
+};
+int updates = 0;
+constexpr int kLostUpdate = 50;  // with the defect "lost_update" every 50th update is lost
+
 pid_t thread_id() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
 struct Replay {
@@ -68,7 +76,11 @@ void begin(Replay &replay) {
     for (auto &node : nodes) {
       Task task = node->task;
       // Reads the body when the task runs, so that an earlier update applies.
-      if (task.body) task.body = [node] { node->task.body(); };
+      if (task.body)
+        task.body = [node] {
+          const Replaying here;
+          node->task.body();
+        };
       if (task.awaits) task.awaits = fresh(task.awaits);
       lane->submitted++;
       if (task.reaches) {
@@ -114,6 +126,8 @@ bool joined(const Capture &capture) {
 
 }  // namespace
 
+bool in_replay() { return replaying; }
+
 int capture_of(const Stream *stream) { return stream->capture ? stream->capture->graph->id : 0; }
 
 int record(Lock &lock, Stream *stream, Task task) {
@@ -123,6 +137,8 @@ int record(Lock &lock, Stream *stream, Task task) {
     if (!fits)
       return fail(ACL_ERROR_RT_MODEL_UPDATE_FAILED, "%s: not the task that the task group has there", task.name);
     auto node = group->nodes[stream->updated++];
+    if (defect("lost_update") && ++updates % kLostUpdate == 0)
+      return append(lock, stream, {"aclmdlRICaptureTaskUpdate", [] {}});
     return append(lock, stream, {"aclmdlRICaptureTaskUpdate", [node, body = std::move(task.body)] { node->task.body = body; }});
   }
   Capture *capture = stream->capture;

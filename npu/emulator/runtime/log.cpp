@@ -36,7 +36,8 @@ std::vector<std::pair<std::string, int>> tasks;  // name and stream; copied, sin
 std::atomic<bool> logs_tasks{false};
 std::vector<Fault> faults;
 std::atomic<bool> armed{false};
-std::set<std::string> relaxed, names;
+std::set<std::string> relaxed, defects, names;
+std::atomic<bool> defective{false};
 thread_local std::string recent;
 
 // Not kept per thread, since it changes in a forked process.
@@ -103,6 +104,12 @@ int refuse(const char *format, ...) {
 bool option(const char *name) {
   std::lock_guard<std::mutex> guard(lock);
   return relaxed.count(name);
+}
+
+bool defect(const char *name) {
+  if (!defective) return false;
+  std::lock_guard<std::mutex> guard(lock);
+  return defects.count(name);
 }
 
 }  // namespace emu
@@ -181,6 +188,18 @@ EMU_API void emu_heal() {
   Lock guard(device().lock);
   device().released++;
   device().work.notify_all();
+}
+
+EMU_API void emu_defect(const char *name) {
+  std::lock_guard<std::mutex> guard(lock);
+  defects.insert(name);
+  defective = true;
+}
+
+EMU_API void emu_repair() {
+  std::lock_guard<std::mutex> guard(lock);
+  defects.clear();
+  defective = false;
 }
 
 EMU_API void emu_relax(const char *name) {

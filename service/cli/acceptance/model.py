@@ -12,7 +12,9 @@ from npuserve.service.cli.acceptance import latency
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.captures import check_captures
 from npuserve.service.cli.acceptance.kernels import supports_dtype
+from npuserve.service.cli.acceptance.replays import check_contexts, check_soak
 from npuserve.service.cli.acceptance.report import Finding
+from npuserve.service.cli.acceptance.sampling import check_sampling
 from npuserve.service.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -35,11 +37,16 @@ FORCED_BATCH_TOKENS = 256
 MIN_CAPTURED_SHARE = 0.95
 
 
-def check_model(folder: Path, backend: Backend, config: ServerConfig, latencies: latency.LatencyCheck
-                ) -> Iterator[Finding]:
-    """Check the tokens in float32, if the device has it, and in the served dtype.
+def check_model(
+    folder: Path, backend: Backend, config: ServerConfig, latencies: latency.LatencyCheck, *, quick: bool,
+    soak_minutes: float = 0.0,
+) -> Iterator[Finding]:
+    """Check tokens and sampling in float32, if the device has it, and in the served dtype.
 
-    In the served dtype, captures and step latencies are checked, too.
+    In the served dtype, captures, contexts, a soak and step latencies are checked, too.
+
+    quick: reduce the contexts.
+    soak_minutes: duration of the soak; 0 for none.
     """
     from npuserve.npu.diagnostics.acceptance import load, load_reference
     from npuserve.npu.model.config import ModelConfig
@@ -54,16 +61,20 @@ def check_model(folder: Path, backend: Backend, config: ServerConfig, latencies:
         4 * accept_tokens.BUDGET + accept_tokens.ANSWER, latency.row_length(rows, context, budget, latency.STEPS)))
     answer = min(accept_tokens.ANSWER, length // 2)
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - answer)
-    golden = load_reference(folder, backend, "float32", length, config.threads, config.lm_head_dtype)
+    golden = load_reference(
+        folder, backend, "float32", length, config.threads, config.lm_head_dtype, config.kv_cache_dtype)
     for dtype in dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []), served]):
         loaded = load(
             folder, backend, dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
             block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory,
             lm_head_dtype=config.lm_head_dtype)
         yield from check_tokens(loaded, golden, prompts, answer, folder)
+        yield from check_sampling(loaded, golden, prompts, folder)
         if dtype == served:
             if backend.capture_mode != "off":
                 yield from check_captures(loaded, rows)
+                yield from check_contexts(loaded, quick=quick)
+                yield from check_soak(loaded, soak_minutes)
             yield from latencies.steps(loaded, context, budget)
         del loaded
         gc.collect()  # frees the memory for the next dtype
@@ -118,7 +129,7 @@ def _compare_with_cpu(
         if found.share < least and dtype in golden[1].dtypes:
             own = compared(*load_reference(
                 folder, loaded.backend, dtype, runner.max_model_len, golden[1].threads,
-                runner.config.lm_head_dtype)).share
+                runner.config.lm_head_dtype, "int8" if cached else "auto")).share
             figures["equal_argmax_of_the_cpu"] = own
             said += f"; the CPU in {dtype}: {own:.4f}"
             least = min_equal_share(found.positions, own)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuserve.npu.step import SamplingParams, Step
+from npuserve.npu.step import SamplingParams, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -72,27 +72,38 @@ def prompts_of(folder: Path, vocabulary: int, longest: int) -> list[list[int]]:
 
 @dataclass
 class Answers:
-    """Greedy answers, and the steps that computed them.
+    """Answers, and the steps that computed them.
 
     tokens: answer of each prompt.
     steps: tokens that each row of each step computed.
-    decodes: number of decode tokens.
-    captured: number of decode tokens from captured steps.
+    decodes: number of decode tokens; without those of steps with chunks if such steps are never captured.
+    captured: number of these tokens from captured steps.
+    logprobs, prompt_logprobs: reports of each answer's and prompt's tokens, where requested.
     """
 
     tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
     decodes: int = 0
     captured: int = 0
 
 
-def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int) -> Answers:
-    """Return `count` greedy tokens for each prompt. depth: number of steps in flight."""
+def answers(
+    runner: Runner, prompts: Sequence[list[int]], count: int, depth: int, sampling: Sequence[SamplingParams] = ()
+) -> Answers:
+    """Return `count` tokens for each prompt.
+
+    depth: number of steps in flight.
+    sampling: parameters of each prompt; () for greedy answers.
+    """
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
         max_queue=0, aging_seconds=1.0)
     pipeline = StepPipeline(scheduler, runner, depth)
-    made = Answers([[] for _ in prompts])
+    made = Answers([[] for _ in prompts], logprobs=[[] for _ in prompts], prompt_logprobs=[[] for _ in prompts])
+    greedy = SamplingParams(temperature=0.0)
+    mixed = runner.backend.captures_chunks(runner.cache_dtype)
     arriving = deque(enumerate(prompts))
     places: dict[int, int] = {}
     while arriving or scheduler.has_work:
@@ -100,15 +111,19 @@ def answers(runner: Runner, prompts: Sequence[list[int]], count: int, depth: int
             len(made.steps) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
         ):
             place, prompt = arriving.popleft()
-            request = Request("", prompt, count, float(place), SamplingParams(temperature=0.0))
+            request = Request("", prompt, count, float(place), sampling[place] if sampling else greedy)
             places[scheduler.add(request, (b"", place), time.monotonic()).sequence.id] = place
         if (done := pipeline.advance()) is None:
             continue
         made.steps.append([len(row.token_ids) for row in done.step.rows])
-        made.decodes += sum(row.is_decode for row in done.step.rows)
-        made.captured += done.result.captured_decodes + done.result.decoder_decodes
+        if mixed or all(row.is_decode for row in done.step.rows):
+            made.decodes += sum(row.is_decode for row in done.step.rows)
+            made.captured += done.result.captured_decodes + done.result.decoder_decodes
         for progress in done.progress:
-            made.tokens[places[progress.sequence.id]] += progress.token_ids
+            place = places[progress.sequence.id]
+            made.tokens[place] += progress.token_ids
+            made.logprobs[place] += progress.logprobs or []
+            made.prompt_logprobs[place] += progress.prompt_logprobs or []
     runner.collect(runner.launch(Step([], ended=scheduler.take_ended())))
     return made
 

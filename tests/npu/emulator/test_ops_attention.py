@@ -317,3 +317,27 @@ def test_relaxed_small_float32_models_are_accepted() -> None:
     assert out.dtype == torch.float32
     near(out[:1], reference(made["q"][:1], *made["rows"][0], 0.09, True)[0])
     near(out[1:], reference(made["q"][1:], *made["rows"][1], 0.09, True)[0])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@emulated()
+def test_int8_cache_scales_by_token_and_head(dtype: torch.dtype) -> None:
+    """Antiquant mode 5: each token and head has a scale of its own, in blocks like the numbers."""
+    import torch_npu
+
+    lengths = [1, 130, 256]
+    made = packed([1] * 3, lengths, dtype)
+    numbers, scales, rows = [], [], []
+    for index, cache in enumerate(made["cache"]):
+        scale = torch.rand(cache.shape[:3], generator=torch.Generator().manual_seed(7 + index)) / 40 + 0.01
+        number = (cache.float() / scale.unsqueeze(-1)).round().clamp(-127, 127)
+        numbers.append(number.to(torch.int8).transpose(1, 2).contiguous().npu())
+        scales.append(scale.transpose(1, 2).contiguous().npu())
+        exact = number * scale.unsqueeze(-1)
+        rows.append([exact[made["table"][i].long()].flatten(0, 1)[:n] for i, n in enumerate(lengths)])
+    out, _ = torch_npu.npu_fused_infer_attention_score(
+        made["q"].unsqueeze(2).npu(), *numbers, key_antiquant_scale=scales[0], value_antiquant_scale=scales[1],
+        key_antiquant_mode=5, value_antiquant_mode=5, block_table=made["table"].npu(), input_layout="BNSD",
+        block_size=BLOCK, actual_seq_lengths_kv=lengths, num_heads=8, num_key_value_heads=2, scale=0.09)
+    for i, (keys, values) in enumerate(zip(*rows, strict=True)):
+        near(out[i].transpose(0, 1), reference(made["q"][i : i + 1], keys, values, 0.09, False)[0])

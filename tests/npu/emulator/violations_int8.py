@@ -57,7 +57,64 @@ def by_scale(x: Tensor | None = None, scales: Tensor | None = None, zeros: Tenso
         on(4, 64) if x is None else x, on(1) if scales is None else scales, zeros, dtype, axis)
 
 
+def attend_int8(**changed: Any) -> Any:
+    """Attend for two requests of one token each on a paged int8 cache, with valid arguments except `changed`."""
+    scale = on(3, 2, 128, dtype=F32)
+    given: dict[str, Any] = {
+        "query": on(2, 8, 1, 128), "key": on(3, 2, 128, 128, dtype=I8), "key_antiquant_scale": scale,
+        "value_antiquant_scale": scale, "key_antiquant_mode": 5, "value_antiquant_mode": 5,
+        "block_table": whole(0, 1).view(2, 1), "actual_seq_lengths_kv": [1, 128], "num_heads": 8,
+        "num_key_value_heads": 2, "input_layout": "BNSD", "block_size": 128, **changed,
+    }
+    key = given.pop("key")
+    return ops().npu_fused_infer_attention_score(given.pop("query"), key, given.pop("value", key), **given)
+
+
+def scatter_nd(cache: Tensor | None = None, places: Tensor | None = None, values: Tensor | None = None) -> Any:
+    return ops().npu_scatter_nd_update_(
+        on(6, 4, dtype=F32) if cache is None else cache, whole(0, 5).view(2, 1) if places is None else places,
+        on(2, 4, dtype=F32) if values is None else values)
+
+
 QUANTIZED: dict[str, list[Callable[[], Any]]] = {
+    "fia.antiquant": [
+        lambda: attend_int8(value_antiquant_scale=None), lambda: attend_int8(key=on(3, 2, 128, 128)),
+    ],
+    "fia.antiquant_scale": [
+        lambda: attend_int8(key_antiquant_scale=on(3, 2, 128)),
+        lambda: attend_int8(value_antiquant_scale=on(3, 128, 2, dtype=F32)),
+        lambda: attend_int8(key_antiquant_scale=on(3, 128, 2, dtype=F32).transpose(1, 2)),
+    ],
+    "fia.antiquant_mode": [
+        lambda: attend_int8(key_antiquant_mode=1), lambda: attend_int8(key_antiquant_mode=0, value_antiquant_mode=0),
+        lambda: attend_int8(key=on(2, 2, 128, 128, dtype=I8), block_table=None),
+    ],
+    "fia.antiquant_queries": [
+        lambda: attend_int8(query=on(2, 8, 2, 128)),
+    ],
+    "fia.antiquant_layout": [
+        lambda: attend_int8(query=on(2, 8, 128), input_layout="TND", actual_seq_lengths=[1, 2], sparse_mode=3,
+                            atten_mask=on(2048, 2048, dtype=I8)),
+    ],
+    "fia.antiquant_block": [
+        lambda: attend_int8(key=on(24, 2, 16, 128, dtype=I8), key_antiquant_scale=on(24, 2, 16, dtype=F32),
+                            value_antiquant_scale=on(24, 2, 16, dtype=F32), block_size=16,
+                            block_table=whole(*range(16)).view(2, 8)),
+    ],
+    "fia.antiquant_head_dim": [
+        lambda: attend_int8(query=on(2, 8, 1, 48), key=on(3, 2, 128, 48, dtype=I8)),
+    ],
+    "scatternd.dtype": [
+        lambda: scatter_nd(values=on(2, 4)), lambda: scatter_nd(whole(0, 1), values=whole(0, 1)),
+    ],
+    "scatternd.indices": [
+        lambda: scatter_nd(places=whole(0, 5)), lambda: scatter_nd(places=on(2, 1, dtype=F32)),
+        lambda: scatter_nd(places=whole(0, 1, 2, 0, 1, 2).view(2, 3)),
+    ],
+    "scatternd.updates": [
+        lambda: scatter_nd(values=on(3, 4, dtype=F32)), lambda: scatter_nd(values=on(2, dtype=F32)),
+    ],
+    "scatternd.range": [lambda: (scatter_nd(places=whole(0, 6).view(2, 1)), torch.npu.synchronize())],
     "addrmsnormquant.x": [
         lambda: quant(on(4, 64, dtype=F32), gamma=on(64, dtype=F32)),
         lambda: dynamic(on(4, 64, dtype=F32), gamma=on(64, dtype=F32)),

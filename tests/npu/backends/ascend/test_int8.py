@@ -144,9 +144,3 @@ def test_ascend_zero_points_are_refused_before_loading(tmp_path: Path, what: str
         ModelConfig.from_folder(saved(tmp_path)), quantization=Quantization(((("Linear",), W8A8(**ZEROS[what])),)))
     with pytest.raises(BackendError, match=rf"quantization_config: {what} with zero points .*symmetric: true"):
         predict(config, select("npu"))
-
-
-@emulated()
-def test_ascend_int8_cache_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BackendError, match=r"kv_cache_dtype: 'int8' .* only for rows of one token, not for chunks"):
-        load(saved(tmp_path), dtype="bfloat16", kv_cache_dtype="int8")

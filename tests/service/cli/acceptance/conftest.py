@@ -10,7 +10,7 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.kernels.bench import measure
-from npuserve.service.cli.acceptance import latency
+from npuserve.service.cli.acceptance import command, latency
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 
@@ -37,6 +37,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_large_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatencyCheck, "kernels", lambda *_: iter(()))
+    for name in ("check_sizes", "check_variants"):
+        monkeypatch.setattr(command, name, lambda *_, **__: iter(()))
 
 
 @pytest.fixture

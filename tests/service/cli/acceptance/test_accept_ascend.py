@@ -39,7 +39,7 @@ def test_check_accept_emulated_device_passes() -> None:
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):
-        code, report = accepted("--decode-buckets", "2,8", "--least-share", "1")
+        code, report = accepted("--decode-buckets", "2,8", "--least-share", "1", "--soak", "0.02")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
     assert (code, failed) == (0, []), failed
     assert report["emulated"]
@@ -56,6 +56,9 @@ def test_check_accept_emulated_device_passes() -> None:
     assert 0.98 < rounded["least_equal_argmax"] <= rounded["equal_argmax"]
     assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == ["8 rows", "2 rows"]
+    for part, count in (("sizes", 11), ("sampling", 26), ("contexts", 6), ("variants", 6), ("soak", 1)):
+        assert sum(of == part for of, _ in found) == count, part
+    assert all("reduced" in x["said"] for (part, _), x in found.items() if part in ("sizes", "contexts"))
     latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]
     assert [x["passed"] for x in latencies] == [None, None]  # the speed of an emulated device is not judged
 
@@ -89,6 +92,8 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(LengthThread, "put", off),
         mock.patch.object(command, "check_kernels", return_value=[]),
+        mock.patch.object(command, "check_sizes", return_value=[]),
+        mock.patch.object(command, "check_variants", return_value=[]),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):
         code, report = accepted("--decode-buckets", "8")

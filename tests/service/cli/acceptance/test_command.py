@@ -77,7 +77,7 @@ def test_findings_fatal_fault_ends_the_check(folder: Path, capsys: Capture, monk
     monkeypatch.setattr(command, "check_kernels", lost)
     for fault, more in ((Fault.NODE, 0), (Fault.ENGINE, 0), (Fault.RETRYABLE, 1), (None, 1)):
         monkeypatch.setattr("npuserve.npu.backends.fault", lambda _, fault=fault: fault)
-        monkeypatch.setattr(command, "check_model", lambda *_: iter([Finding("model", "it", "continued", True)]))
+        monkeypatch.setattr(command, "check_model", lambda *_, **__: iter([Finding("model", "it", "continued", True)]))
         monkeypatch.setattr(LatencyCheck, "kernels", lambda *_: iter(()))
         code, report = accepted(capsys, str(folder))
         assert code == 1
@@ -105,6 +105,19 @@ def test_least_share_out_of_range_is_refused(share: str, capsys: Capture) -> Non
     with pytest.raises(SystemExit):
         cli.main(["check", "--accept", "--least-share", share])
     assert "must be in [0.0, 1.0]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--soak", "-1"), ("--soak", "10081"), ("--sizes", "huge")])
+def test_accept_option_out_of_range_is_refused(option: str, value: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--accept", option, value])
+    said = capsys.readouterr().err
+    assert ("must be in [0.0, 10080.0]" if option == "--soak" else "choose from") in said
+
+
+def test_soak_without_accept_is_refused(capsys: Capture) -> None:
+    assert cli.main(["check", "--soak", "1"]) == 2
+    assert "soak: needs --accept" in capsys.readouterr().err
 
 
 def test_least_share_without_accept_is_refused(capsys: Capture) -> None:

@@ -1,0 +1,192 @@
+"""Captured decode steps at given context lengths, compared with the same kernels one by one.
+
+The cache holds random numbers, so that contexts of any length cost nothing to compute. The first layers of the model
+serve: attention chooses its tiling by the number of rows and heads and by the lengths, in each layer alike.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.quantized import Int8
+from npuserve.npu.backends.base import Captured, Event
+from npuserve.npu.diagnostics.acceptance import Loaded
+from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.step import Row
+
+LAYERS = 2
+RANDOM_BLOCKS = 7
+"""Different blocks of random numbers in the cache, in turn: fewer numbers to draw on the host."""
+
+SETTLING = 3
+"""Passes over the patterns of a soak after which the cache no longer changes: a token's keys of a layer depend on the
+layers before it, and each pass settles one."""
+
+
+class NothingCaptured(ValueError):
+    """The backend captures no decode steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    """Result of a soak.
+
+    replays: number of replays.
+    wrong: number of replays whose difference exceeds the limit.
+    worst: largest difference.
+    seconds: duration.
+    grown: device memory in bytes that is no longer free at the end.
+    """
+
+    replays: int
+    wrong: int
+    worst: float
+    seconds: float
+    grown: int
+
+
+class Replays:
+    """Captured decode step of a fixed number of rows, and the same kernels one by one.
+
+    rows: number of rows.
+    longest: largest context of a row.
+
+    Raises BackendError as `Backend.capture` does, NothingCaptured if the backend captures no decode steps.
+    """
+
+    def __init__(self, loaded: Loaded, rows: int, longest: int):
+        self._backend, self._rows, self._size = loaded.backend, rows, loaded.runner.block_size
+        self._model = _shortened(loaded, longest)
+        self._per_row = -(-longest // self._size)
+        blocks = rows * self._per_row
+        self._cache = KVCache.allocate(
+            self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend)
+        self._backend.enqueue(partial(_randomize, self._cache)).wait()
+        self._buffers = BatchBuffers(
+            rows, rows, self._per_row, self._size, blocks if self._backend.padding_blocks else None, self._backend)
+        chosen, self._backend.decode_buckets = self._backend.decode_buckets, (rows,)
+        try:
+            with torch.inference_mode():
+                captured = self._backend.capture(
+                    lambda n: self._model.hidden(self._buffers.decode(n), self._cache), rows, decode=True)
+        finally:
+            self._backend.decode_buckets = chosen
+        if captured is None:
+            raise NothingCaptured("the backend captures no decode steps")
+        self._captured: Captured = captured
+
+    def difference(self, contexts: Sequence[int]) -> float:
+        """Return || replay - kernels || / || kernels || of the hidden states. contexts: of each row."""
+        return self._backend.enqueue(partial(self._difference, contexts)).wait()
+
+    def soak(self, seconds: float, limit: float, patterns: int, longest: int, seed: int = 0) -> Soaked:
+        """Replay the step for `seconds` with random contexts, two replays in flight, and compare each replay.
+
+        limit: difference above which a replay is wrong.
+        patterns: number of sets of contexts.
+        longest: largest context.
+        """
+        draw = random.Random(seed)
+        drawn = [[draw.randint(1, longest) for _ in range(self._rows)] for _ in range(patterns)]
+        wanted: list[Tensor] = []
+        for contexts in drawn * SETTLING:
+            wanted.append(self._backend.enqueue(partial(self._kernels, contexts)).wait())
+            self._backend.synchronize()  # the inputs of the step are on the device
+        wanted = wanted[-patterns:]
+        free = self._backend.memory_available()
+        buffers = [self._backend.host_buffer(1, dtype=torch.float32) for _ in range(2)]
+        flying: list[tuple[Event, Tensor]] = []
+        began, replays, wrong, worst = time.perf_counter(), 0, 0, 0.0
+
+        def collect() -> None:
+            nonlocal wrong, worst
+            event, buffer = flying.pop(0)
+            event.wait()
+            found = float(buffer.nan_to_num(nan=torch.inf))
+            wrong, worst = wrong + (found > limit), max(worst, found)
+
+        while time.perf_counter() - began < seconds or not replays:
+            if len(flying) == 2:
+                collect()
+            chosen = draw.randrange(patterns)
+            buffer = buffers[replays % 2]
+            event = self._backend.enqueue(partial(self._compared, drawn[chosen], wanted[chosen], buffer)).wait()
+            flying.append((event, buffer))
+            replays += 1
+        while flying:
+            collect()
+        self._backend.synchronize()
+        return Soaked(replays, wrong, worst, time.perf_counter() - began,
+                      max(0, free - self._backend.memory_available()))
+
+    def _fill(self, contexts: Sequence[int]) -> tuple[Staged, Part]:
+        """Stage the step. A row's token depends on its context alone, so that equal steps write equal keys."""
+        rows = []
+        for row, context in enumerate(contexts):
+            first = row * self._per_row
+            token = (31 * row + context) % self._model.config.vocab_size
+            blocks = list(range(first, first - (-context // self._size)))
+            rows.append(Row(row, [token], context - 1, blocks, True))
+        staged = self._buffers.fill([(rows, self._captured.size(len(rows)))])
+        staged.upload()
+        return staged, staged.parts[0]
+
+    def _replay(self, part: Part) -> Tensor:
+        return self._captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
+
+    def _kernels(self, contexts: Sequence[int]) -> Tensor:
+        _, part = self._fill(contexts)
+        return self._model.hidden(self._buffers.batch(part), self._cache).clone()
+
+    def _difference(self, contexts: Sequence[int]) -> float:
+        _, part = self._fill(contexts)
+        got = self._replay(part).to("cpu", torch.float64, copy=True)
+        want = self._model.hidden(self._buffers.batch(part), self._cache).to("cpu", torch.float64)
+        found = float((got - want).norm() / want.norm())
+        return found if found == found else torch.inf
+
+    def _compared(self, contexts: Sequence[int], want: Tensor, buffer: Tensor) -> Event:
+        _, part = self._fill(contexts)
+        wide = want.float()
+        off = self._replay(part).float() - wide
+        return self._backend.fetch(((off * off).sum() / (wide * wide).sum()).sqrt().view(1), buffer)
+
+
+def _shortened(loaded: Loaded, longest: int) -> Model:
+    """Return the first layers of a model, with rotary tables for `longest` positions, beyond its own context too."""
+    model = loaded.model
+    count = min(LAYERS, model.config.num_layers)
+    config = replace(model.config, num_layers=count)
+    weights = replace(model.weights, layers=model.weights.layers[:count])
+    cos_sin = cos_sin_table(config.rope, config.head_dim, longest, loaded.backend.device)
+    return Model(config, weights, cos_sin, model.kernels)
+
+
+def _randomize(cache: KVCache) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for keys_and_values in cache.layers:
+        for part in keys_and_values:
+            numbers = part.values if isinstance(part, Int8) else part
+            drawn = torch.randn(RANDOM_BLOCKS, *numbers.shape[1:], generator=generator)
+            _spread(numbers, (drawn * 40).clamp(-127, 127).round() if isinstance(part, Int8) else drawn)
+            if isinstance(part, Int8):
+                scales = torch.rand(RANDOM_BLOCKS, *part.scale.shape[1:], generator=generator)
+                _spread(part.scale, scales / 40 + 0.01)
+
+
+def _spread(tensor: Tensor, blocks: Tensor) -> None:
+    """Write `blocks` to the blocks of a tensor, in turn."""
+    given = blocks.to(tensor.dtype).to(tensor.device)
+    for first in range(0, len(tensor), len(given)):
+        part = tensor[first : first + len(given)]
+        part.copy_(given[: len(part)])

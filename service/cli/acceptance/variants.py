@@ -1,0 +1,65 @@
+"""Variants of the acceptance check: tokens of the built-in model in int8, whatever model is checked."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npuserve.service.cli.acceptance import tokens as accept_tokens
+from npuserve.service.cli.acceptance.model import check_tokens
+from npuserve.service.cli.acceptance.report import Finding
+from npuserve.service.text.model_folder import resolve
+
+if TYPE_CHECKING:
+    from npuserve.npu.backends.base import Backend
+    from npuserve.npu.model.config import HeadDtype
+
+ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """int8 in one or more parts of the model."""
+
+    name: str
+    w8a8: bool
+    lm_head_dtype: HeadDtype
+    kv_cache_dtype: str
+
+
+VARIANTS = (
+    Variant("W8A8, int8 head", True, "int8", "auto"),
+    Variant("int8 KV", False, "auto", "int8"),
+)
+
+
+def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
+    """Yield the findings of `check_tokens` for each variant that the device has, in its preferred dtype."""
+    from npuserve.npu.diagnostics.acceptance import load, load_reference
+    from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+
+    plain = resolve("")
+    length = backend.block_size + 4 * accept_tokens.BUDGET + accept_tokens.ANSWER
+    dtype = backend.resolve_dtype("auto", "bfloat16")
+    with tempfile.TemporaryDirectory() as made:
+        int8 = Path(made) / "w8a8"
+        quantize_checkpoint(plain, int8)
+        for variant in VARIANTS:
+            if variant.kv_cache_dtype == "int8" and not backend.int8_cache:
+                continue
+            folder = int8 if variant.w8a8 else plain
+            golden = load_reference(folder, backend, "float32", length, threads, variant.lm_head_dtype,
+                                    variant.kv_cache_dtype)
+            loaded = load(
+                folder, backend, dtype, max_model_len=length, max_num_seqs=ROWS,
+                max_num_batched_tokens=accept_tokens.BUDGET, kv_cache_dtype=variant.kv_cache_dtype,
+                lm_head_dtype=variant.lm_head_dtype)
+            prompts = accept_tokens.prompts_of(plain, loaded.runner.config.vocab_size, length - accept_tokens.ANSWER)
+            for finding in check_tokens(loaded, golden, prompts, accept_tokens.ANSWER, folder):
+                yield replace(finding, part="variants", name=f"{variant.name}: {finding.name}")
+            del loaded
+            gc.collect()

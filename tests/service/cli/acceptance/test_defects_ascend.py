@@ -1,0 +1,172 @@
+"""Each check of the acceptance check on an emulated NPU fails if the device has the defect that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from npuserve.npu import emulator, storyteller
+from npuserve.npu.backends import select
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.diagnostics import acceptance
+from npuserve.npu.diagnostics.acceptance import Loaded
+from npuserve.service.cli.acceptance import replays, sampling, sizes, variants
+from npuserve.service.cli.acceptance import tokens as accept_tokens
+from npuserve.service.cli.acceptance.replays import check_contexts, check_soak, crossing
+from npuserve.service.cli.acceptance.report import Finding
+from npuserve.service.cli.acceptance.sampling import check_sampling
+from npuserve.service.cli.acceptance.sizes import check_sizes
+from npuserve.service.cli.acceptance.variants import check_variants
+from tests.npu.emulator.child import emulated
+
+RELAX = ("fp32", "small_heads")
+
+
+def started() -> Backend:
+    backend = select("npu", RELAX)
+    backend.decode_buckets = (8,)
+    return backend
+
+
+def story(backend: Backend, dtype: str = "bfloat16") -> Loaded:
+    return acceptance.load(storyteller.FOLDER, backend, dtype, max_model_len=384, max_num_seqs=32,
+                           max_num_batched_tokens=64)
+
+
+def failed(found: Iterator[Finding]) -> list[str]:
+    made = list(found)
+    assert made
+    assert all(finding.passed is not None for finding in made)
+    return [finding.name for finding in made if not finding.passed]
+
+
+@emulated(relax=RELAX)
+def test_contexts_pass_and_fail_with_an_unsplit_context() -> None:
+    loaded = story(started())
+    with mock.patch.object(replays, "BATCHES", (1, 2)):
+        assert failed(check_contexts(loaded, quick=True)) == []
+        with emulator.defects("context_split"):
+            assert failed(check_contexts(loaded, quick=True)) == [
+                f"{crossed}, batch {rows}" for rows in (1, 2) for crossed in ("1,000 to 1,100", "12,000 to 13,000")]
+
+
+@emulated(relax=RELAX)
+def test_contexts_name_the_first_wrong_context() -> None:
+    """Below 1,024 tokens the device is right."""
+    loaded = story(started())
+    with mock.patch.object(replays, "BATCHES", (1,)), emulator.defects("context_split"):
+        with mock.patch.object(replays, "CROSSINGS", ((1000, 1023),)):
+            assert failed(check_contexts(loaded, quick=True)) == []
+        with mock.patch.object(replays, "CROSSINGS", ((1020, 1024),)):
+            finding = next(check_contexts(loaded, quick=False))
+    assert (finding.passed, finding.figures["context"], finding.figures["contexts"]) == (False, 1024, 5)
+    assert "at 1,024" in finding.said
+
+
+def test_crossing_contains_each_context_or_ends_and_splits() -> None:
+    assert crossing(1000, 1100, quick=False) == list(range(1000, 1101))
+    assert crossing(1000, 1100, quick=True) == [1000, 1023, 1024, 1025, 1050, 1075, 1100]
+    assert crossing(12_000, 13_000, quick=True) == [12_000, 12_250, 12_500, 12_750, 13_000]
+
+
+@emulated(relax=RELAX)
+def test_soak_passes_and_fails_with_lost_updates() -> None:
+    loaded = story(started())
+    assert failed(check_soak(loaded, 0.02)) == []
+    with emulator.defects("lost_update"):
+        finding = next(check_soak(loaded, 0.05))
+    assert not finding.passed
+    assert 0 < finding.figures["wrong"] < finding.figures["replays"]
+
+
+@emulated(relax=RELAX)
+def test_soak_of_0_minutes_is_no_finding() -> None:
+    assert list(check_soak(story(started()), 0.0)) == []
+
+
+SIZED = {
+    "wide_product": ("LM head of 151,936 ids", ["linear_argmax"]),
+    "wide_int8_product": ("int8 LM head of 151,936 ids", ["linear_argmax"]),
+    "row_scales": ("W8A8 layers", ["quantize"]),
+    "antiquant_heads": ("int8 KV cache", ["paged_attention"]),
+    "top_k": ("sampling of 151,936 ids", ["sample"]),
+}
+
+
+@pytest.mark.parametrize("defect", SIZED)
+@emulated(relax=RELAX)
+def test_sizes_pass_and_fail_with_each_defect(defect: str) -> None:
+    backend, (name, kernels) = started(), SIZED[defect]
+    size = next(size for size in sizes.SIZES if size.name == name)
+    if defect == "top_k":
+        size = replace(size, kernels=("sample",), wanted=lambda name: "top_k 20" in name)
+    with mock.patch.object(sizes, "SIZES", (size,)):
+        assert failed(check_sizes(backend, quick=True)) == []
+        with emulator.defects(defect):
+            assert failed(check_sizes(backend, quick=True)) == [f"{name}, {kernel}" for kernel in kernels]
+
+
+@emulated(relax=RELAX)
+def test_sampling_passes_and_fails_where_top_k_is_ignored() -> None:
+    backend = started()
+    loaded = story(backend, "float32")
+    golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
+    prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
+
+    def check() -> list[str]:
+        return failed(check_sampling(loaded, golden, prompts, storyteller.FOLDER))
+
+    assert check() == []
+    with emulator.defects("top_k"):
+        assert "top_k, captured, float32" in check()
+
+
+@pytest.mark.parametrize("name", [*sampling.CAPTURED, *sampling.OUTSIDE])
+@emulated(relax=RELAX)
+def test_sampling_fails_if_a_parameter_is_ignored(name: str) -> None:
+    """The device gets the default of the parameter, and the CPU the parameter."""
+    from npuserve.npu.step import SamplingParams
+
+    backend = started()
+    loaded = story(backend, "float32")
+    golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
+    prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
+    answers = accept_tokens.answers
+
+    def ignoring(runner: object, given: object, count: int, depth: int, asked: list[SamplingParams]) -> object:
+        defaults = [SamplingParams(seed=x.seed, temperature=1.0 if name == "temperature" else x.temperature)
+                    for x in asked]
+        return answers(runner, given, count, depth, defaults)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(accept_tokens, "answers", ignoring),
+        mock.patch.object(sampling, "CAPTURED", {k: v for k, v in sampling.CAPTURED.items() if k == name}),
+        mock.patch.object(sampling, "OUTSIDE", {k: v for k, v in sampling.OUTSIDE.items() if k == name}),
+    ):
+        found = list(check_sampling(loaded, golden, prompts, storyteller.FOLDER))
+    assert found[0].name.startswith(name)
+    assert not found[0].passed, found[0].said
+
+
+@pytest.mark.slow
+@emulated(relax=RELAX)
+def test_variants_pass_and_fail_with_int8_defects() -> None:
+    backend = started()
+    chosen = {variant.name: variant for variant in variants.VARIANTS}
+    for name, defect in (("W8A8, int8 head", "row_scales"), ("int8 KV", "antiquant_heads")):
+        with mock.patch.object(variants, "VARIANTS", (chosen[name],)), mock.patch.object(accept_tokens, "ANSWER", 24):
+            assert failed(check_variants(backend, 1)) == []
+            with emulator.defects(defect):
+                assert f"{name}: beside the CPU, bfloat16" in failed(check_variants(backend, 1))
+
+
+@emulated()
+def test_unknown_defect_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"unknown defects typo; there are context_split, lost_update"),
+        emulator.defects("typo"),
+    ):
+        pass
