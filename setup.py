@@ -27,7 +27,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
-ONCE = ("memory.cpp", "pool.cpp", "tables.cpp")
+ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "tables.cpp")
 """Sources that are compiled once. Every other source is compiled once for each instruction set."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",

@@ -191,23 +191,30 @@ def _(
     v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    """Round cosines and sines to qkv's dtype, as transformers does.
+    """Launch one Triton kernel where there is one, else the operators of torch_npu.
+
+    The operators round cosines and sines to qkv's dtype, as transformers does. They are five for one token. For more,
+    the values are copied to be contiguous, and each norm covers all heads: npu_mrope reads the heads of its argument in
+    place, by the stride of the rows
+    (https://gitcode.com/cann/ops-transformer/blob/master/posembedding/rope_with_sin_cos_cache/op_host/op_api/aclnn_rope_with_sin_cos_cache.cpp),
+    where any other operator copies them first.
 
     slot_mapping: not negative. Values to discard are written to a block that no request reads.
     k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], or int8 as by `ascend.by_head`.
     """
     tokens, dim = len(qkv), cos_sin.shape[1]
     kv_heads = (qkv.shape[1] // dim - num_q_heads) // 2
+    if (ascend.fused_heads is not None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+            and dim == k_cache.shape[-1]):
+        return ascend.fused_heads(
+            qkv, q_gamma, k_gamma, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads)
     heads = qkv.view(tokens, -1, dim)
-    q, k, v = (part.contiguous() for part in heads.split([num_q_heads, kv_heads, kv_heads], dim=1))
-    if q_gamma is not None:
-        q = torch_npu.npu_rms_norm(q, q_gamma, epsilon=eps)[0]
-    if k_gamma is not None:
-        k = torch_npu.npu_rms_norm(k, k_gamma, epsilon=eps)[0]
+    q_part, k_part, v_part = slice(num_q_heads), slice(num_q_heads, num_q_heads + kv_heads), slice(-kv_heads, None)
+    q, k = _normed(heads, q_gamma, eps, q_part), _normed(heads, k_gamma, eps, k_part)
     q, k = torch_npu.npu_mrope(
-        positions, q.view(tokens, -1), k.view(tokens, -1), ascend.table_as(cos_sin, qkv.dtype), dim,
+        positions, q.flatten(1), k.flatten(1), ascend.table_as(cos_sin, qkv.dtype), dim,
         mrope_section=[0, 0, 0], rotary_mode="half")
-    _write(k.view(tokens, kv_heads, dim), v, k_cache, v_cache, slot_mapping)
+    _write(k.view(tokens, kv_heads, dim), heads[:, v_part].contiguous(), k_cache, v_cache, slot_mapping)
     turned: Tensor = q.view(tokens, num_q_heads, dim)
     return turned
 
@@ -229,6 +236,13 @@ def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) 
         torch_npu.npu_scatter_pa_kv_cache(k, v, keys, values, places, cache_mode="Norm")
         return
     torch_npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
+def _normed(heads: Tensor, gamma: Tensor | None, eps: float, part: slice) -> Tensor:
+    """Return the part [T, n, D] of heads [T, N, D], normalized if there is a gamma; a view for more than one token."""
+    if gamma is None:
+        return heads[:, part]
+    if len(heads) == 1:
+        return torch_npu.npu_rms_norm(heads[:, part], gamma, epsilon=eps)[0]  # type: ignore[no-any-return]
+    return torch_npu.npu_rms_norm(heads, gamma, epsilon=eps)[0][:, part]  # type: ignore[no-any-return]
 
 
 @triton.implementation(qk_norm_rope_kv_write)

@@ -10,7 +10,7 @@ Per-token and per-step samples go through a `tally`, and reach the page with the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -182,7 +182,7 @@ class Tally:
 
 
 _tallies: list[Tally] = []
-_fed: list[tuple[Tally, deque[float]]] = []
+_fed: list[tuple[Tally, Callable[[], Iterable[float]]]] = []
 
 
 @cache
@@ -193,9 +193,9 @@ def tally(histogram: Histogram, *labels: str) -> Tally:
     return made
 
 
-def feed(histogram: Histogram, samples: deque[float]) -> None:
-    """Observe at each `flush` the samples that another thread appends."""
-    _fed.append((tally(histogram), samples))
+def feed(histogram: Histogram, take: Callable[[], Iterable[float]]) -> None:
+    """Observe at each `flush` the samples that `take` returns."""
+    _fed.append((tally(histogram), take))
 
 
 def flush() -> None:
@@ -203,9 +203,9 @@ def flush() -> None:
 
     Call it several times a second, and when the process becomes idle.
     """
-    for one, samples in _fed:
-        while samples:
-            one.observe(samples.popleft())
+    for one, take in _fed:
+        for sample in take():
+            one.observe(sample)
     for one in _tallies:
         one.flush()
     if dropped := logs.take_dropped():

@@ -5,7 +5,8 @@ choice.py selects another. Without the library, `available()` is False and no ke
 golden functions are used then.
 
 C++ sources: runtime (interface, thread pool, vectors), gemm (products with weights), attention (KV cache and
-attention), rows (kernels that compute each row from one row). `gemm`, `attention` and `rows` include `runtime`;
+attention), rows (kernels that compute each row from one row), ascend (no kernels: the thread that updates the lengths
+of captured attention, npu/backends/ascend/native_lengths.py). `gemm`, `attention` and `rows` include `runtime`;
 `attention` also includes `gemm`. Python here imports only `npuserve.kernels.registry` from the other folders.
 """
 

@@ -18,6 +18,7 @@ def bind(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     try:
         lib.npuserve_constant.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+        _bind_lengths(lib)
     except AttributeError as error:
         raise ImportError(f"{path} is built from older sources: {error}; install the package again") from None
     lib.npuserve_constant.restype = ctypes.c_char_p
@@ -35,6 +36,24 @@ def bind(path: Path) -> ctypes.CDLL:
     lib.npuserve_free.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     lib.npuserve_free.restype = None
     return lib
+
+
+def _bind_lengths(lib: ctypes.CDLL) -> None:
+    """Declare the types of the functions of ascend/lengths.cpp."""
+    pointer, integer, made = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p)
+    lib.npuserve_lengths_call_bytes.restype = integer
+    lib.npuserve_lengths_open.argtypes = (pointer, pointer, made)
+    lib.npuserve_lengths_add.argtypes = (pointer, pointer, integer, made)
+    lib.npuserve_lengths_put.argtypes = (pointer, pointer, pointer, integer, pointer, integer)
+    lib.npuserve_lengths_put.restype = None
+    lib.npuserve_lengths_replayed.argtypes = (pointer, pointer, pointer)
+    lib.npuserve_lengths_wait.argtypes = (pointer, integer, ctypes.c_char_p, integer)
+    lib.npuserve_lengths_lags.argtypes = (pointer, pointer, integer)
+    lib.npuserve_lengths_lags.restype = integer
+    lib.npuserve_lengths_thread.argtypes = (pointer,)
+    lib.npuserve_lengths_thread.restype = integer
+    lib.npuserve_lengths_close.argtypes = (pointer,)
+    lib.npuserve_lengths_close.restype = None
 
 
 def _find() -> ctypes.CDLL | None:

@@ -1,4 +1,4 @@
-"""Kernels in Triton, for CUDA. Two experimental ones for Ascend are compiled in CI, and no backend uses them.
+"""Kernels in Triton, for CUDA, and one for Ascend where triton-ascend is installed (launch_ascend.py).
 
 Importing this package does not import triton. The modules `launch*` check arguments and launch the kernels. The other
 files hold kernels. They import only triton and keys.py, so that a compiler without torch can read them. Tests in
@@ -24,13 +24,8 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 """Device of the kernels' tensors: the CPU if triton interprets. `interpret` changes it, so read it as
 `triton.DEVICE`."""
 
-LOWERED = {
-    "embedding": "sample_embed",
-    "greedy": "sample_embed",
-    "qk_norm_rope_kv_write": "qk_norm_rope_kv_write",
-    "sample": "sample_embed",
-}
-"""Kernel -> file here that implements it and is proven to lower for Ascend; `launch` calls it."""
+LOWERED = {"qk_norm_rope_kv_write": "qk_norm_rope_kv_write"}
+"""Kernel -> file here that implements it and is proven to lower for Ascend; `launch_ascend` calls it."""
 
 
 _waiting: list[Callable[[], object]] = []

@@ -7,7 +7,6 @@ and the kernel implementations refers to a device by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -134,8 +133,6 @@ class Backend(ABC):
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
     captures_sampler: a captured step may contain the kernels `penalize` and `sample`, which then copy nothing to the
         host.
-    lengths_lags: seconds from the launch of a replay to the end of the update of its lengths, appended by another
-        thread; None if captured steps read their lengths on the device.
     int8_cache: the kernels support an int8 KV cache.
     scale_dtype: dtype of the scales of an int8 KV cache.
     int8_zeros: the kernels support int8 zero points.
@@ -159,7 +156,6 @@ class Backend(ABC):
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5
-    lengths_lags: deque[float] | None = None
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
@@ -359,6 +355,11 @@ class Backend(ABC):
     @abstractmethod
     def span(self) -> Span:
         """Start a time span on the device's clock."""
+
+    def take_lengths_lags(self) -> Sequence[float]:
+        """Return the seconds from the launch of each replay to the end of the update of its lengths, since the last
+        call; () where captured steps read their lengths on the device. Call it from one thread."""
+        return ()
 
     @abstractmethod
     def synchronize(self) -> None:

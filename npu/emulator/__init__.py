@@ -43,7 +43,7 @@ RELAXATIONS = ("fp32", "small_heads")
 
 DEFECTS = {
     "context_split": "in a replay, attention reads the first 512 tokens alone of contexts of 1,024 tokens or more",
-    "lost_update": "every 50th update of a captured call keeps the arguments before it",
+    "lost_update": "every 15th update of a captured call keeps the arguments before it",
     "wide_product": "columns from 65,536 on of a product are 0",
     "wide_int8_product": "columns from 65,536 on of an int8 product are 0",
     "row_scales": "npu_dynamic_quant returns the scale of the first row for all rows",
@@ -85,6 +85,7 @@ class _Options:
     seed: int
     depth: int
     poison: bool
+    triton: bool = False
 
 
 _library: ctypes.CDLL | None = None
@@ -107,7 +108,7 @@ def _check(options: _Options) -> None:
 
 def activate(
     *, memory: int = 0, relax: Iterable[str] = (), order: Order = "lazy", seed: int = 0, depth: int = 4096,
-    poison: bool = False,
+    poison: bool = False, triton: bool = False,
 ) -> None:
     """Load the emulated CANN into this process, building it if necessary, so that `import torch_npu` finds it.
 
@@ -121,6 +122,7 @@ def activate(
         - "shuffled": streams run ahead at random with each submission, reproducibly for the same seed.
     depth: tasks that a stream holds before a submission blocks on the oldest.
     poison: fill new device memory with NaN.
+    triton: behave as if triton-ascend were installed, with a stand-in for its kernel.
 
     Raises EmulatorError if torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
     imported before. A second call with the same options has no effect; with other options it raises.
@@ -131,7 +133,7 @@ def activate(
         if not re.fullmatch(r"[1-9]\d{0,3}", named):
             raise EmulatorError(f"emulated NPU: EMULATED_NPU_GIB must be a number from 1 to 9999, not {named}")
         memory = int(named) << 30
-    options = _Options(memory, frozenset(relax), order, seed, depth, poison)
+    options = _Options(memory, frozenset(relax), order, seed, depth, poison, triton)
     _check(options)
     if _options is not None:
         if _options != options:
@@ -143,7 +145,7 @@ def activate(
     for name in options.relax:
         library.emu_relax(name.encode())
     _options = options
-    EmulatedAscend.relaxations = options.relax
+    EmulatedAscend.relaxations, EmulatedAscend.triton = options.relax, triton
     EmulatedAscend.new_profiler = lambda: TaskProfiler(log_tasks, tasks)
     register_emulated(EmulatedAscend)
     relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""

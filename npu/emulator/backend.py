@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from npuserve.kernels.ascend import FusedHeads
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.cann import preflight
 from npuserve.npu.cann.readings import Readings
+from npuserve.npu.emulator import fused_heads
 from npuserve.npu.notices import Notice
 
 
@@ -18,10 +20,12 @@ class EmulatedAscend(AscendBackend):
     """Ascend backend of a process in which the emulator is active.
 
     relaxations: names of the omitted checks (parameter `relax` of `emulator.activate`).
-    new_profiler: starts a profiler. `emulator.activate` sets both.
+    triton: parameter of `emulator.activate`.
+    new_profiler: starts a profiler. `emulator.activate` sets all three.
     """
 
     relaxations: ClassVar[frozenset[str]] = frozenset()
+    triton: ClassVar[bool] = False
     new_profiler: ClassVar[Callable[[], DeviceProfiler]]
 
     @classmethod
@@ -40,6 +44,10 @@ class EmulatedAscend(AscendBackend):
 
     def chip_name(self) -> str:
         return "emulated"
+
+    def fused_heads(self) -> FusedHeads | None:
+        """Return the stand-in for the Triton kernel if there is to be one."""
+        return fused_heads.launch if self.triton else None
 
     def possible_dtypes(self) -> tuple[str, ...]:
         return (*self.dtypes, "float32") if "fp32" in self.relaxations else self.dtypes

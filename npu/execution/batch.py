@@ -213,6 +213,7 @@ class BatchBuffers:
     def clear(self) -> None:
         """Make the batch of `tokens` consist of tokens that belong to no row, or of padding."""
         if self._host_lengths:
+            self._on["sample_tokens"].zero_()
             return
         self._on["slots"].fill_(-1)
         for name in ("contexts", "cu_seqlens"):
@@ -229,6 +230,7 @@ class BatchBuffers:
         at["ids"][beyond] = at["positions"][beyond] = 0
         if self._host_lengths:
             at["slots"][beyond] = self._padding * self._block_size
+            at["sample_tokens"][len(part.samples) : self._limits[1]] = 0
             more = self._limits[1] - rows
             part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
             part.context_lens[rows:] = [tokens - part.tokens, *[0] * more]

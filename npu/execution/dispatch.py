@@ -12,6 +12,8 @@ from torch import Tensor
 from npuserve.kernels.registry import Timings
 from npuserve.npu.backends.base import Backend, Captured, CaptureError
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.sampler import Sampler
 from npuserve.npu.step import Row
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,65 @@ steps. Within a captured step it costs little more than a decode row. Otherwise 
 launches its kernels one by one: that takes as long as two or three captured steps."""
 
 
+class CapturableSteps:
+    """Steps as a backend captures them: functions of a number of rows or tokens that read and write fixed memory.
+
+    Their batches are those of `buffers`, and their sampled ids are then the first of `last` [R] int64.
+
+    hidden: computes a batch up to the final norm.
+    """
+
+    def __init__(
+        self, backend: Backend, model: Model, sampler: Sampler, buffers: BatchBuffers,
+        hidden: Callable[[Batch], Tensor], last: Tensor,
+    ):
+        self._model, self._sampler, self._buffers, self._last = model, sampler, buffers, last
+        self._hidden = hidden
+        self._selected: Tensor | None = None  # [R, H], of the rows of a mixed step that yield a token
+        if backend.captures_sampler:
+            shape = len(last), model.config.hidden_size
+            self._selected = backend.empty(shape, model.weights.norm.dtype).zero_()
+
+    def argmax(self, rows: int) -> Tensor:
+        """Compute a step of decode rows with argmax sampling; return the hidden states."""
+        return self._choose_argmax(self.decode(rows))
+
+    def sampled(self, rows: int) -> Tensor:
+        """Compute a step of decode rows with the buffers' sampling parameters; return the hidden states."""
+        return self._choose_sampled(self.decode(rows))
+
+    def decode(self, rows: int) -> Tensor:
+        """Return the hidden states of decode rows."""
+        return self._hidden(self._buffers.decode(rows))
+
+    def mixed(self, tokens: int) -> Tensor:
+        """Return the hidden states of a batch of any rows; select those of the rows that yield a token."""
+        batch = self._buffers.tokens(tokens)
+        hidden = self._hidden(batch)
+        if self._selected is not None:
+            torch.index_select(hidden, 0, batch.sample_tokens, out=self._selected)
+        return hidden
+
+    def selected_argmax(self, rows: int) -> Tensor:
+        """Choose the argmax tokens of the first rows that `mixed` selected."""
+        assert self._selected is not None
+        return self._choose_argmax(self._selected[:rows])
+
+    def selected_sampled(self, rows: int) -> Tensor:
+        """Sample the first rows that `mixed` selected, with the buffers' sampling parameters."""
+        assert self._selected is not None
+        return self._choose_sampled(self._selected[:rows])
+
+    def _choose_argmax(self, hidden: Tensor) -> Tensor:
+        self._model.kernels.keep_ids(self._model.argmax(hidden), self._last[: len(hidden)])
+        return hidden
+
+    def _choose_sampled(self, hidden: Tensor) -> Tensor:
+        ids = self._sampler.sample_fixed(self._model.logits(hidden), self._buffers.sampling(len(hidden)))
+        self._model.kernels.keep_ids(ids, self._last[: len(hidden)])
+        return hidden
+
+
 class Dispatch:
     """Selection among the captured steps of a runner. Without captured steps all kernels are called one by one.
 
@@ -34,12 +95,11 @@ class Dispatch:
         sampler, it is `greedy`, whose output are the hidden states: a graph less per bucket, and one more product of
         the LM head for rows that need logits.
     mixed: any rows up to the final norm.
+    head_argmax, head_sampled: LM head and sampler of the rows of `mixed` that yield a token, a second dispatch; None if
+        the backend does not capture the sampler.
 
     Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
 
-    hidden: computes a batch up to the final norm.
-    argmax_step, sampled_step: compute the given number of decode rows, store their sampled ids, and return the hidden
-        states.
     max_rows: rows of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
     capture_chunks: capture `mixed` (`Backend.captures_chunks`).
@@ -52,9 +112,8 @@ class Dispatch:
     """
 
     def __init__(
-        self, backend: Backend, buffers: BatchBuffers, hidden: Callable[[Batch], Tensor],
-        argmax_step: Callable[[int], Tensor], sampled_step: Callable[[int], Tensor], max_rows: int,
-        *, on_host: bool, capture_chunks: bool,
+        self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, on_host: bool,
+        capture_chunks: bool,
     ):
         self._buffers, self._on_host = buffers, on_host
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
@@ -63,7 +122,7 @@ class Dispatch:
         with torch.inference_mode():
             try:
                 if backend.capture_mode != "off":
-                    self._capture(backend, hidden, argmax_step, sampled_step, max_rows)
+                    self._capture(backend, steps, max_rows)
                     warm_up = self.mixed is not None and self.mixed.largest < buffers.most_tokens
             except CaptureError as error:
                 if backend.capture_mode == "on":
@@ -77,7 +136,7 @@ class Dispatch:
                 warm_up = True
             if warm_up:
                 # Compile and allocate now what steps that are not captured compile and allocate.
-                hidden(buffers.tokens(buffers.most_tokens))
+                steps.mixed(buffers.most_tokens)
                 backend.synchronize()
         self._together = self.mixed is not None or (backend.capture_chunks and not capture_chunks)
 
@@ -86,23 +145,23 @@ class Dispatch:
         self.sampled: Captured | None = None
         self.decode: Captured | None = None
         self.mixed: Captured | None = None
+        self.head_argmax: Captured | None = None
+        self.head_sampled: Captured | None = None
 
-    def _capture(
-        self, backend: Backend, hidden: Callable[[Batch], Tensor], argmax_step: Callable[[int], Tensor],
-        sampled_step: Callable[[int], Tensor], max_rows: int,
-    ) -> None:
-        buffers = self._buffers
-        self.greedy = backend.capture(argmax_step, max_rows, decode=True)
-        self.sampled = backend.capture(sampled_step, max_rows, decode=True) if backend.captures_sampler else None
+    def _capture(self, backend: Backend, steps: CapturableSteps, max_rows: int) -> None:
+        self.greedy = backend.capture(steps.argmax, max_rows, decode=True)
+        self.sampled = backend.capture(steps.sampled, max_rows, decode=True) if backend.captures_sampler else None
         if self.sampled:
             self.decode = self.greedy
         elif self._pads:
-            self.decode = backend.capture(lambda rows: hidden(buffers.decode(rows)), max_rows, decode=True)
+            self.decode = backend.capture(steps.decode, max_rows, decode=True)
         if self._pads:
-            buffers.clear()
+            self._buffers.clear()
         if self._captures_chunks or not self._pads:
-            self.mixed = backend.capture(
-                lambda tokens: hidden(buffers.tokens(tokens)), buffers.most_tokens, decode=False)
+            self.mixed = backend.capture(steps.mixed, self._buffers.most_tokens, decode=False)
+        if self.sampled and self.mixed:
+            self.head_argmax = backend.capture(steps.selected_argmax, max_rows, decode=True)
+            self.head_sampled = backend.capture(steps.selected_sampled, max_rows, decode=True)
         self.decode = self.decode or self.mixed
 
     def parts(self, rows: Rows) -> list[tuple[Rows, int]]:
@@ -129,9 +188,25 @@ class Dispatch:
         """Return True if the host computes the part."""
         return self._on_host and not _decodes(part.rows[0])
 
-    def can_sample(self, part: Part) -> bool:
-        """Return True if `sampled` takes the part."""
-        return self.sampled is not None and not part.first and _all_decode(part) and part.tokens <= self.sampled.largest
+    def sampled_rows(self, part: Part) -> int:
+        """Return the rows of the captured sampler that can take the part; 0 if none can."""
+        if self.sampled is None or part.first or self.is_on_host(part):
+            return 0
+        if _all_decode(part) and part.tokens <= self.sampled.largest:
+            return part.padded
+        heads = self.head_sampled
+        fits = heads and self.mixed and part.tokens <= self.mixed.largest and 0 < len(part.samples) <= heads.largest
+        return heads.size(len(part.samples)) if heads and fits else 0
+
+    def head(self, part: Part, captured: Captured | None, *, argmax: bool, fixed: bool) -> Captured | None:
+        """Return the dispatch of LM head and sampler that follows `captured`; None for kernel by kernel.
+
+        The arguments are those of `select`, and its first result.
+        """
+        if captured is None or captured is not self.mixed:
+            return None
+        heads = self.head_argmax if argmax else self.head_sampled if fixed else None
+        return heads if heads and 0 < len(part.samples) <= heads.largest else None
 
     def select(self, part: Part, *, argmax: bool, fixed: bool) -> tuple[Captured | None, bool]:
         """Return the captured step that serves a part, None for kernel by kernel, and whether it samples too.

@@ -43,6 +43,7 @@ class Work:
     first: index of its first token among the tokens that the step samples.
     captured: the dispatch that serves it; None for kernel by kernel.
     whole: the dispatch includes LM head and sampler.
+    head: a second dispatch, for LM head and sampler of the rows that yield a token; None for kernel by kernel.
     """
 
     part: Part
@@ -51,6 +52,7 @@ class Work:
     captured: Captured | None
     whole: bool
     prompt: list[PromptRows]
+    head: Captured | None = None
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@
 3. `Dispatch` selects how the rows are computed. If the backend can capture steps, the decoder is one dispatch, which
    reads the batch at fixed addresses. LM head and sampler follow; they are part of the dispatch if all rows are decode
    rows with argmax sampling or, where the backend can capture its sampler, with parameters that are inputs of a step
-   (`SamplingInputs`). A step with chunks is one dispatch too, up to the number of tokens that are captured.
+   (`SamplingInputs`). A step with chunks is one dispatch too, up to the number of tokens that are captured; LM head and
+   sampler of its rows that yield a token are a second one where the backend can capture its sampler.
    If the backend captures only decode steps, it is one dispatch for the decode rows, followed by the kernels of the
    chunks.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
@@ -41,7 +42,7 @@ from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Phase, Staged, phase_of
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.dispatch import Dispatch, replay
+from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Recording, Waiting, Work, prompt_rows
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
@@ -122,9 +123,10 @@ class Runner:
         self._prefill = HostPrefill(
             *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
+        steps = CapturableSteps(backend, self._model, self._sampler, self._buffers, self._hidden, self._last)
         self._dispatch = Dispatch(
-            backend, self._buffers, self._hidden, self._argmax_step, self._sampled_step, rows,
-            on_host=prefill is not None, capture_chunks=backend.captures_chunks(self.cache_dtype))
+            backend, self._buffers, steps, rows, on_host=prefill is not None,
+            capture_chunks=backend.captures_chunks(self.cache_dtype))
         self.min_forced = self._dispatch.min_forced
         if backend.compiles:
             self._warm_up(rows, dtype)
@@ -255,12 +257,14 @@ class Runner:
 
     def _plan(self, part: Part, first: int, staged: Staged, is_constrained: bool) -> Work:
         """Plan a part. is_constrained: the step's sampling is queued later."""
-        can_sample = not is_constrained and self._dispatch.can_sample(part)
-        inputs = self._buffers.host_sampling(part.padded) if can_sample else None
+        sampled_rows = 0 if is_constrained else self._dispatch.sampled_rows(part)
+        inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
-        captured, whole = self._dispatch.select(part, argmax=plan.argmax and not is_constrained, fixed=plan.fixed)
-        return Work(part, first, plan, captured, whole, prompt)
+        argmax = plan.argmax and not is_constrained
+        captured, whole = self._dispatch.select(part, argmax=argmax, fixed=plan.fixed)
+        head = self._dispatch.head(part, captured, argmax=argmax, fixed=plan.fixed)
+        return Work(part, first, plan, captured, whole, prompt, head)
 
     # Work in the device's queue
 
@@ -333,7 +337,11 @@ class Runner:
             ran.captured_decodes += part.decodes
             return None
         ran.decoder_decodes += part.decodes
-        return hidden
+        if work.head is None:
+            return hidden
+        ran.prompt += self._prompt_logprobs(hidden, work.prompt)
+        work.head.replay(len(part.samples), [])
+        return None
 
     def _sample(self, work: Work, hidden: Tensor, ran: Ran, staged: StagedMasks | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.
@@ -358,19 +366,6 @@ class Runner:
             if sampled.logprobs:
                 ran.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))
         self._kernels.keep_ids(ids, self._last[work.first : work.first + count])
-
-    def _argmax_step(self, rows: int) -> Tensor:
-        """Compute a step of decode rows with argmax sampling; return the hidden states."""
-        hidden = self._hidden(self._buffers.decode(rows))
-        self._kernels.keep_ids(self._model.argmax(hidden), self._last[:rows])
-        return hidden
-
-    def _sampled_step(self, rows: int) -> Tensor:
-        """Compute a step of decode rows with the buffers' sampling parameters; return the hidden states."""
-        hidden = self._hidden(self._buffers.decode(rows))
-        ids = self._sampler.sample_fixed(self._model.logits(hidden), self._buffers.sampling(rows))
-        self._kernels.keep_ids(ids, self._last[:rows])
-        return hidden
 
     @torch.inference_mode()
     def _warm_up(self, most: int, dtype: torch.dtype) -> None:

@@ -266,8 +266,9 @@ def text(report: dict[str, Any]) -> str:
         lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
         lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
         lines.append(f"{'':11} by plain torch: {', '.join(golden) or 'none'}")
-    lines += [f"{notice['device']:11} {notice['level']:8} {notice['name']}: {notice['said']}"
-              for notice in report["preflight"]]
+    for notice in report.get("preflight", ()):
+        name = "" if notice["said"].startswith(notice["name"]) else f"{notice['name']}: "
+        lines.append(f"{notice['device']:11} {notice['level']:8} {name}{notice['said']}")
     for name, found in report["optional"].items():
         lines.append(f"{'optional':11} {name}: {'found' if found else 'absent'}, for {OPTIONAL[name]}")
     if report["emulated"]:

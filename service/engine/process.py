@@ -96,8 +96,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     ranks = RankProcesses(args.config, args.folder) if args.config.tensor_parallel_size > 1 else None
     runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
                         capture="off" if args.capture_failed else None, group=ranks.group if ranks else None)
-    if runner.backend.lengths_lags is not None:
-        metrics.feed(metrics.lengths_lag_seconds, runner.backend.lengths_lags)
+    if runner.backend.host_lengths:
+        metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     lead = LeadRunner(runner, ranks.group) if ranks else None

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from npuserve.npu.step import Step, StepResult
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from npuserve.npu.execution.runner import Runner
     from npuserve.npu.parallel import Group
 
@@ -74,6 +75,8 @@ def stop_followers(group: Group) -> None:
 
 def follow(runner: Runner, group: Group) -> None:
     """Launch the steps of rank 0 until it stops. Raises RuntimeError if rank 0 is lost."""
+    import numpy as np
+
     in_flight: deque[Any] = deque()
     while True:
         message = _decode(group.broadcast())

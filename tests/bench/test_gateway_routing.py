@@ -134,7 +134,7 @@ def test_gateway_routing_arguments(script: ModuleType, capsys: pytest.CaptureFix
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(180)
 def test_gateway_routing_runs(tmp_path: Path) -> None:
     program()

@@ -56,7 +56,7 @@ def tables(report: dict[str, Any], part: str) -> set[str]:
 
 
 @built
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
     code, report, said = run(tmp_path, "--device", "cpu", "--shards", "2", "--seed", "5", "--parts", ",".join(PARTS))

@@ -56,7 +56,7 @@ def test_metrics_cost_leaves_out_a_round_with_an_empty_window(script: ModuleType
     assert script.ratios(rounds, script.rate) == ([1.0], [1.0, 1.0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_metrics_cost_runs(tmp_path: Path) -> None:
     file = tmp_path / "cost.json"
     done = subprocess.run([sys.executable, BENCH / "serving" / "metrics_cost.py", "--rounds", "2", "--seconds", "0.1",

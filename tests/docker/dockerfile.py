@@ -3,23 +3,31 @@
     python -m tests.docker.dockerfile cpu|ascend|gateway FOLDER [ARG=VALUE ...]
 
 Each COPY copies from the tree through .dockerignore, each RUN runs in sh with the stage's variables. Installations of
-Debian packages are only printed. VENV and WORKDIR are inside FOLDER, which must be new.
+Debian packages are only printed. VENV and WORKDIR are inside FOLDER.
+
+The dependencies, which are installed before the COPY of the whole tree, are kept in FOLDER. A later build uses them for
+MAX_AGE_SECONDS if their instructions and the files that these copy are the same; else it deletes FOLDER.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker"
 
+
+MAX_AGE_SECONDS = 14 * 24 * 3600
 
 # Commands that must succeed in the environment of an image.
 CHECKS = {"server": (["npuserve", "--version"], ["npuserve", "check"]),
@@ -29,6 +37,9 @@ CHECKS = {"server": (["npuserve", "--version"], ["npuserve", "check"]),
 class Instruction(NamedTuple):
     name: str
     text: str
+
+
+WHOLE_TREE = Instruction("COPY", ". .")
 
 
 def read(file: Path) -> list[list[Instruction]]:
@@ -64,21 +75,50 @@ def sent(root: Path = ROOT) -> list[Path]:
             if not ignored(name) and ((root / name).is_file() or (root / name).is_symlink())]
 
 
+def dependencies(build: list[Instruction], arguments: dict[str, str]) -> str:
+    """Return the digest of the instructions before the COPY of the whole tree, and of the files that they copy."""
+    found: list[object] = [sys.version, arguments]
+    for name, text in build:
+        if (name, text) == WHOLE_TREE:
+            break
+        files = text.split()[:-1] if name == "COPY" else []
+        found.append([name, text, *((ROOT / file).read_text() for file in files)])
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
 def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
     """Run the build stage and return its environment. Raises CalledProcessError if a RUN fails."""
     _, build, _ = read(FOLDER / f"Dockerfile.{kind}")
     variables = {**os.environ, **arguments, "VENV": str(folder / "venv")}
     where, context = folder, sent()
+    digest, mark = dependencies(build, arguments), folder / "dependencies"
+    are_installed = (mark.exists() and mark.read_text() == digest
+                     and time.time() - mark.stat().st_mtime < MAX_AGE_SECONDS)
+    if not are_installed:
+        if folder.exists() and not mark.exists():
+            raise SystemExit(f"{folder} exists and is of no earlier build")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        mark.write_text("incomplete")
     for name, text in build:
         print(f"-- {name} {text}", flush=True)
-        if name in ("ARG", "ENV"):
+        if (name, text) == WHOLE_TREE:
+            if are_installed:
+                shutil.rmtree(where)
+                where.mkdir()
+            else:
+                mark.write_text(digest)
+            are_installed = False  # the remaining instructions run
+        if are_installed and name in ("COPY", "RUN"):
+            print("   not run: the dependencies are installed")
+        elif name in ("ARG", "ENV"):
             for word in text.split():
                 key, _, value = word.partition("=")
                 value = re.sub(r"\${(\w+)}", lambda found: variables.get(found.group(1), ""), value)
                 variables[key] = variables.get(key, value) if name == "ARG" else value
         elif name == "WORKDIR":
             where = folder / text.lstrip("/")
-            where.mkdir(parents=True)
+            where.mkdir(parents=True, exist_ok=True)
         elif name == "COPY":
             *sources, target = text.split()
             for file in context:
@@ -92,11 +132,12 @@ def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
             subprocess.run(["sh", "-c", text], cwd=where, env=variables, check=True)
         elif name != "FROM":
             raise ValueError(f"{name} is not known here")
+    if mark.read_text() != digest:
+        mark.write_text(digest)
     return folder / "venv"
 
 
 def main(kind: str, folder: str, *arguments: str) -> None:
-    Path(folder).mkdir(parents=True)
     venv = run_build(kind, Path(folder).resolve(), dict(word.split("=", 1) for word in arguments))
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for program, *command in CHECKS.get(kind, CHECKS["server"]):

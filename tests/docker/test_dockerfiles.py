@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from npuserve.npu.cann import versions
+from tests.docker import dockerfile
 from tests.docker.dockerfile import FOLDER, ROOT, read, sent
 
 if sys.version_info >= (3, 11):
@@ -227,3 +228,20 @@ def test_build_context_is_the_package_only():
     rooms = {"client", "service", "npu", "kernels", "protos", "docker", "src"}
     assert {name.split("/")[0] for name in names if "/" in name} == rooms
     assert not [name for name in names if re.search(r"\.so$|__pycache__|Dockerfile|/\.", name)]
+
+
+def test_dependencies_change_with_pins_instructions_and_arguments_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, build, _ = read(FOLDER / "Dockerfile.cpu")
+    pins = tmp_path / "docker" / "requirements.txt"
+    pins.parent.mkdir()
+    pins.write_text("one==1")
+    monkeypatch.setattr(dockerfile, "ROOT", tmp_path)
+    before = dockerfile.dependencies(build, {})
+    (tmp_path / "setup.py").write_text("changed")
+    assert dockerfile.dependencies([*build, build[-1]], {}) == before  # instructions after the COPY of the tree
+    others = {dockerfile.dependencies(build[1:], {}), dockerfile.dependencies(build, {"TORCH_INDEX": "other"})}
+    pins.write_text("one==2")
+    others.add(dockerfile.dependencies(build, {}))
+    assert len(others - {before}) == 3

@@ -100,28 +100,36 @@ def counting() -> int:
             self.delay = slow_seconds() or COUNTING_SECONDS
             return super().launch(step)
 
-    def build(args: engine_process.EngineArgs) -> Engine:
+    def build(args: engine_process.EngineArgs) -> tuple[Engine, None]:
         publisher, began = engine_process.open_publisher(args), time.monotonic()
         fail_load()
         runner = Counting(
             Path(args.folder), COUNTING_SECONDS, args.config.block_size, args.config.kv_cache_memory)
-        return engine_process.build_engine(args, runner, publisher, began)  # type: ignore[arg-type]
+        return engine_process.build_engine(args, runner, publisher, began), None  # type: ignore[arg-type]
 
     engine_process.build = build
     return engine_process.main()
 
 
+def content(variable: str) -> str | None:
+    """Return the text of the file that an environment variable names; None while there is none."""
+    try:
+        return Path(os.environ[variable]).read_text()
+    except (KeyError, FileNotFoundError):
+        return None
+
+
 def slow_seconds() -> float:
     """Return the seconds in the file of SLOW; 0.0 while there is none."""
-    file = Path(os.environ.get(SLOW, "/nowhere"))
-    return float(file.read_text() or SLOW_SECONDS) if file.exists() else 0.0
+    seconds = content(SLOW)
+    return 0.0 if seconds is None else float(seconds or SLOW_SECONDS)
 
 
 def fail_load() -> None:
     """Execute the fault in the file of LOAD."""
-    file = Path(os.environ.get(LOAD, "/nowhere"))
-    if file.exists():
-        fail(file, *file.read_text().split(":"))
+    fault = content(LOAD)
+    if fault is not None:
+        fail(Path(os.environ[LOAD]), *fault.split(":"))
 
 
 def fail(file: Path, kind: str, seconds: str = "1e6") -> None:

@@ -54,12 +54,12 @@ def test_killed_engines_show_in_no_stream(server: Server, kills: ModuleType) -> 
     wanted, before = kills.asks(16, 150), server.metric("npuserve_engine_restarts_total")
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
-    killer = kills.Killer(server.target, server.process.pid, 3, (0.2, 1.5), seed=3)
+    killer = kills.Killer(server.target, server.process.pid, 2, (0.2, 1.5), seed=3)
     wrong, answers = kills.disturbed(server.target, killer, wanted, alone)
     assert wrong == []
     assert len(answers) >= 16
-    assert len(killer.killed) == 3
-    assert server.metric("npuserve_engine_restarts_total") == before + 3
+    assert len(killer.killed) == 2
+    assert server.metric("npuserve_engine_restarts_total") == before + 2
     assert server.metric("npuserve_streams_continued_total", after="engine") > 0
     assert server.metric("npuserve_requests_running") == 0
     assert server.metric("npuserve_kv_cache_usage_ratio") == 0

@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
+from tests.e2e import brittle
 from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
@@ -46,10 +47,20 @@ def is_serving(server: Server) -> bool:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def slow_load(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File that makes loads of `server` slow while it exists."""
+    file: Path = tmp_path_factory.mktemp("lifecycle") / "load"
+    file.write_text("slow:3")
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(slow_load: Path) -> Iterator[Server]:
     """Server shared by the first tests; it may still load."""
-    with serving("--debuggable", wait=False, **COUNTING) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(brittle.LOAD, str(slow_load))
+        with serving("--debuggable", wait=False, **COUNTING) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +78,7 @@ def two_front_ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
             yield running
 
 
-def test_health_while_loading_and_watch(server: Server) -> None:
+def test_health_while_loading_and_watch(server: Server, slow_load: Path) -> None:
     """First test of the shared server, which has just started."""
     assert health(server, "npuserve.liveness") == SERVING
     assert health(server) == NOT_SERVING
@@ -82,10 +93,11 @@ def test_health_while_loading_and_watch(server: Server) -> None:
             watch.cancel()
             break
     assert seen == [NOT_SERVING, SERVING]
+    slow_load.unlink()
     assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
 
 
-def test_engine_death_is_a_pause(server: Server) -> None:
+def test_engine_death_is_a_pause(server: Server, slow_load: Path) -> None:
     server.wait_until_ready()
     until(lambda: is_serving(server))
     restarts = server.metric("npuserve_engine_restarts_total")
@@ -96,6 +108,7 @@ def test_engine_death_is_a_pause(server: Server) -> None:
     asking.start()
     while server.stub.GetLoad(server_pb()).running == 0 and asking.is_alive():
         time.sleep(0.01)
+    slow_load.write_text("slow:2")
     os.kill(children(server)["engine"], signal.SIGKILL)
     while health(server) == SERVING:
         time.sleep(0.005)
@@ -103,6 +116,7 @@ def test_engine_death_is_a_pause(server: Server) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         server.stub.Generate(request("Once", 4), timeout=10)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    slow_load.unlink()
     asking.join(60)
     assert answers == [expected]
     assert health(server) == SERVING

@@ -50,7 +50,7 @@ INVALID: list[tuple[str, Object]] = [
     ("config.dtype", {"config": {"dtype": "int4"}}),
     ("config.kv_cache_memory", {"config": {"kv_cache_memory": "4 apples"}}),
     ("config.decode_buckets", {"config": {"decode_buckets": "1,0"}}),
-    ("config.tensor_parallel_size", {"config": {"tensor_parallel_size": 2}}),
+    ("config.tensor_parallel_size", {"config": {"tensor_parallel_size": 65}}),
     ("config.port", {"config": {"port": 1}}),
     ("config.drain_seconds", {"config": {"drain_seconds": 5}}),
     ("config.max_num_seq", {"config": {"max_num_seq": 5}}),

@@ -95,7 +95,7 @@ def test_tally_counts_like_histogram() -> None:
 def test_samples_of_another_thread_are_observed_at_each_flush() -> None:
     registry = CollectorRegistry()
     histogram, samples = Histogram("fed", "", buckets=(1.0,), registry=registry), deque([0.5, 2.0])
-    metrics.feed(histogram, samples)
+    metrics.feed(histogram, lambda: [samples.popleft() for _ in range(len(samples))])
     assert registry.get_sample_value("fed_count") == 0
     metrics.flush()
     assert not samples

@@ -21,8 +21,10 @@ from npuserve.kernels import ascend
 from npuserve.kernels.attention import gathered_bytes
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.npu.backends.ascend import errors as acl_errors
+from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
+from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall, UpdateError
 from npuserve.npu.backends.ascend.profiler import ascend_profiler
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Event, Fault
 from npuserve.npu.backends.device_profiler import DeviceProfiler
@@ -45,7 +47,7 @@ class FetchedAfterLengths:
 
     __slots__ = ("_fetched", "_given", "_lengths")
 
-    def __init__(self, fetched: Event, lengths: LengthThread):
+    def __init__(self, fetched: Event, lengths: LengthUpdates):
         self._fetched, self._lengths, self._given = fetched, lengths, lengths.given
 
     def wait(self) -> None:
@@ -91,10 +93,11 @@ class AscendBackend(StreamBackend):
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {acl_errors.advice(error)}") from error
         self._takes_lengths = False
-        self._lengths = LengthThread(self.device)
-        self.lengths_lags = self._lengths.lags
-        weakref.finalize(self, self._lengths.close)
+        self._captured = False
+        self._lengths = self._first_lengths()
         self.chip = self.chip_name()
+        ascend.fused_heads = None  # of an earlier backend
+        ascend.fused_heads = self.fused_heads()
 
     @classmethod
     def unavailable(cls) -> str:
@@ -122,6 +125,25 @@ class AscendBackend(StreamBackend):
         """Return the name of the chip."""
         name: str = torch.npu.get_device_name(self.device)
         return name
+
+    def fused_heads(self) -> ascend.FusedHeads | None:
+        """Return the launch of the Triton kernel for norm, rotation and cache write.
+
+        None without triton-ascend, which is optional, and where the kernel fails or differs from the operators.
+        """
+        if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None:
+            return None
+        try:
+            from npuserve.kernels.triton import launch_ascend
+            from npuserve.npu.backends.ascend.triton_check import agrees
+
+            if agrees(launch_ascend.qk_norm_rope_kv_write, self.device):
+                return launch_ascend.qk_norm_rope_kv_write
+            reason: object = "its results differ from those of the operators"
+        except Exception as error:  # of a compiler that has never met this machine
+            reason = error
+        log.warning("triton-ascend is installed, and its kernel is not used: %s", reason)
+        return None
 
     def possible_dtypes(self) -> tuple[str, ...]:
         """Return the dtypes that can be requested."""
@@ -198,9 +220,56 @@ class AscendBackend(StreamBackend):
         self.synchronize()
         return ascend_profiler(folder)
 
+    def take_lengths_lags(self) -> Sequence[float]:
+        return self._lengths.take_lags()
+
     def synchronize(self) -> None:
         self._lengths.check(self._lengths.given)
         super().synchronize()
+
+    def _use(self, lengths: LengthUpdates) -> LengthUpdates:
+        weakref.finalize(self, lengths.close)
+        return lengths
+
+    def _first_lengths(self) -> LengthUpdates:
+        """Return the updater of the native library, or torch_npu's where that is not possible."""
+        try:
+            return self._use(NativeLengths(self._stream))
+        except (UnsupportedCall, UpdateError, OSError) as error:
+            return self._from_python(error)
+
+    def _from_python(self, reason: object) -> LengthUpdates:
+        log.warning("lengths of captured attention are updated from Python, which is slow: %s", reason)
+        return self._use(LengthThread(self.device, self._stream))
+
+    def _graphs(self, step: Callable[[int], torch.Tensor], buckets: Sequence[int], decode: bool) -> AscendGraphs:
+        """Capture a step. The first one decides whether the native library can update its attention."""
+        try:
+            made = AscendGraphs(step, buckets, self._lengths, self._stream, self._pool, decode=decode)
+        except UnsupportedCall as error:
+            if self._captured:
+                raise CaptureError(f"device: this step's attention cannot be captured: {error}") from error
+            self._lengths = self._from_python(error)
+            made = AscendGraphs(step, buckets, self._lengths, self._stream, self._pool, decode=decode)
+        self._captured = True
+        return made
+
+    def _check_lengths(self) -> None:
+        """Take the first updater whose lengths captured attention applies. Raises CaptureError if there is none."""
+        if self._takes_lengths:
+            return
+        if isinstance(self._lengths, NativeLengths):
+            reason: object = "a replay ignored them"
+            try:
+                self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
+            except (UnsupportedCall, UpdateError) as error:
+                reason = error
+            if self._takes_lengths:
+                return
+            self._lengths = self._from_python(reason)
+        self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
+        if not self._takes_lengths:
+            raise CaptureError(f"device: {TOO_OLD}")
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         if decode:
@@ -209,11 +278,8 @@ class AscendBackend(StreamBackend):
             most = min(largest, MAX_TOKENS)
             buckets = [*range(TOKEN_BUCKET, most, TOKEN_BUCKET), most]
         try:
-            if not self._takes_lengths:
-                self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
-                if not self._takes_lengths:
-                    raise CaptureError(f"device: {TOO_OLD}")
-            made = AscendGraphs(step, buckets or [largest], self._lengths, self._stream, self._pool, decode=decode)
+            self._check_lengths()
+            made = self._graphs(step, buckets or [largest], decode)
             self.synchronize()
         except RuntimeError as error:
             if (reason := acl_errors.capture_advice(error)) is None:

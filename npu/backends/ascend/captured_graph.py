@@ -1,11 +1,10 @@
-"""Captured step of one bucket, whose attention reads its lengths from the host."""
+"""Captured step of one bucket, whose attention reads its lengths from the host, and what updates these lengths."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +12,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 Lengths = Mapping[str, list[int]]
 """Arguments of attention that are replaced before a replay, by their names."""
+
+MAX_LAGS = 4096
+"""Lags that are kept until they are taken."""
 
 MARKS = 4
 """End events kept per graph: more than the replays that can be launched before their lengths are updated."""
@@ -24,34 +26,63 @@ class CapturedGraph:
 
     rows: its rows, or its tokens if it was captured for any batch.
     output: output of all rows of the bucket. The next replay overwrites it.
-    ends: events recorded after the replays, in rotation.
-    free: limit of waiting updates. No end event is recorded again while an update needs it.
-    replays: number of replays so far.
+    handle: of the updater that it was added to.
     """
 
     graph: Any
     rows: int
     output: Tensor
-    ends: list[Any]
-    free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MARKS - 1))
-    replays: int = 0
+    handle: Any = None
 
     @property
-    def last_end(self) -> Any:
-        """End event of the last replay; None if there was none."""
-        return self.ends[(self.replays - 1) % MARKS] if self.replays else None
+    def records(self) -> list[Any]:
+        """Records of torch_npu of the captured calls of attention."""
+        return self.graph.graph_dispatch_mode.graph_dispatch_records  # type: ignore[no-any-return]
 
-    def replay(self, stream: Any) -> None:
-        """Launch the graph on the current stream, which is `stream`."""
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
         self.graph.replay()
-        self.ends[self.replays % MARKS].record(stream)
-        self.replays += 1
 
     def update_lengths(self, lengths: Lengths, after: Any) -> None:
-        """Queue the lengths of the next replay, behind the event `after` if it is not None."""
+        """Queue the lengths of the next replay through torch_npu, behind the event `after` if it is not None."""
         if after is not None:
             self.graph.graph_dispatch_mode.update_stream.wait_event(after)
         self.graph.update(cpu_update_input=[dict(lengths)])
+
+
+class LengthUpdates(Protocol):
+    """Updater of the context lengths of captured attention. For each replay, `put` precedes and `replayed` follows.
+
+    given: number of updates requested so far, one per replay.
+    native_id: the updating thread's id in the system; 0 if it is unknown.
+    """
+
+    given: int
+
+    @property
+    def native_id(self) -> int: ...
+
+    def add(self, graph: CapturedGraph) -> None:
+        """Take a graph that was captured just now."""
+
+    def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
+        """Request the lengths of the graph's next replay. Blocks only if MARKS - 1 of its updates wait."""
+
+    def replayed(self, graph: CapturedGraph) -> None:
+        """Mark the end of a replay that was launched just now."""
+
+    def check(self, given: int) -> None:
+        """Block until the lengths of the first `given` replays are in the device's queue.
+
+        Raises RuntimeError after a failed update: its replay waits forever, and so must not be waited for.
+        """
+
+    def take_lags(self) -> Sequence[float]:
+        """Return the lags since the last call: seconds from the launch of a replay to the end of the update of its
+        lengths, of at most MAX_LAGS updates. The device waits for a long one."""
+
+    def close(self) -> None:
+        """End the thread and wait for it, at most 5 s."""
 
 
 def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) -> CapturedGraph:
@@ -67,4 +98,4 @@ def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) ->
         for mode in reversed(_get_current_dispatch_mode_stack()[modes:]):
             mode.__exit__(None, None, None)
         raise
-    return CapturedGraph(graph, rows, output, [torch.npu.Event() for _ in range(MARKS)])
+    return CapturedGraph(graph, rows, output)

@@ -3,14 +3,15 @@
 The context lengths of a captured call must be updated before each replay:
 
     launching thread   replay n     replay n + 1                       in the queue of steps
-    length thread      lengths n    lengths n + 1                      in a queue of their own
+    updater's thread   lengths n    lengths n + 1                      in a queue of their own
     device             |-- layers of n: each attention waits for its own lengths --|-- layers of n + 1
 
 - The update of the lengths records an event. The graph's attention waits for this event and resets it. A replay may
   therefore be launched before its lengths are updated.
 - The lengths of n + 1 must not overwrite the lengths of n before n has read them. The length queue therefore waits for
   the end of the last replay of the same graph. The device waits; the launching thread makes no blocking call.
-- Two threads must not update a task group at the same time (CANN, "Task Update"). One thread makes all updates.
+- Two threads must not update a task group at the same time (CANN, "Task Update"). One thread makes all updates: of the
+  native library (`NativeLengths`), or of Python (`LengthThread`).
 """
 
 from __future__ import annotations
@@ -23,20 +24,19 @@ from torch import Tensor
 
 from npuserve.kernels.ascend import BLOCK, LABEL
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
-from npuserve.npu.backends.ascend.captured_graph import CapturedGraph, capture
-from npuserve.npu.backends.ascend.lengths import LengthThread
+from npuserve.npu.backends.ascend.captured_graph import CapturedGraph, LengthUpdates, capture
 from npuserve.npu.backends.graphs import Graphs
 
 
 class AscendGraphs(Graphs[CapturedGraph]):
-    """Steps captured as NPU graphs, with lengths updated by a `LengthThread`.
+    """Steps captured as NPU graphs, with lengths updated by `lengths`.
 
     decode: each row has one token. False: the rows are those of `cu_seqlens`, whose number was captured, and the
         buckets are tokens.
     """
 
     def __init__(
-        self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthThread, stream: Any, pool: Any,
+        self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthUpdates, stream: Any, pool: Any,
         *, decode: bool = True,
     ):
         self._lengths, self._stream, self._pool, self._decode = lengths, stream, pool, decode
@@ -44,12 +44,16 @@ class AscendGraphs(Graphs[CapturedGraph]):
 
     def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
         made = self._graph(rows)
+        if not made.records:
+            made.replay()
+            return made.output[:rows]
         self._check(made, context_lens, cu_seqlens)
         lengths = {"actual_seq_lengths_kv": list(context_lens)}
         if not self._decode:
             lengths["actual_seq_lengths"] = list(cu_seqlens[1:])
-        self._lengths.put(made, lengths, made.last_end)
-        made.replay(self._stream)
+        self._lengths.put(made, lengths)
+        made.replay()
+        self._lengths.replayed(made)
         return made.output[:rows]
 
     def _check(self, made: CapturedGraph, context_lens: Sequence[int], cu_seqlens: Sequence[int]) -> None:
@@ -60,13 +64,17 @@ class AscendGraphs(Graphs[CapturedGraph]):
                              f"{made.rows} tokens")
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> CapturedGraph:
-        return capture(step, rows, self._stream, self._pool)
+        made = capture(step, rows, self._stream, self._pool)
+        if made.records:
+            self._lengths.add(made)
+        return made
 
 
-def takes_lengths(lengths: LengthThread, stream: Any, pool: Any, device: torch.device) -> bool:
+def takes_lengths(lengths: LengthUpdates, stream: Any, pool: Any, device: torch.device) -> bool:
     """Return True if captured attention applies new lengths. An old driver may ignore them without an error.
 
-    The test's values are their slots' numbers, so that a context of n tokens yields the mean of 0 ... n - 1.
+    The test's values are their slots' numbers, so that a context of n tokens yields the mean of 0 ... n - 1. Raises
+    UpdateError if an update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
     """
     slots = torch.arange(BLOCK).to(torch.float16).view(1, BLOCK, 1, 1).repeat(1, 1, 1, 128)
     values, keys, query = slots.to(device), torch.zeros_like(slots).to(device), slots[0, :1].to(device)
@@ -74,9 +82,12 @@ def takes_lengths(lengths: LengthThread, stream: Any, pool: Any, device: torch.d
     attend = paged_attention.implementations[LABEL].function
     metadata = AttentionMetadata.from_lengths(tables, [1], [1])
     graphs = AscendGraphs(lambda rows: attend(query, keys, values, metadata, 1.0), [1], lengths, stream, pool)
+    made = graphs._graph(1)
     for context in (1, 3, 2):
-        out = graphs.replay(1, [context])
-        lengths.check(lengths.given)
-        if float(out[0, 0]) != (context - 1) / 2:
+        lengths.put(made, {"actual_seq_lengths_kv": [context]})
+        lengths.check(lengths.given)  # a replay would wait forever for an update that failed
+        made.replay()
+        lengths.replayed(made)
+        if float(made.output[0, 0]) != (context - 1) / 2:
             return False
     return True

@@ -1,32 +1,44 @@
-"""Thread that updates the context lengths of captured attention."""
+"""Updates of the lengths of captured attention by torch_npu, on a thread of Python.
+
+It serves where `NativeLengths` cannot. Its loop over the layers holds the interpreter lock.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from npuserve.npu.backends.ascend.captured_graph import CapturedGraph, Lengths
-
-MAX_LAGS = 4096
+from npuserve.npu.backends.ascend.captured_graph import MARKS, MAX_LAGS, CapturedGraph, Lengths
 
 
-class LengthThread:
-    """Thread that updates the lengths of graphs. It runs until `close`.
+@dataclass(slots=True)
+class _Ends:
+    """End events of a graph's replays, in rotation.
 
-    given: number of updates requested so far, one per replay.
-    lags: seconds from the launch of a replay to the end of the update of its lengths, of the last updates. The device
-        waits for a long one.
+    free: limit of waiting updates. No end event is recorded again while an update needs it.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    events: list[Any]
+    free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MARKS - 1))
+    replays: int = 0
+
+class LengthThread:
+    """Thread that updates the lengths of graphs. It runs until `close`. See `LengthUpdates`.
+
+    stream: stream of the replays.
+    """
+
+    def __init__(self, device: torch.device, stream: Any):
+        self._device, self._stream = device, stream
         self._queue: SimpleQueue[tuple[CapturedGraph, Lengths, Any, float] | None] = SimpleQueue()
-        self.lags: deque[float] = deque(maxlen=MAX_LAGS)
+        self._lags: deque[float] = deque(maxlen=MAX_LAGS)
         self._error: BaseException | None = None
         self.given = 0
         self._done = 0
@@ -36,28 +48,31 @@ class LengthThread:
 
     @property
     def native_id(self) -> int:
-        """Return the thread's id in the system; 0 if it has not started."""
         return self._thread.native_id or 0
 
-    def put(self, graph: CapturedGraph, lengths: Lengths, after: Any) -> None:
-        """Request the lengths of the replay that the caller launches next. Blocks only if MARKS - 1 updates wait.
+    def add(self, graph: CapturedGraph) -> None:
+        graph.handle = _Ends([torch.npu.Event() for _ in range(MARKS)])
 
-        after: end event of the graph's last replay; None if there was none.
-        """
-        graph.free.acquire()
+    def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
+        ends: _Ends = graph.handle
+        ends.free.acquire()
         self.given += 1
+        after = ends.events[(ends.replays - 1) % MARKS] if ends.replays else None
         self._queue.put((graph, lengths, after, time.perf_counter()))
 
+    def replayed(self, graph: CapturedGraph) -> None:
+        ends: _Ends = graph.handle
+        ends.events[ends.replays % MARKS].record(self._stream)
+        ends.replays += 1
+
+    def take_lags(self) -> Sequence[float]:
+        return [self._lags.popleft() for _ in range(len(self._lags))]
+
     def close(self) -> None:
-        """End the thread and wait for it, at most 5 s."""
         self._queue.put(None)
         self._thread.join(5)
 
     def check(self, given: int) -> None:
-        """Block until the lengths of the first `given` replays are in the device's queue.
-
-        Raises the error of any failed update: its replay waits forever, and so must not be waited for.
-        """
         if self._done < given:
             with self._progress:
                 self._progress.wait_for(lambda: self._done >= given)
@@ -72,8 +87,8 @@ class LengthThread:
                 graph.update_lengths(lengths, after)
             except BaseException as error:  # `check` raises it
                 self._error = error
-            self.lags.append(time.perf_counter() - launched)
-            graph.free.release()
+            self._lags.append(time.perf_counter() - launched)
+            graph.handle.free.release()
             with self._progress:
                 self._done += 1
                 self._progress.notify_all()

@@ -89,7 +89,7 @@ OP(aclnnCummax, const aclTensor *self, int64_t dim, const aclTensor *values, con
   });
 }
 
-static const Rule kWithin("aclnnTopkV2", "topk.k", "k is between 0 and the size of the dimension",
+static const Rule kWithin("aclnnTopkV2 aclnnTopk", "topk.k", "k is between 0 and the size of the dimension",
                           "aclnnTopk.md, parameter k");
 
 static Work top(const aclTensor *self, int64_t k, int64_t dim, bool largest, bool sorted, const aclTensor *values,
@@ -104,6 +104,10 @@ static Work top(const aclTensor *self, int64_t k, int64_t dim, bool largest, boo
 }
 OP(aclnnTopkV2, const aclTensor *self, int64_t k, int64_t dim, bool largest, bool sorted, int64_t,
    const aclTensor *values, const aclTensor *indices) {
+  return plan(PHASE, [&] { return top(self, k, dim, largest, sorted, values, indices); });
+}
+OP(aclnnTopk, const aclTensor *self, int64_t k, int64_t dim, bool largest, bool sorted, const aclTensor *values,
+   const aclTensor *indices) {
   return plan(PHASE, [&] { return top(self, k, dim, largest, sorted, values, indices); });
 }
 OP(aclnnSort, const aclTensor *self, bool stable, int64_t dim, bool descending, const aclTensor *values,

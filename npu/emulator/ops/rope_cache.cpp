@@ -24,6 +24,8 @@ const Rule kTable(kOp, "ropecache.table",
                   "the table is (positions, rotary_dim), and rotary_dim is even and at most head_size", kDoc);
 const Rule kRange(kOp, "ropecache.range", "a position is within the table",
                   "torch_npu-npu_mrope.md, parameter positions");
+const Rule kRows(kOp, "ropecache.rows", "the numbers of a row of query and key are contiguous; rows may be apart",
+                 "aclnn_rope_with_sin_cos_cache.cpp, queryStride and keyStride (cann/ops-transformer)");
 const Rule kHead(kOp, "ropecache.head_size", "head_size and rotary_dim are multiples of 32, of 16 in float32", kDoc);
 
 // x (tokens, heads * head_size), cos and sin (tokens, 1, rotary_dim / 2). `half` rotates the first with the second half
@@ -55,6 +57,8 @@ int plan_cache(const char *entry, uint64_t *workspace, aclOpExecutor **executor,
             q.dim() == 2 && k.dim() == 2 && q.size(0) == k.size(0) && head_size > 0 && q.size(1) % head_size == 0 &&
                 k.size(1) % head_size == 0,
             describe(query) + " and " + describe(key) + " of heads of " + std::to_string(head_size));
+    require(kRows, (q.size(1) < 2 || q.stride(1) == 1) && (k.size(1) < 2 || k.stride(1) == 1),
+            "strides " + describe(query->strides) + " and " + describe(key->strides));
     require(kPositions, is_one_of(p.scalar_type(), {at::kInt, at::kLong}) && p.size(0) == q.size(0),
             describe(positions) + " for query " + describe(query));
     require(kTable, t.dim() == 2 && t.size(1) % 2 == 0 && t.size(1) <= head_size,

@@ -52,7 +52,7 @@ struct Replaying {
   ~Replaying() { replaying = false; }
 };
 int updates = 0;
-constexpr int kLostUpdate = 50;  // with the defect "lost_update" every 50th update is lost
+constexpr int kLostUpdate = 15;  // with the defect "lost_update" every 15th update is lost
 
 pid_t thread_id() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 

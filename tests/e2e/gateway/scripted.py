@@ -84,8 +84,9 @@ def engine() -> int:
             script, made = self._scripts[request_id], len(tokens) - prompt_tokens
             return script[made] if made < len(script) else self._eos
 
-    def build(args: engine_process.EngineArgs) -> Engine:
-        return engine_process.build_engine(args, ScriptedRunner(Path(args.folder)), None, time.monotonic())  # type: ignore[arg-type]
+    def build(args: engine_process.EngineArgs) -> tuple[Engine, None]:
+        runner = ScriptedRunner(Path(args.folder))
+        return engine_process.build_engine(args, runner, None, time.monotonic()), None  # type: ignore[arg-type]
 
     engine_process.build = build
     return engine_process.main()

@@ -69,10 +69,10 @@ def test_page_shows_missing_values() -> None:
         release.python[update] = "cpu_update_input"
     found = [Use("npu/a.py:1", "npu::npu_x", True, ("Tensor",)), Use("npu/a.py:2", "torch_npu.npu.y"),
              Use("npu/a.py:3", update, True, ("list",), keys=("x",))]
-    run = Recorded({"aten::add.Tensor": Calls(["aclnnAdd"])}, {"greedy": ["aten::add.Tensor"]}, {},
+    run = Recorded({"aten::add.Tensor": Calls(["aclnnAdd"])}, {"qk_norm_rope_kv_write": ["aten::add.Tensor"]}, {},
                    {"operators": {"aclnnAdd": "a.cpp"}, "rules": [{"operators": ["aclnnAdd", "aclnnB"]}]})
     made = page(found, run, [has, lacks])
     assert "| `npu::npu_x` | `npu/a.py` | 2.13.0 |  |  |  |" in made
     assert "| `torch_npu.npu.y` | `npu/a.py` | 2.13.0 |" in made
     assert f"| `{update}` | `npu/a.py` | 2.13.0 |" in made
-    assert "| `aten::add` | `greedy` | `aclnnAdd` | 1 | `sample_embed` |" in made
+    assert "| `aten::add` | `qk_norm_rope_kv_write` | `aclnnAdd` | 1 | `qk_norm_rope_kv_write` |" in made

@@ -13,9 +13,9 @@ RELAX = ("fp32", "small_heads")
 @emulated(relax=RELAX)
 def test_buckets_on_ascend_report_wrong_lengths() -> None:
     from npuserve.npu.backends.ascend.captured_graph import Lengths
-    from npuserve.npu.backends.ascend.lengths import LengthThread
+    from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 
-    backend, put = select("npu", RELAX), LengthThread.put
+    backend, put = select("npu", RELAX), NativeLengths.put
     backend.decode_buckets = (2, 4)
     loaded = acceptance.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
                              max_num_batched_tokens=16)
@@ -24,15 +24,15 @@ def test_buckets_on_ascend_report_wrong_lengths() -> None:
     assert all(x.difference == 0 and x.padded_difference < 0.05 for x in right)
     assert all(min(x.seconds, x.replay_seconds, x.single_seconds) > 0 for x in right)
 
-    def off(self: LengthThread, graph: object, lengths: Lengths, *more: object) -> None:
+    def off(self: NativeLengths, graph: object, lengths: Lengths, *more: object) -> None:
         put(self, graph, {name: [max(1, n - 1) for n in values] for name, values in lengths.items()},
             *more)  # type: ignore[arg-type]
 
-    LengthThread.put = off  # type: ignore[assignment]
+    NativeLengths.put = off  # type: ignore[assignment]
     try:
         wrong = list(acceptance.buckets(loaded, 4))
     finally:
-        LengthThread.put = put  # type: ignore[method-assign]
+        NativeLengths.put = put  # type: ignore[method-assign]
     assert all(x.difference > 0.2 for x in wrong)
 
 

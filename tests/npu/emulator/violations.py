@@ -249,6 +249,7 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
     "ropecache.dtype": [lambda: mrope(table=on(9, 64, dtype=F32)), lambda: mrope(key=on(2, 128, dtype=FP))],
     "ropecache.shape": [lambda: mrope(key=on(3, 128)), lambda: mrope(query=on(2, 250))],
     "ropecache.table": [lambda: mrope(table=on(9, 128))],
+    "ropecache.rows": [lambda: mrope(query=on(256, 2).t()), lambda: mrope(key=on(128, 2).t())],
     "ropecache.head_size": [lambda: mrope(query=on(2, 192), key=on(2, 96), head_size=48, table=on(9, 48))],
     "ropecache.range": [lambda: (mrope(positions=whole(0, 9)), torch.npu.synchronize())],
     "topktopp.logits": [lambda: ops().npu_top_k_top_p(on(2, 3, 8), on(2), whole(1, 1))],

@@ -74,7 +74,9 @@ def test_preflight_is_shown_and_an_error_fails_the_check(
         "device": "cpu", "level": "warning", "name": "driver", "said": "driver 24.1 is old"}
     said.append(Notice("error", "TASK_QUEUE_ENABLE", "2 is wrong"))
     assert main(["check", str(folder), "--device", "cpu"]) == 1
-    assert "\ncpu         error    TASK_QUEUE_ENABLE: 2 is wrong\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\ncpu         warning  driver 24.1 is old\ncpu         ok       CANN: 9.1.0\n" in out
+    assert "\ncpu         error    TASK_QUEUE_ENABLE: 2 is wrong\n" in out
 
 
 def test_machine_is_that_of_the_system(folder: Path, capsys: Capture) -> None:

@@ -7,9 +7,9 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ import torch
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.ascend.backend import AscendBackend
-from npuserve.npu.backends.ascend.graphs import AscendGraphs
-from npuserve.npu.backends.ascend.lengths import LengthThread
+from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 from npuserve.npu.backends.base import CaptureError, Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.execution.load import load_runner
@@ -99,15 +98,21 @@ def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype:
 
 @emulated(relax=RELAX)
 def test_ascend_steady_step_is_one_replay_without_blocking(tmp_path: Path) -> None:
-    """Two steps are in flight. Only calls of this thread count, not of torch_npu's queue and the length thread."""
+    """Two steps are in flight. Only calls of this thread count, not of torch_npu's queue and of the updater.
+
+    All lengths of a step are one call of the native library, and its thread is none of Python's.
+    """
     saved(tmp_path, layers=LAYERS)
     runner = load(tmp_path)
     rows, here = range(3), threading.get_native_id()
     flying = runner.launch(Step([Row(i, [5, 7, 9], 0, [i], True) for i in rows],
                                 [NewRequest(i, [5, 7, 9], [], GREEDY) for i in rows]))
     lengths = runner.backend._lengths
+    assert isinstance(lengths, NativeLengths)
+    requests = lengths._lib = Mock(wraps=lengths._lib)
     for step in range(12):
-        lengths.check(lengths.given)  # the length thread is done with the previous step
+        lengths.check(lengths.given)  # the updater is done with the previous step
+        requests.reset_mock()
         emulator.clear_calls()
         following = runner.launch(Step([Row(i, [PENDING], 3 + step, [i], True) for i in rows]))
         emulator.mark("launched")
@@ -123,8 +128,13 @@ def test_ascend_steady_step_is_one_replay_without_blocking(tmp_path: Path) -> No
     assert not [name for name in launch if "Synchronize" in name]
     # The host waits for the copy of the ids and reads two events that are recorded: no stream, no device.
     assert {name for name in collect if "Synchronize" in name} == {"aclrtSynchronizeEvent"}
-    updates = Counter(call.name for call in calls if call.thread != here and "TaskUpdate" in call.name)
-    assert updates == {"aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS}
+    assert requests.npuserve_lengths_put.call_count == requests.npuserve_lengths_replayed.call_count == 1
+    updater, = {call.thread for call in calls if "TaskUpdate" in call.name}
+    assert updater not in {thread.native_id for thread in threading.enumerate()}
+    update = Counter(call.name for call in calls if call.thread == updater)
+    assert update == {"aclrtStreamWaitEvent": 1, **dict.fromkeys((
+        "aclmdlRICaptureTaskUpdateBegin", "aclnnFusedInferAttentionScoreV3GetWorkspaceSize",
+        "aclnnFusedInferAttentionScoreV3", "aclmdlRICaptureTaskUpdateEnd", "aclrtValueWrite"), LAYERS)}
     runner.collect(flying)
 
 
@@ -141,53 +151,6 @@ def test_ascend_large_batch_is_eager_small_is_padded(tmp_path: Path) -> None:
 
 
 # Order
-
-
-class Attention:
-    """Graphs of one row's attention over a cache whose values are their slot numbers: a context of n tokens yields the
-    mean of the first n slots."""
-
-    def __init__(self, backend: AscendBackend):
-        from npuserve.kernels.attention import AttentionMetadata, paged_attention
-
-        slots = torch.arange(128.0)[:, None, None].expand(128, 1, 128).contiguous().to(torch.float16)
-        values, keys, q = slots[None].to("npu"), torch.zeros(1, 128, 1, 128).half().to("npu"), torch.ones(1, 1, 128)
-        q, tables = q.half().to("npu"), torch.zeros(1, 1, dtype=torch.int32).to("npu")
-        attend, metadata = (
-            paged_attention.implementations["ascend"].function, AttentionMetadata.from_lengths(tables, [1], [1]))
-        made = backend.capture(lambda rows: attend(q, keys, values, metadata, 1.0), 1, decode=True)
-        self._keep = keys, values, q, metadata
-        assert isinstance(made, AscendGraphs)
-        self.backend, self.lengths, self.graph = backend, backend._lengths, made._graphs[1].graph
-        self.replay = made.replay
-
-    def of(self, *lengths: int) -> Iterator[float]:
-        """Yield the results of consecutive replays, whose lengths are all requested before any of them runs."""
-        buffers = [self.backend.host_buffer(1, 128, dtype=torch.float16) for _ in lengths]
-        events = [self.backend.fetch(self.replay(1, [n]), buffer) for n, buffer in zip(lengths, buffers, strict=True)]
-        self.lengths.check(self.lengths.given)
-        self.graph.graph_dispatch_mode.update_stream.synchronize()
-        for event, buffer in zip(events, buffers, strict=True):
-            event.wait()
-            yield float(buffer[0, 0])
-
-
-@emulated()
-def test_ascend_replays_use_their_own_lengths() -> None:
-    attention = Attention(started())
-    assert list(attention.of(1, 3, 128)) == [0.0, 1.0, 63.5]
-    for n in (5, 99, 2, 64):
-        assert list(attention.of(n)) == [(n - 1) / 2]
-
-
-@emulated(fresh=True)
-def test_ascend_lengths_without_wait_for_last_replay_are_wrong() -> None:
-    """Without the wait the first replay reads the lengths of the second, which then waits forever for its own."""
-    attention, put = Attention(started()), LengthThread.put
-    LengthThread.put = (  # type: ignore[method-assign]
-        lambda self, graph, lengths, after: put(self, graph, lengths, None))
-    assert next(attention.of(1, 3)) == 1.0
-    attention.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [3]}])  # releases the second replay
 
 
 @emulated()
@@ -230,27 +193,13 @@ def let_go() -> None:
     """Update the lengths of replays that wait for them, so that the process can exit."""
     emulator.heal()
     for graph in [x for x in gc.get_objects() if isinstance(x, torch.npu.NPUGraph)]:
-        ends = graph.graph_dispatch_mode.graph_dispatch_records[0].kwargs["actual_seq_lengths"]
+        if not (records := graph.graph_dispatch_mode.graph_dispatch_records):
+            continue
+        ends = records[0].kwargs["actual_seq_lengths"]
         tokens = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
         for _ in range(3):
             graph.update(cpu_update_input=[{"actual_seq_lengths_kv": tokens}])
             graph.graph_dispatch_mode.update_stream.synchronize()
-
-
-@emulated(fresh=True)
-def test_ascend_failed_length_update_raises_device_error(tmp_path: Path) -> None:
-    """The step raises the error instead of waiting forever for the lengths."""
-    saved(tmp_path)
-    runner = load(tmp_path, dtype="bfloat16")
-    runner.collect(runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)])))
-    emulator.fail("aclmdlRICaptureTaskUpdateBegin", 507899)
-    launched = runner.launch(Step([Row(1, [3], 2, [0], True)]))
-    lengths = next(t for t in threading.enumerate() if t.name == "npuserve-lengths")
-    assert lengths.is_alive()
-    with pytest.raises(RuntimeError, match="507899") as raised:
-        runner.collect(launched)
-    assert AscendBackend.fault(raised.value) is Fault.NODE
-    let_go()
 
 
 @pytest.mark.parametrize(("code", "fault"), [(507015, Fault.ENGINE), (507010, Fault.NODE), (507014, Fault.ENGINE)])
@@ -280,7 +229,10 @@ def test_ascend_cache_too_large_names_settings(tmp_path: Path) -> None:
 @emulated(fresh=True)
 def test_ascend_capture_error_gives_advice(tmp_path: Path, code: int, said: str) -> None:
     saved(tmp_path)
-    emulator.fail("aclmdlRICaptureTaskUpdateBegin" if code == 207000 else "aclmdlRICaptureBegin", code)
+    if code == 207000:
+        emulator.fail("aclmdlRICaptureTaskUpdateBegin", code, times=2)  # both updaters of lengths are tried
+    else:
+        emulator.fail("aclmdlRICaptureBegin", code)
     with pytest.raises(CaptureError, match=said):
         load(tmp_path, dtype="bfloat16", capture="on")
     let_go()
@@ -314,7 +266,7 @@ def test_ascend_capture_that_blocks_the_device_is_an_error(
 ) -> None:
     """A replay waits forever for lengths, or a stream remains in its capture: this process cannot use the device."""
     saved(tmp_path)
-    emulator.fail(call, code, nth=nth)
+    emulator.fail(call, code, nth=nth, times=2 if code == 207000 else 1)  # both updaters of lengths are tried
     with pytest.raises(CaptureError, match=rf"too old .error {told}"):
         load(tmp_path, dtype="bfloat16")
     let_go()
@@ -342,13 +294,14 @@ def test_ascend_variables_of_torch_npu_are_checked_before_the_load(tmp_path: Pat
 
 @emulated(relax=RELAX)
 def test_ascend_bucket_is_captured_once_per_dispatch(tmp_path: Path) -> None:
-    """Two dispatches, with argmax and with the sampler, of each bucket of rows; one of each bucket of tokens."""
+    """With argmax and with the sampler: two dispatches of each bucket of rows, two of LM head and sampler alone; one
+    of each bucket of tokens."""
     saved(tmp_path)
     load(tmp_path, decode_buckets=(1,), capture="on")  # also the test of new lengths
     emulator.clear_calls()
     load(tmp_path, decode_buckets=(1, 4), capture="on")
     captures = [call.name for call in emulator.calls() if call.name == "aclmdlRICaptureBegin"]
-    assert len(captures) == 1 + 2 * 2 + 1  # new lengths, two buckets, 64 tokens
+    assert len(captures) == 1 + 4 * 2 + 1  # new lengths, two buckets of rows, 64 tokens
 
 
 # The device

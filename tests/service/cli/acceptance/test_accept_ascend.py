@@ -78,9 +78,9 @@ def test_latency_kernels_are_timed_on_the_device() -> None:
 def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     """The graphs run, but their tokens differ from the CPU's."""
     from npuserve.npu.backends.ascend.captured_graph import Lengths
-    from npuserve.npu.backends.ascend.lengths import LengthThread
+    from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 
-    put = LengthThread.put
+    put = NativeLengths.put
 
     def off(self: Any, graph: Any, lengths: Lengths, *more: Any) -> None:
         contexts = lengths["actual_seq_lengths_kv"]
@@ -90,7 +90,7 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
 
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
-        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(LengthThread, "put", off),
+        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(NativeLengths, "put", off),
         mock.patch.object(command, "check_kernels", return_value=[]),
         mock.patch.object(command, "check_sizes", return_value=[]),
         mock.patch.object(command, "check_variants", return_value=[]),

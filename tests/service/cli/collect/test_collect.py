@@ -139,6 +139,30 @@ def test_collect_adds_an_earlier_report_and_removes_secrets(home: Path, monkeypa
     assert not [name for name, data in found.items() if b"secret-" in data]
 
 
+def test_collect_accept_runs_the_check_with_the_same_settings(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of all sources are passed on as variables; others of the environment stay."""
+    asked: list[tuple[Any, ...]] = []
+
+    def run(command: tuple[str, ...], seconds: float, max_bytes: int = 0, environ: Any = None) -> Part:
+        if "check" in command:
+            asked.append((command[-3:], seconds, environ))
+        return Part(b'{"acceptance": {}}')
+
+    monkeypatch.setattr(sources, "run", run)
+    (home / "settings.toml").write_text("max_num_seqs = 5\ndevice = 'npu'\n")
+    monkeypatch.setenv("NPUSERVE_MAX_NUM_SEQS", "6")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
+    assert main(["collect", "--output", str(home / "a.tar.gz"), "--accept", "--accept-seconds", "60", "--emulate",
+                 "--no-prefix-cache", "--config", str(home / "settings.toml")]) == 0
+    ((command, seconds, environ),) = asked
+    assert (command, seconds) == (("check", "--accept", "--json"), 60)
+    assert {name: value for name, value in environ.items() if name.startswith("NPUSERVE_")} == {
+        "NPUSERVE_MAX_NUM_SEQS": "6", "NPUSERVE_DEVICE": "npu", "NPUSERVE_EMULATE": "True",
+        "NPUSERVE_PREFIX_CACHE": "False"}
+    assert environ["ASCEND_RT_VISIBLE_DEVICES"] == "3"
+    assert members(home / "a.tar.gz")["accept.json"] == b'{"acceptance": {}}'
+
+
 def test_collect_output_that_cannot_be_written_is_an_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["collect", "--output", str(home / "none" / "a.tar.gz")]) == 2
     assert "output: " in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""Updates of the lengths of captured attention on the emulated device: by the native library, and from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.npu import emulator
+from npuserve.npu.backends.ascend import native_lengths
+from npuserve.npu.backends.ascend.backend import AscendBackend
+from npuserve.npu.backends.ascend.graphs import AscendGraphs
+from npuserve.npu.backends.ascend.lengths import LengthThread
+from npuserve.npu.backends.ascend.native_lengths import NativeLengths
+from npuserve.npu.backends.base import Fault
+from npuserve.npu.step import NewRequest, Row, Step
+from tests.npu.backends.ascend.test_backend import RELAX, equal_to_the_cpu, let_go, load, started
+from tests.npu.backends.small import GREEDY, answers, asks, saved
+from tests.npu.emulator.child import emulated
+
+
+@contextmanager
+def updated_from_python() -> Iterator[None]:
+    """Make backends started in the context update lengths through torch_npu, as without the native library."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_lengths, "BINDING", None)
+        yield
+
+
+UPDATERS = pytest.mark.parametrize("updater", [NativeLengths, LengthThread])
+
+
+def using(updater: type) -> AbstractContextManager[None]:
+    return updated_from_python() if updater is LengthThread else nullcontext()
+
+
+class Attention:
+    """Graphs of one row's attention over a cache whose values are their slot numbers: a context of n tokens yields the
+    mean of the first n slots."""
+
+    def __init__(self, backend: AscendBackend):
+        from npuserve.kernels.attention import AttentionMetadata, paged_attention
+
+        slots = torch.arange(128.0)[:, None, None].expand(128, 1, 128).contiguous().to(torch.float16)
+        values, keys, q = slots[None].to("npu"), torch.zeros(1, 128, 1, 128).half().to("npu"), torch.ones(1, 1, 128)
+        q, tables = q.half().to("npu"), torch.zeros(1, 1, dtype=torch.int32).to("npu")
+        attend, metadata = (
+            paged_attention.implementations["ascend"].function, AttentionMetadata.from_lengths(tables, [1], [1]))
+        made = backend.capture(lambda rows: attend(q, keys, values, metadata, 1.0), 1, decode=True)
+        self._keep = keys, values, q, metadata
+        assert isinstance(made, AscendGraphs)
+        self.backend, self.lengths, self.graph = backend, backend._lengths, made._graphs[1].graph
+        self.graphs, self.replay = made, made.replay
+
+    def of(self, *lengths: int) -> Iterator[float]:
+        """Yield the results of consecutive replays, whose lengths are all requested before any of them runs."""
+        buffers = [self.backend.host_buffer(1, 128, dtype=torch.float16) for _ in lengths]
+        events = [self.backend.fetch(self.replay(1, [n]), buffer) for n, buffer in zip(lengths, buffers, strict=True)]
+        self.lengths.check(self.lengths.given)
+        self.graph.graph_dispatch_mode.update_stream.synchronize()
+        for event, buffer in zip(events, buffers, strict=True):
+            event.wait()
+            yield float(buffer[0, 0])
+
+
+@UPDATERS
+@emulated()
+def test_ascend_replays_use_their_own_lengths(updater: type) -> None:
+    with using(updater):
+        attention = Attention(started())
+    assert list(attention.of(1, 3, 128)) == [0.0, 1.0, 63.5]
+    for n in (5, 99, 2, 64):
+        assert list(attention.of(n)) == [(n - 1) / 2]
+
+
+@emulated(fresh=True)
+def test_ascend_lengths_without_wait_for_last_replay_are_wrong() -> None:
+    """Without the wait the first replay reads the lengths of the second, which then waits forever for its own."""
+    with updated_from_python():
+        attention = Attention(started())
+    ends = next(iter(attention.graphs._graphs.values())).handle
+    type(ends).replays = property(lambda self: 0, lambda self, value: None)  # type: ignore[assignment]
+    assert next(attention.of(1, 3)) == 1.0
+    attention.graph.update(cpu_update_input=[{"actual_seq_lengths_kv": [3]}])  # releases the second replay
+
+
+@emulated()
+def test_ascend_lengths_are_updated_while_python_holds_its_lock() -> None:
+    attention = Attention(started())
+    native = attention.lengths
+    assert isinstance(native, NativeLengths)
+    done = ctypes.PyDLL(native._lib._name).npuserve_lengths_wait  # PyDLL keeps the lock
+    done.argtypes = native._lib.npuserve_lengths_wait.argtypes
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # no other thread of Python gets the lock while this one waits
+    try:
+        attention.replay(1, [64])
+        assert done(native._updater, native.given, None, 0) == 0
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@emulated(relax=RELAX)
+def test_ascend_lengths_from_python_give_tokens_of_cpu(tmp_path: Path) -> None:
+    with updated_from_python():
+        equal_to_the_cpu(tmp_path, {})
+
+
+@emulated(relax=RELAX)
+def test_ascend_unsupported_call_is_updated_from_python(tmp_path: Path) -> None:
+    """The test at the start succeeds, and the model's attention has an argument that the native library lacks."""
+    saved(tmp_path)
+    add, added = NativeLengths.add, []
+
+    def refuse_second(self: NativeLengths, graph: Any) -> None:
+        added.append(graph)
+        if len(added) > 1:
+            raise native_lengths.UnsupportedCall("actual_shared_prefix_len")
+        add(self, graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeLengths, "add", refuse_second)
+        runner = load(tmp_path)
+    assert isinstance(runner.backend, AscendBackend)
+    assert isinstance(runner.backend._lengths, LengthThread)
+    assert answers(runner, asks(3, 4))[0] == answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(3, 4))[0]
+
+
+@UPDATERS
+@emulated(fresh=True)
+def test_ascend_failed_length_update_raises_device_error(tmp_path: Path, updater: type) -> None:
+    """The step raises the error instead of waiting forever for the lengths."""
+    saved(tmp_path)
+    with using(updater):
+        runner = load(tmp_path, dtype="bfloat16")
+    runner.collect(runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)])))
+    emulator.fail("aclmdlRICaptureTaskUpdateBegin", 507899)
+    launched = runner.launch(Step([Row(1, [3], 2, [0], True)]))
+    with pytest.raises(RuntimeError, match="507899") as raised:
+        runner.collect(launched)
+    assert AscendBackend.fault(raised.value) is Fault.NODE
+    let_go()
