@@ -90,10 +90,6 @@ class Group:
         dist.all_gather(parts, x.contiguous(), group=self._kernels)
         return parts
 
-    def close(self) -> None:
-        """End the communication."""
-        dist.destroy_process_group()
-
 
 class MissingRanks(Exception):
     """Not all ranks have joined in time."""

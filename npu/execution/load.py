@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -34,7 +34,9 @@ from npuserve.npu.model.progress import Progress
 from npuserve.npu.model.shard import WHOLE, Shard
 from npuserve.npu.model.storage import choose_kernels
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.parallel import Group
+
+if TYPE_CHECKING:
+    from npuserve.npu.parallel import Group
 
 log = logging.getLogger(__name__)
 
