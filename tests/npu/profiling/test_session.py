@@ -40,7 +40,7 @@ def answered(runner: Runner, requests: list[Ask]) -> tuple[list[list[int]], list
 
 def finished(profiler: Profiler) -> ProfileSummary:
     deadline = time.monotonic() + 30
-    while not profiler.poll():
+    while profiler.is_active and not profiler.poll():
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert isinstance(profiler.last, ProfileSummary), profiler.last
