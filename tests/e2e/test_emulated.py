@@ -40,8 +40,9 @@ def test_it_serves_in_bfloat16_without_any_relaxation() -> None:
         assert server.stop() == 0
 
 
-NOT_BY_DEFAULT = {"greedy", "linear_argmax", "logprobs", "mask_logits", "quantize", "swiglu"}
-"""Kernels of requests with temperature 0, log-probabilities or constraints, and of W8A8 models."""
+NOT_BY_DEFAULT = {"greedy", "linear_argmax", "logprobs", "mask_logits", "quantize", "swiglu",
+                  "all_gather", "all_reduce", "embedding_shard", "linear_argmax_shard"}
+"""Kernels of requests with temperature 0, log-probabilities or constraints, of W8A8 models, and of groups of ranks."""
 
 
 def test_every_kernel_of_a_default_request_has_its_latency() -> None:

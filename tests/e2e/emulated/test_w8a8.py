@@ -62,8 +62,8 @@ def test_tokens_are_those_of_the_cpu_in_w8a8(tmp_path: Path) -> None:
 
 def test_unsupported_setting_is_refused_at_the_start(tmp_path: Path) -> None:
     """One sentence, and exit code 2."""
-    done = subprocess.run([*CLI, "serve", "--device", "npu", "--emulate", "--kv-cache-dtype", "int8", "--port", "0"],
+    done = subprocess.run([*CLI, "serve", "--device", "npu", "--emulate", "--tensor-parallel-size", "2", "--port", "0"],
                           capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 2
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("npuserve: ")]
-    assert "kv_cache_dtype: 'int8' is not possible on npu" in said
+    assert "tensor_parallel_size: 2 is not possible on npu; possible is 1" in said
