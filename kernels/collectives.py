@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import argmax_calls, linear
@@ -193,3 +193,4 @@ def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, first: in
 
 for _kernel in (all_reduce, all_gather, embedding_shard, linear_argmax_shard):
     ascend.implementation(_kernel)(_kernel.golden)
+    triton.implementation(_kernel)(_kernel.golden)

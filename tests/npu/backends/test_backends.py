@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -131,31 +132,37 @@ def test_cache_dtype_int8_only_where_supported(cpu, monkeypatch):
         cpu.cache_dtype("int8", torch.float32)
 
 
-def anonymous_mib() -> int:
-    return next(int(line.split()[1]) >> 10 for line in Path("/proc/self/status").read_text().splitlines()
-                if line.startswith("RssAnon:"))
+def resident_mib(address: int) -> int:
+    """MiB in memory of the mapping at an address; 0 if there is none. Other threads' memory does not count."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) >> 10
+    return 0
 
 
 @needs_native
 def test_arena_small_weights_share_and_release_pages():
     backend = CpuBackend()
-    gc.collect()  # garbage of other tests must not be freed during the measurement
-    before = anonymous_mib()
     small = [backend.weight(16, 16, torch.float32) for _ in range(100)]
     for weight in small:
         write(weight, 0, torch.ones(16, 16))
     assert all(weight.words.data_ptr() % 64 == 0 for weight in small)
-    assert anonymous_mib() - before < 8
+    address = small[0].words.data_ptr()
+    assert resident_mib(address) < 8
     large = [backend.weight(4096, 2048, torch.float32) for _ in range(2)]
     for weight in large:
         write(weight, 0, torch.ones(4096, 2048))
-    assert anonymous_mib() - before > 60
+    assert resident_mib(address) > 60
     row = large[1].words[-8:]
     assert row.sum() != 0
     del small, large, weight
     assert row.sum() != 0  # a view keeps the mapping
     del row
-    assert anonymous_mib() - before < 8
+    gc.collect()
+    assert resident_mib(address) < 8
     assert not backend.empty((1000,), torch.int32).any()
 
 
