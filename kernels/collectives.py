@@ -14,15 +14,23 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
-from npuserve.kernels.embedding import embedding
+from npuserve.kernels.embedding import embedding, transposed
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import argmax_calls, linear
+from npuserve.kernels.quantize import from_nz, to_nz
 from npuserve.kernels.quantized import Weight, packed
 from npuserve.kernels.registry import Case, kernel
 
+Choose = Callable[[Tensor, int], Tensor]
+"""Function with the arguments of `greedy`."""
 
-def _only(x: Tensor) -> list[Tensor]:
-    return [x]
+
+def _only(x: Tensor) -> Tensor:
+    return x.unsqueeze(0)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,10 @@ class Ranks:
     """Group of the processes that compute a model together, as one of them sees it.
 
     rank, size: number of this process, from 0, and of all.
-    gather: returns the tensor of each rank, in their order. All ranks call it in the same order with equal shapes.
+    gather: returns the tensors of all ranks in their order, [size, ...]. All ranks call it in the same order with equal
+        shapes. On a device it queues work and does not block the host, so that a graph may contain it.
+    reduce: returns the sum of the ranks' x as the device's library adds them, and may overwrite x. Otherwise as
+        `gather`.
     region: [RANK_LINE_BYTES * size + 2 * size * capacity] uint8, zeroed memory that all ranks map, for the native
         kernels (native/rows/ranks.cpp); None if they call `gather`.
     capacity: bytes of a rank's slot in the region, which bounds a tensor.
@@ -38,7 +49,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    gather: Callable[[Tensor], list[Tensor]] = _only
+    gather: Callable[[Tensor], Tensor] = _only
+    reduce: Callable[[Tensor], Tensor] = _same
     region: Tensor | None = None
     capacity: int = 0
 
@@ -64,17 +76,17 @@ _MATRICES = [_matrix_case(1, 8), _matrix_case(5, 33), *(_matrix_case(t, 1024, Tr
 @kernel("all_reduce", cases=_MATRICES)
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """Return the sum [T, H] of the ranks' x [T, H], added in float32 and rounded once."""
-    first, *others = ranks.gather(x)
-    total = first.to(torch.float32)
-    for part in others:
-        total = total + part.to(torch.float32)
+    parts = ranks.gather(x)
+    total = parts[0].to(torch.float32)
+    for part in parts[1:]:
+        total = total + part
     return total.to(x.dtype)
 
 
 @kernel("all_gather", cases=_MATRICES)
 def all_gather(x: Tensor, ranks: Ranks) -> Tensor:
     """Return the ranks' x [T, W] beside each other: [T, size * W]."""
-    return torch.cat(ranks.gather(x), dim=-1)
+    return torch.cat(tuple(ranks.gather(x)), dim=-1)
 
 
 def _table_case(
@@ -95,9 +107,13 @@ def embedding_shard(ids: Tensor, table: Weight, first: int, count: int) -> Tenso
 
     table: [V, H], V >= count.
     """
+    return _rows_inside(ids, table, first, count, embedding)
+
+
+def _rows_inside(ids: Tensor, table: Weight, first: int, count: int, rows_of: Callable[..., Tensor]) -> Tensor:
+    """Return the result of `embedding_shard`. rows_of: the kernel `embedding`."""
     inside = (ids >= first) & (ids < first + count)
-    rows = embedding(torch.where(inside, ids - first, 0), table)
-    return rows.masked_fill(~inside.unsqueeze(1), 0)
+    return rows_of(torch.where(inside, ids - first, 0), table).masked_fill(~inside.unsqueeze(1), 0)
 
 
 def _argmax_case(rows: int, k: int, vocabulary: int, padding: int, first: int, benchmark: bool = False) -> Case:
@@ -124,13 +140,13 @@ def linear_argmax_shard(
     return _argmax_of(linear(x, weight, bias), vocabulary, first, ranks)
 
 
-def _argmax_of(logits: Tensor, vocabulary: int, first: int, ranks: Ranks) -> Tensor:
-    """Return the argmax over all ranks' logits [R, Vp], as `linear_argmax_shard`."""
-    ids = greedy(logits, vocabulary) if vocabulary else logits.new_zeros(len(logits), 1, dtype=torch.int64)
+def _argmax_of(logits: Tensor, vocabulary: int, first: int, ranks: Ranks, choose: Choose = greedy) -> Tensor:
+    """Return the argmax over all ranks' logits [R, Vp], as `linear_argmax_shard`. choose: the kernel `greedy`."""
+    ids = choose(logits, vocabulary) if vocabulary else logits.new_zeros(len(logits), 1, dtype=torch.int64)
     best = logits.gather(1, ids).to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if not vocabulary:
         best.fill_(-torch.inf)
-    pairs = torch.stack(ranks.gather(torch.cat([best, (ids + first).to(torch.float32)], dim=1)))  # [size, R, 2]
+    pairs = ranks.gather(torch.cat([best, (ids + first).to(torch.float32)], dim=1))  # [size, R, 2]
     chosen = pairs[:, :, 0].argmax(dim=0, keepdim=True)
     return pairs[:, :, 1].gather(0, chosen).t().to(torch.int64)
 
@@ -191,6 +207,40 @@ def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, first: in
     return ids
 
 
-for _kernel in (all_reduce, all_gather, embedding_shard, linear_argmax_shard):
-    ascend.implementation(_kernel)(_kernel.golden)
-    triton.implementation(_kernel)(_kernel.golden)
+ascend.implementation(all_gather)(all_gather.golden)
+triton.implementation(all_gather)(all_gather.golden)
+
+
+@ascend.implementation(all_reduce)
+def _(x: Tensor, ranks: Ranks) -> Tensor:
+    """Add by HCCL, in one task of the device, and overwrite x. HCCL names neither the order nor the precision."""
+    return ranks.reduce(x)
+
+
+@triton.implementation(all_reduce)
+def _(x: Tensor, ranks: Ranks) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.rank_sum(ranks.gather(x))
+
+
+@ascend.implementation(embedding_shard, adapt=transposed, restore=from_nz)
+def _(ids: Tensor, table: Weight, first: int, count: int) -> Tensor:
+    return _rows_inside(ids, table, first, count, embedding.implementations[ascend.LABEL].function)
+
+
+@triton.implementation(embedding_shard)
+def _(ids: Tensor, table: Weight, first: int, count: int) -> Tensor:
+    return _rows_inside(ids, table, first, count, embedding.implementations[triton.LABEL].function)
+
+
+@ascend.implementation(linear_argmax_shard, adapt=to_nz, restore=from_nz)
+def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, first: int, ranks: Ranks) -> Tensor:
+    logits = linear.implementations[ascend.LABEL].function(x, weight, bias)
+    return _argmax_of(logits, vocabulary, first, ranks, greedy.implementations[ascend.LABEL].function)
+
+
+@triton.implementation(linear_argmax_shard)
+def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, first: int, ranks: Ranks) -> Tensor:
+    logits = linear.implementations[triton.LABEL].function(x, weight, bias)
+    return _argmax_of(logits, vocabulary, first, ranks, greedy.implementations[triton.LABEL].function)

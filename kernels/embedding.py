@@ -58,12 +58,15 @@ def _(ids: Tensor, table: Weight) -> Tensor:
     return out
 
 
-def _transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    ids, table = ascend.to_device(args)
-    return ids, replace(table, values=dense(table.values).t()) if isinstance(table, Int8Weight) else table
+def transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move arguments to Ascend. The second is a table, whose int8 values become [H, V]."""
+    ids, table, *more = ascend.to_device(args)
+    if isinstance(table, Int8Weight):
+        table = replace(table, values=dense(table.values).t())
+    return ids, table, *more
 
 
-@ascend.implementation(embedding, adapt=_transposed, restore=from_nz)
+@ascend.implementation(embedding, adapt=transposed, restore=from_nz)
 def _(ids: Tensor, table: Weight) -> Tensor:
     """Look up an int8 table whose values are [H, V], a view of [V, H]. Zero points are not supported."""
     if not isinstance(table, Int8Weight):

@@ -1,7 +1,8 @@
 """Group of the processes that compute one model together (tensor parallelism), on torch.distributed.
 
 Rank 0 has the scheduler. It broadcasts each step, and the other ranks launch the same step. All other communication is
-between kernels (`kernels/collectives.py`). On one machine CPU ranks communicate through memory that all of them map.
+between kernels (`kernels/collectives.py`). Steps are broadcast between hosts' memories by Gloo. Kernels communicate by
+the library of their device, or, on CPUs of one machine, through memory that all ranks map.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +47,6 @@ class Group:
         self.rank, self.size, self.memory, self.local = rank, size, memory, local or size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
         self._steps = dist.group.WORLD  # of the main thread
-        self._kernels = dist.new_group(backend="gloo", timeout=WAIT)  # of the thread that runs the kernels
 
     def broadcast(self, message: bytes = b"") -> bytes:
         """Send rank 0's message to all ranks, and return it. Raises RuntimeError if a rank is lost."""
@@ -69,26 +73,45 @@ class Group:
         dist.all_reduce(made, dist.ReduceOp.MIN, group=self._steps)
         return made.tolist()
 
-    def ranks(self, capacity: int = 0) -> Ranks:
-        """Return the group for kernels. All ranks call it together.
+    def ranks(self, library: str, device: torch.device, capacity: int, *, shared: bool) -> Ranks:
+        """Return the group for kernels, whose buffers on the device are allocated. All ranks call it together.
 
-        capacity: bytes of the largest tensor that native kernels of CPU ranks with shared memory communicate; 0 for
-            other kernels.
+        library: backend of torch.distributed that communicates tensors of `device`.
+        capacity: bytes of the largest tensor that a rank communicates.
+        shared: the kernels can communicate through the memory that all ranks share.
         """
-        if not capacity or self.memory < 0:
-            return Ranks(self.rank, self.size, self._gather)
+        kernels = dist.new_group(backend=library, timeout=WAIT)  # of the thread that runs the kernels
+        made = Ranks(self.rank, self.size, partial(_gather, kernels, self.size), partial(_reduce, kernels))
+        if device.type != "cpu" or not shared:
+            # Libraries connect and allocate at the first collective of a size, which a graph could not capture.
+            for numbers in (16, -(-capacity // 4)):
+                made.gather(made.reduce(torch.zeros(numbers, dtype=torch.float32, device=device)))
+            return made
+        if self.memory < 0:
+            return made
         capacity = -(-capacity // 64) * 64
         nbytes = region_bytes(self.size, capacity)
         if self.rank == 0:
             os.ftruncate(self.memory, nbytes)
         self.minimum(0)
         region = torch.frombuffer(mmap.mmap(self.memory, nbytes), dtype=torch.uint8)
-        return Ranks(self.rank, self.size, self._gather, region, capacity)
+        return replace(made, region=region, capacity=capacity)
 
-    def _gather(self, x: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._kernels)
-        return parts
+
+_all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The second is the name before torch 2.13."""
+
+
+def _gather(group: dist.ProcessGroup, size: int, x: Tensor) -> Tensor:
+    parts = torch.empty(size * x.numel(), dtype=x.dtype, device=x.device)
+    _all_gather_into(parts, x.contiguous().view(-1), group=group)
+    return parts.view(size, *x.shape)
+
+
+def _reduce(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 class MissingRanks(Exception):

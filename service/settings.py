@@ -92,7 +92,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or fma after widening to fp32; auto: measured",
         "cpu_weights": "bfloat16 weights on the CPU: compact is 12.25 bits per weight; auto: the faster measured",
         "cpu_binding": "bind the engine's threads to processors near the device, where that is known; off: never",
-        "tensor_parallel_size": "ranks that share the model, a process each; above 1 on the CPU only",
+        "tensor_parallel_size": "ranks that share the model, a process each, on GPUs and NPUs with a device each",
         "kernel_sampling": "time each kernel on every N-th step; 0: never",
         "profile_dir": "folder for traces of profiles (npuserve profile); none: profiles are refused",
     },

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.quantized import Int8, Int8Weight, Scheme
-from npuserve.kernels.triton.common import INT32, check, matrix, power, within
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.rows import (
     embedding_kernel,
     keep_ids_kernel,
     quantize_kernel,
+    rank_sum_kernel,
     rms_norm_kernel,
     swiglu_kernel,
     take_ids_kernel,
@@ -129,6 +130,20 @@ def keep_ids(ids: Tensor, last: Tensor) -> None:
     if count := len(ids):
         keep_ids_kernel[(-(-count // COLUMNS),)](
             ids=ids, last=last, count=count, stride=ids.stride(0), BLOCK=COLUMNS, **dependent(ids))
+
+
+def rank_sum(parts: Tensor) -> Tensor:
+    """Launch the sum of the kernel `all_reduce` over parts [N, T, H]: [T, H]. Raises ValueError."""
+    if parts.dim() != 3:
+        raise ValueError(f"parts: {list(parts.shape)} is not [ranks, rows, columns]")
+    check("parts", parts, tuple(parts.shape), FLOATS, parts.device)
+    size, rows, width = parts.shape
+    out = torch.empty(rows, width, dtype=parts.dtype, device=parts.device)
+    if count := out.numel():
+        within("numbers of parts", parts.numel(), 1, INT32)
+        rank_sum_kernel[(-(-count // COLUMNS),)](
+            parts=parts, out=out, count=count, SIZE=size, BLOCK=COLUMNS)
+    return out
 
 
 def _int8(x: Tensor, scheme: Scheme) -> Int8:

@@ -149,3 +149,17 @@ def keep_ids_kernel(ids, last, count, stride: tl.int64, BLOCK: tl.constexpr, PDL
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     tl.store(last + places, tl.load(ids + places * stride, mask=inside), mask=inside)
+
+
+@triton.jit
+def rank_sum_kernel(parts, out, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add parts [SIZE, count] in their order, in float32, and round the sums once: out [count].
+
+    It has no PDL, since it follows a kernel of another library, which may run on another stream.
+    """
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    total = tl.load(parts + places, mask=inside, other=0.0).to(tl.float32)
+    for rank in range(1, SIZE):
+        total += tl.load(parts + rank * count + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)

@@ -39,11 +39,14 @@ def backend_class(name: str) -> type[Backend]:
     return found
 
 
-def select(name: str = "auto", emulate: Sequence[str] | None = None) -> Backend:
+def select(
+    name: str = "auto", emulate: Sequence[str] | None = None, place: tuple[int, int] = (0, 1)
+) -> Backend:
     """Start a backend.
 
     name: "auto" for the first of npu, cuda, cpu that is available.
     emulate: start the backend's emulator in place of the device; names of what it accepts beyond the real device.
+    place: see `Backend`.
     Raises BackendError if the device or its emulator is not available.
     """
     for candidate in present() if name == "auto" else [name]:
@@ -51,7 +54,7 @@ def select(name: str = "auto", emulate: Sequence[str] | None = None) -> Backend:
             _emulate(candidate, emulate)
         cls = backend_class(candidate)
         if cls.available():
-            return cls()
+            return cls(place=place)
         if name != "auto":
             raise BackendError(f"device: {cls.unavailable()}")
     raise BackendError(f"device: {' and '.join(present())} not available on this machine")

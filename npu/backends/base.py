@@ -127,7 +127,9 @@ class Backend(ABC):
     capture_mode: whether steps are captured.
     capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
     shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
-    place: number of this rank, and of the ranks of this machine. Set it before `set_threads`.
+    collectives: backend of torch.distributed that communicates the device's tensors between ranks; "" for one rank.
+    place: number of this rank among those of this machine, from 0, and number of them. Each has a device of its own
+        where they share no memory: the one with the rank's number among the visible ones.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
@@ -150,7 +152,8 @@ class Backend(ABC):
     capture_mode: CaptureMode = "auto"
     capture_chunks: bool = True
     shares_memory: bool = False
-    place: tuple[int, int] = (0, 1)
+    collectives: str = ""
+    place: tuple[int, int]
     compiles: bool = False
     captures_sampler: bool = False
     decode_buckets: tuple[int, ...] = ()
@@ -161,6 +164,9 @@ class Backend(ABC):
     deterministic: bool
     threads: int
     device: torch.device
+
+    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
+        self.place = place
 
     @classmethod
     @abstractmethod
@@ -178,10 +184,11 @@ class Backend(ABC):
         return None
 
     @classmethod
-    def preflight(cls, *, captures: bool) -> Sequence[Notice]:
+    def preflight(cls, *, captures: bool, ranks: int = 1) -> Sequence[Notice]:
         """Check versions, environment variables and the host, whether or not the device can be started.
 
         captures: steps are to be captured.
+        ranks: that share a model.
         """
         return ()
 
@@ -328,8 +335,12 @@ class Backend(ABC):
 
     def check_ranks(self, size: int) -> None:
         """Raise BackendError if `size` ranks cannot share a model."""
-        if size > 1 and not self.shares_memory:
+        if size > 1 and not self.collectives:
             raise BackendError(f"tensor_parallel_size: {size} is not possible on {self.name}; possible is 1")
+
+    def communicator_bytes(self, size: int) -> int:
+        """Estimate the bytes of device memory that `collectives` takes for `size` ranks, before they are joined."""
+        return 0
 
     @abstractmethod
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -162,8 +162,10 @@ class CpuBackend(Backend):
     vocabulary_tile = 64
     block_size = 128
     int8_cache = int8_zeros = shares_memory = True
+    collectives = "gloo"
 
-    def __init__(self, native: bool = built()) -> None:
+    def __init__(self, native: bool = built(), place: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(place)
         self.device = torch.device("cpu")
         self.kernels = self.name if native else GOLDEN
         self.deterministic = native

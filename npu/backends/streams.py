@@ -83,7 +83,8 @@ class StreamBackend(Backend):
     pinned = True
     """Host buffers are allocated in pinned memory."""
 
-    def __init__(self, streams: Any, device: torch.device) -> None:
+    def __init__(self, streams: Any, device: torch.device, place: tuple[int, int]) -> None:
+        super().__init__(place)
         self.device = device
         self.deterministic = False
         self.decode_buckets = ()
@@ -98,6 +99,18 @@ class StreamBackend(Backend):
     @classmethod
     def available(cls) -> bool:
         return not cls.unavailable()
+
+    @staticmethod
+    def check_count(place: tuple[int, int], count: int, visible: str) -> None:
+        """Raise BackendError if there are fewer devices than ranks of this machine.
+
+        count: number of devices.
+        visible: variable that selects them.
+        """
+        if place[1] > max(count, 1):
+            raise BackendError(
+                f"tensor_parallel_size: {place[1]} ranks of this host need as many devices, and {count} "
+                f"{'is' if count == 1 else 'are'} visible here ({visible}); possible is 1 to {max(count, 1)} a host")
 
     def set_threads(self, count: int) -> None:
         self.threads = count or 1

@@ -16,16 +16,22 @@ def set_variables() -> None:
     os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
 
 
-def notices(host: Readings, *, captures: bool) -> list[Notice]:
-    """Check the host. captures: steps are captured as graphs."""
-    return [*_versions(host), *environment(host, captures=captures), *_processors(host)]
+def notices(host: Readings, *, captures: bool, ranks: int = 1) -> list[Notice]:
+    """Check the host.
+
+    captures: steps are captured as graphs.
+    ranks: that share a model.
+    """
+    return [*_versions(host), *environment(host, captures=captures, ranks=ranks), *_processors(host)]
 
 
-def environment(host: Readings, *, captures: bool) -> Iterator[Notice]:
-    """Check the environment variables that change how torch_npu launches and allocates.
+def environment(host: Readings, *, captures: bool, ranks: int = 1) -> Iterator[Notice]:
+    """Check the environment variables that change how torch_npu launches, allocates and communicates.
 
     Sources: NPUGraph.cpp and OptionsManager.cpp of torch_npu; the tuning guide of vllm-ascend.
     """
+    if ranks > 1:
+        yield from _collectives(host, captures=captures)
     queue = host.environ.get("TASK_QUEUE_ENABLE") or "1"
     blocking = host.environ.get("ASCEND_LAUNCH_BLOCKING", "0") == "1"
     allocator = host.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
@@ -48,6 +54,23 @@ def environment(host: Readings, *, captures: bool) -> Iterator[Notice]:
                      "fragments of device memory")
     else:
         yield Notice("ok", "PYTORCH_NPU_ALLOC_CONF", allocator)
+
+
+def _collectives(host: Readings, *, captures: bool) -> Iterator[Notice]:
+    """Check the variables of HCCL.
+
+    Task groups hold captured attention. https://github.com/vllm-project/vllm-ascend/issues/13688: a capture with a task
+    group fails if collectives run on the vector cores (AIV); one without succeeds.
+    """
+    mode, size = host.environ.get("HCCL_OP_EXPANSION_MODE", ""), host.environ.get("HCCL_BUFFSIZE", "")
+    if mode == "AIV" and captures:
+        yield Notice("error", "HCCL_OP_EXPANSION_MODE", "HCCL_OP_EXPANSION_MODE: AIV conflicts with the task groups of "
+                     "captured attention (507009 at the capture, or a replay that never ends, vllm-ascend#13688): "
+                     "unset it, or serve with --capture off")
+    else:
+        yield Notice("ok", "HCCL_OP_EXPANSION_MODE", mode or "not set")
+    if size and not (size.isdecimal() and int(size) > 0):
+        yield Notice("error", "HCCL_BUFFSIZE", f"HCCL_BUFFSIZE: {size!r} must be a whole number of MiB, 1 or more")
 
 
 def _versions(host: Readings) -> Iterator[Notice]:

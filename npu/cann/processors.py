@@ -34,12 +34,13 @@ class Plan(NamedTuple):
     release: int
 
 
-def make_plan(host: Readings, allowed: Collection[int]) -> Plan | str:
-    """Return the plan for the first visible NPU, or why there is none.
+def make_plan(host: Readings, allowed: Collection[int], index: int = 0) -> Plan | str:
+    """Return the plan for a visible NPU, or why there is none.
 
     allowed: processors that this process may use.
+    index: number of the NPU among those that are visible.
     """
-    npu = visible_npu(host.environ.get("ASCEND_RT_VISIBLE_DEVICES", ""))
+    npu = visible_npu(host.environ.get("ASCEND_RT_VISIBLE_DEVICES", ""), index)
     near = topology(host.npu_smi("info", "-t", "topo"))
     npus = logical_npus(host.npu_smi("info", "-m")) or sorted(near)
     if npu not in npus:
@@ -58,17 +59,18 @@ def make_plan(host: Readings, allowed: Collection[int]) -> Plan | str:
 
 
 def bind(host: Readings, lengths: int, set_affinity: SetAffinity = os.sched_setaffinity,
-         allowed: Collection[int] | None = None, machine: str = "") -> str:
+         allowed: Collection[int] | None = None, machine: str = "", index: int = 0) -> str:
     """Bind the threads of this process, and return what was done, or why nothing was, as a sentence.
 
     lengths: id of the thread that updates lengths.
     set_affinity: as os.sched_setaffinity, for a thread id.
     allowed: processors that this process may use; None: as the system says.
     machine: architecture; "": this machine's.
+    index: number of the NPU among those that are visible.
     """
     if not (machine or platform.machine()).startswith(("aarch64", "arm")):
         return "threads are not bound to processors: only on ARM hosts"
-    plan = make_plan(host, os.sched_getaffinity(0) if allowed is None else allowed)
+    plan = make_plan(host, os.sched_getaffinity(0) if allowed is None else allowed, index)
     if isinstance(plan, str):
         return f"threads are not bound to processors: {plan}"
     for thread, name in threads(host):
@@ -92,10 +94,11 @@ def threads(host: Readings) -> list[tuple[int, str]]:
     return [(int(path.split("/")[-2]), host.text(path).strip()) for path in host.glob("/proc/self/task/*/comm")]
 
 
-def visible_npu(devices: str) -> int:
-    """Return the number of the first visible NPU. devices: ASCEND_RT_VISIBLE_DEVICES."""
-    match = re.match(r"\s*(\d+)", devices)
-    return int(match[1]) if match else 0
+def visible_npu(devices: str, index: int = 0) -> int:
+    """Return the number of a visible NPU. devices: ASCEND_RT_VISIBLE_DEVICES."""
+    numbers = re.match(r"\s*(\d+\s*(,\s*\d+\s*)*)", devices)
+    found = [int(number) for number in numbers[1].split(",")] if numbers else []
+    return found[index] if index < len(found) else index
 
 
 def logical_npus(mapping: str) -> list[int]:

@@ -9,8 +9,11 @@ yields wrong data (see `activate`). Calls that a device refuses are refused. Cal
 error that names them.
 
 `activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
-(build.py): runtime/ holds the sources of libascendcl, ops/ the sources of libopapi. If EMULATED_NPU_LOG is set,
-torch_npu logs to stderr. Imports of `npu`: `backends`.
+(build.py): runtime/ holds the sources of libascendcl, hccl/ those of libhccl, ops/ those of libopapi. If
+EMULATED_NPU_LOG is set, torch_npu logs to stderr.
+
+The machine has 8 devices, of which a process uses one. Processes communicate by HCCL through memory that they share. A
+device also runs its part of a collective when another device waits for it. Imports of `npu`: `backends`.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ class EmulatedAscend(AscendBackend):
         return ""
 
     @classmethod
-    def preflight(cls, *, captures: bool) -> Sequence[Notice]:
+    def preflight(cls, *, captures: bool, ranks: int = 1) -> Sequence[Notice]:
         """Check the environment variables, which torch_npu reads here too. Driver and CANN are emulated."""
-        return list(preflight.environment(Readings(environ=os.environ), captures=captures))
+        return list(preflight.environment(Readings(environ=os.environ), captures=captures, ranks=ranks))
 
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()

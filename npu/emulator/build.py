@@ -36,7 +36,8 @@ SHARED = (HERE / "runtime" / "emulator.h", HERE / "runtime" / "aclop.h")
 
 STUBS = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel", "libruntime", "libnnopbase",
          "libmsprofiler", "libascend_hal")
-"""Empty libraries that torch_npu is linked against or opens by name; they depend on the two that are not empty."""
+"""Empty libraries that torch_npu is linked against or opens by name; they depend on the two that are not empty, where
+the loader finds their functions."""
 
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DFUNC_VISIBILITY", "-fvisibility=hidden", "-Wno-deprecated-declarations",
          "-Wno-psabi", "-pthread")
@@ -137,7 +138,9 @@ def libraries() -> Path:
     acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
     torch = place.torch / "include"
     salt = repr((place.versions, platform.machine(), compiler, _run([*compiler, "--version"])))
-    runtime = _units("runtime", sorted((HERE / "runtime").glob("*.h")), (*FLAGS, f"-I{acl}"), salt)
+    headers = [*sorted((HERE / "runtime").glob("*.h")), *sorted((HERE / "hccl").glob("*.h"))]
+    runtime = [*_units("runtime", headers, (*FLAGS, f"-I{acl}"), salt),
+               *_units("hccl", headers, (*FLAGS, f"-I{acl}", f"-I{place.torch_npu / 'include'}"), salt)]
     includes = tuple(f"-I{path}" for path in (acl, HERE / "runtime", torch, torch / "torch/csrc/api/include"))
     # The operators call ATen, which does the work: more optimization of the callers would only cost build time.
     ops = _units("ops", [*SHARED, *sorted((HERE / "ops").glob("*.h"))], (*FLAGS, "-O1", *includes), salt)

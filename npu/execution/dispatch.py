@@ -103,17 +103,19 @@ class Dispatch:
     max_rows: rows of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
     capture_chunks: capture `mixed` (`Backend.captures_chunks`).
+    may_drop: this process may run steps kernel by kernel if it cannot capture them. A rank of a group may not: captured
+        steps are padded, and the collectives of all ranks must have the same number of rows.
 
     A step with decode rows and chunks is computed together, so that weights are read once, if it is captured, or if it
     cannot be over this KV cache. Otherwise the decode rows are a captured step of their own.
 
-    Raises CaptureError if the device refuses the capture, and the backend's `capture_mode` is on or the device is
-    unusable afterwards. Otherwise the reason is logged.
+    Raises CaptureError if the device refuses the capture, and the backend's `capture_mode` is on, `may_drop` is False
+    or the device is unusable afterwards. Otherwise the reason is logged.
     """
 
     def __init__(
         self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, on_host: bool,
-        capture_chunks: bool,
+        capture_chunks: bool, may_drop: bool = True,
     ):
         self._buffers, self._on_host = buffers, on_host
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
@@ -125,7 +127,7 @@ class Dispatch:
                     self._capture(backend, steps, max_rows)
                     warm_up = self.mixed is not None and self.mixed.largest < buffers.most_tokens
             except CaptureError as error:
-                if backend.capture_mode == "on":
+                if backend.capture_mode == "on" or not may_drop:
                     raise
                 if not _is_usable(backend):
                     raise

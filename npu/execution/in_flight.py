@@ -153,6 +153,10 @@ class Recording:
     in_flight: int = 0
     num_calls: int = 0
 
+    def times(self, step: Step) -> bool:
+        """Return True if `launch` will time the kernels of `step`."""
+        return self.is_timed and self.left > 0 and bool(step.rows)
+
     def launch(self, step: Step, launch: Callable[[Step, bool], Launched]) -> Launched:
         """Launch a step and record it. launch: takes the step, and whether its kernels are timed."""
         if step.rows and not self.left:

@@ -80,11 +80,14 @@ def load_runner(
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
     device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels, group)
+    if group:  # an earlier engine's failure to capture is known to rank 0 only
+        capture = msgspec.json.decode(group.broadcast(msgspec.json.encode(capture)))
     device.capture_mode, device.capture_chunks = capture, capture_chunks
-    _preflight(device)
+    _preflight(device, group.size if group else 1)
     config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(
         Shard(group.rank, group.size) if group else WHOLE)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
+    ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
     memory = None if host or group else memory
     kept = memory.plan(Path(folder)) if memory else None
     with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
@@ -105,7 +108,7 @@ def load_runner(
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen, ranks=_ranks(group, device, config, plan, max_num_seqs, max_num_batched_tokens))
+        cpu_kernels=chosen, ranks=ranks)
     # The host's own kernels need all processors.
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
         log.info("%s", said)
@@ -141,14 +144,16 @@ def _choose_kernels(
 
 
 def _ranks(
-    group: Group | None, device: Backend, config: ModelConfig, plan: MemoryPlan, max_num_seqs: int, max_tokens: int
+    group: Group | None, device: Backend, config: ModelConfig, dtype: str, max_num_seqs: int, max_tokens: int
 ) -> Ranks:
-    """Return the group for the kernels of a runner."""
+    """Return the group for the kernels of a runner, whose memory is then no longer free."""
     if group is None:
         return ALONE
+    made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
     rows, width = min(max_num_seqs, max_tokens), config.padded_vocabulary(device.vocabulary_tile) // group.size
-    largest = max(max_tokens * config.hidden_size, rows * width) * getattr(torch, plan.dtype).itemsize
-    ranks = group.ranks(max(largest, MAX_LOGITS_BYTES) if device.shares_memory else 0)
+    largest = max(max_tokens * config.hidden_size, rows * width) * made.itemsize
+    ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory)
+    device.synchronize()
     if device.shares_memory and ranks.region is None:
         device.capture_mode = "off"  # collectives by torch.distributed cannot be recorded
     return ranks
@@ -159,10 +164,9 @@ def _devices(
     int8_levels: float, group: Group | None,
 ) -> tuple[Backend, Backend | None]:
     """Start and configure the device and, if prompts are computed on the host, the host's backend."""
-    device = select(backend, emulate)
+    device = select(backend, emulate, (group.rank % group.local, group.local) if group else (0, 1))
     if group:
         device.check_ranks(group.size)
-        device.place = group.rank % group.local, group.local
     device.set_threads(threads)
     device.decode_buckets = tuple(decode_buckets)
     device.int8_levels = int8_levels or device.int8_levels
@@ -175,9 +179,9 @@ def _devices(
     return device, host
 
 
-def _preflight(device: Backend) -> None:
+def _preflight(device: Backend, ranks: int) -> None:
     """Check the device's host, and log the warnings. Raises BackendError if it cannot serve."""
-    for notice in device.preflight(captures=device.capture_mode != "off"):
+    for notice in device.preflight(captures=device.capture_mode != "off", ranks=ranks):
         if notice.level == "error":
             raise BackendError(notice.said)
         if notice.level == "warning":

@@ -129,7 +129,7 @@ class MemoryPlan:
 def predict(
     config: ModelConfig, backend: Backend, *, dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
     kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-    prefill: Backend | None = None,
+    prefill: Backend | None = None, reserved: int = 0,
 ) -> MemoryPlan:
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
@@ -138,6 +138,7 @@ def predict(
         the free memory if that is less.
     max_model_len: 0 for the model's context, or what the KV cache holds if that is less.
     prefill: backend that computes the prompts; None for `backend`.
+    reserved: bytes of the device's free memory that others will take.
 
     Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
@@ -145,7 +146,7 @@ def predict(
     """
     made, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
-    available = backend.memory_available()
+    available = backend.memory_available() - reserved
 
     weights = stored_bytes(config, made, backend)
     rows = min(max_num_seqs, max_num_batched_tokens)
@@ -245,6 +246,7 @@ def _host(
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
     c = config.local
+    gathered = _gathered_bytes(config, backend, tokens * c.hidden_size * itemsize)
     if not _has_own(backend, paged_attention):
         # The larger of attention, which copies a row's keys and values, and the feed-forward layer, beside the residual
         # and its norm.
@@ -253,13 +255,18 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
         # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
         head = _in_float64(tables(config, backend.vocabulary_tile)[-1], backend, 0)
         layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(config, i))
-        return floats + max(0, layers - head)
+        return gathered + floats + max(0, layers - head)
     # Each kernel's output has its own memory, held until the next layer overwrites it. Attention merges the results of
     # threads that computed parts of a context.
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
     parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
     panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
-    return tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+    return gathered + tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+
+
+def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:
+    """Return the bytes of a gather of `nbytes` from each rank; 0 for ranks that share memory, and for one rank."""
+    return config.shard.size * nbytes if config.shard.size > 1 and not backend.shares_memory else 0
 
 
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
@@ -272,7 +279,8 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
     head = tables(config, backend.vocabulary_tile)[-1]
     columns = config.padded_vocabulary(backend.vocabulary_tile)  # each rank gathers the logits of all
     captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.captures_sampler else 0
-    return rows * columns * (itemsize + copies) + captured + _in_float64(head, backend, rows)
+    gathered = _gathered_bytes(config, backend, rows * columns // config.shard.size * itemsize)
+    return rows * columns * (itemsize + copies) + gathered + captured + _in_float64(head, backend, rows)
 
 
 def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:

@@ -126,7 +126,7 @@ class Runner:
         steps = CapturableSteps(backend, self._model, self._sampler, self._buffers, self._hidden, self._last)
         self._dispatch = Dispatch(
             backend, self._buffers, steps, rows, on_host=prefill is not None,
-            capture_chunks=backend.captures_chunks(self.cache_dtype))
+            capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
         self.min_forced = self._dispatch.min_forced
         if backend.compiles:
             self._warm_up(rows, dtype)
@@ -141,8 +141,16 @@ class Runner:
         """Names of the kernels that run as golden functions."""
         return self._kernels.fallbacks
 
-    def launch(self, step: Step) -> Launched:
+    def is_timed(self, step: Step) -> bool:
+        """Return True if `launch` will time the kernels of `step`, which is launched next."""
+        if self.recording is None:
+            return self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
+        return self.recording.times(step)
+
+    def launch(self, step: Step, timed: bool | None = None) -> Launched:
         """Start a step. `step` and its objects are read only until this returns.
+
+        timed: `is_timed` of rank 0, since timed kernels may compute another number of rows; None to decide here.
 
         If a row is constrained, only the forward pass is queued. `sample` must then be called for the step, before the
         next `launch` and before `collect` of the step.
@@ -151,7 +159,7 @@ class Runner:
         for unknown requests, and RuntimeError if the previous step lacks its masks.
         """
         if self.recording is None:
-            return self._launch(step, self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0)
+            return self._launch(step, self.is_timed(step) if timed is None else timed)
         return self.recording.launch(step, self._launch)
 
     def _launch(self, step: Step, timed: bool) -> Launched:

@@ -21,6 +21,7 @@ from npuserve.service.arguments import number
 from npuserve.service.cli.acceptance import command as acceptance
 from npuserve.service.cli.acceptance.report import ending, line
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.ranks.world import read_world
 
 if TYPE_CHECKING:
     from npuserve.kernels.native.choice import CpuKernels
@@ -157,7 +158,7 @@ def preflight(config: ServerConfig) -> list[dict[str, str]]:
     classes = [(name, backend_class(name)) for name in present()]
     return [{"device": name, **notice._asdict()} for name, cls in classes
             if name == config.device or cls.available()
-            for notice in cls.preflight(captures=config.capture != "off")]
+            for notice in cls.preflight(captures=config.capture != "off", ranks=config.tensor_parallel_size)]
 
 
 def optional() -> dict[str, bool]:
@@ -186,9 +187,10 @@ def model(config: ServerConfig) -> dict[str, Any]:
     try:
         shard = Shard(0, config.tensor_parallel_size)
         facts = ModelConfig.from_folder(folder, config.lm_head_dtype).sharded(shard)
-        backend = select(config.device, config.relaxations if config.emulate else None)
+        world = read_world(config, os.environ)
+        place = 0, len(world.ranks(config)) if world else shard.size
+        backend = select(config.device, config.relaxations if config.emulate else None, place)
         backend.check_ranks(shard.size)
-        backend.place = shard.rank, shard.size
         prefill = select_prefill(config.prefill_device, backend)
         for each in (backend, prefill) if prefill else (backend,):
             each.set_threads(config.threads)
@@ -200,7 +202,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
             kv_cache_dtype=config.kv_cache_dtype,
             kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill=prefill)
+            prefill=prefill, reserved=backend.communicator_bytes(shard.size))
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
     return found | {

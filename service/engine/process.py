@@ -31,9 +31,10 @@ from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.ipc.resumable_streams import Records, load, save
+from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import LeadRunner
 from npuserve.service.ranks.load import load_model
-from npuserve.service.ranks.processes import RankProcesses
+from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 
@@ -239,43 +240,11 @@ def main() -> int:
     try:
         return serve(args)
     except Exception as error:
-        code = fault_code(error)
+        end_with_rank()
+        code = faults.fault_code(error)
         if code is None:
             raise
-        return child.EXIT_DEVICE_FAULT if report_capture_error(args, error) else code
-
-
-def fault_code(error: Exception) -> int | None:
-    """Log an error of the device and return the exit code for it; None for any other error."""
-    from npuserve.npu.backends import explain, fault
-    from npuserve.npu.backends.base import Fault
-
-    found = fault(error)
-    if found is None:
-        return None
-    advice = explain(error)
-    logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error),
-               **{"advice": advice} if advice else {})
-    return child.EXIT_NODE_FAULT if found is Fault.NODE else child.EXIT_DEVICE_FAULT
-
-
-def report_capture_error(args: EngineArgs, error: Exception) -> bool:
-    """Report an error of captured steps to the supervisor, so that the next engine captures none.
-
-    Return False, and report nothing, for other errors, and where the setting `capture` forbids that.
-    """
-    from npuserve.npu.backends import explain, is_capture_error
-    from npuserve.npu.backends.base import CaptureError
-
-    if not args.may_drop_captures or not (isinstance(error, CaptureError) or is_capture_error(error)):
-        return False
-    _held.append(error)
-    child.report("capture_failed", error=explain(error) or str(error))
-    return True
-
-
-_held: list[Exception] = []
-"""Errors whose frames must live until the exit: to destroy a graph whose replay waits forever would block."""
+        return child.EXIT_DEVICE_FAULT if faults.report_capture_error(args.may_drop_captures, error) else code
 
 
 def serve(args: EngineArgs) -> int:
@@ -285,7 +254,7 @@ def serve(args: EngineArgs) -> int:
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
-        if report_capture_error(args, error):
+        if faults.report_capture_error(args.may_drop_captures, error):
             return child.EXIT_DEVICE_FAULT
         return child.unusable(error)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())

@@ -41,16 +41,17 @@ def run(config: ServerConfig, folder: Path, world: World) -> int:
     logs.event(log, "ranks of a group", ranks=f"{ranks[0]} to {ranks[-1]}", address=world.address)
     while not stopped.is_set():
         processes[:] = [start(RankArgs(config, str(folder), rank, world.address, len(ranks))) for rank in ranks]
-        code, reason = wait(processes[0])
+        code, event = wait(processes[0])
         for process in processes:
             process.kill()
             other, of_other = wait(process)
-            code, reason = (other, of_other) if other > 0 and code <= 0 else (code, reason)
+            code, event = (other, of_other) if other > 0 and code <= 0 else (code, event)
         if stopped.is_set():
             break
         if code in (UNUSABLE, EXIT_NODE_FAULT):
-            logs.event(log, "ranks cannot be used", level=logging.ERROR, error=reason, code=code)
+            logs.event(log, "ranks cannot be used", level=logging.ERROR, error=event.get("error", ""), code=code)
             return code
-        logs.event(log, "ranks ended, starting them again", level=logging.WARNING, code=code)
+        logs.event(log, "ranks ended, starting them again", level=logging.WARNING, code=code,
+                   **{"error": event["error"]} if event else {})
         stopped.wait(PAUSE_SECONDS)
     return 0

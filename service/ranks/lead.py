@@ -25,9 +25,10 @@ MAX_IN_FLIGHT = 2
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Launch a step."""
+    """Launch a step. timed: time its kernels."""
 
     step: Step
+    timed: bool = False
 
 
 class Sample(msgspec.Struct, frozen=True, tag=True):
@@ -54,8 +55,9 @@ class LeadRunner:
         self._runner, self._group = runner, group
 
     def launch(self, step: Step) -> Any:
-        self._group.broadcast(_encode(Launch(step)))
-        return self._runner.launch(step)
+        timed = self._runner.is_timed(step)
+        self._group.broadcast(_encode(Launch(step, timed)))
+        return self._runner.launch(step, timed)
 
     def sample(self, handle: Any, masks: Mapping[int, npt.NDArray[np.int32]]) -> None:
         self._group.broadcast(_encode(Sample({request: mask.tobytes() for request, mask in masks.items()})))
@@ -83,7 +85,7 @@ def follow(runner: Runner, group: Group) -> None:
         if isinstance(message, Launch):
             if len(in_flight) == MAX_IN_FLIGHT:
                 runner.collect(in_flight.popleft())
-            in_flight.append(runner.launch(message.step))
+            in_flight.append(runner.launch(message.step, message.timed))
         elif isinstance(message, Sample):
             runner.sample(in_flight[-1], {
                 request: np.frombuffer(mask, np.int32).copy() for request, mask in message.masks.items()})

@@ -15,6 +15,7 @@ from npuserve.npu.large_import import import_large
 from npuserve.service import logs
 from npuserve.service.config import ConfigError
 from npuserve.service.ipc import child, process_control
+from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import follow
 from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankArgs, join_seconds
@@ -28,6 +29,17 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends the group
         signal.signal(number, signal.SIG_IGN)
     child.listen()
+    try:
+        return run(args)
+    except Exception as error:
+        code = faults.fault_code(error)
+        if code is None:
+            raise
+        return child.EXIT_DEVICE_FAULT if faults.report_capture_error(args.may_drop_captures, error) else code
+
+
+def run(args: RankArgs) -> int:
+    """Run the rank until rank 0 stops it. Return the exit code."""
     import_large("npuserve.npu.execution.load")
     from npuserve.npu.parallel import Group, MissingRanks, join, wait_for_ranks
 
@@ -41,6 +53,8 @@ def main() -> int:
     except (ConfigError, MissingRanks, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
+        if faults.report_capture_error(args.may_drop_captures, error):
+            return child.EXIT_DEVICE_FAULT
         return child.unusable(error)
     gc.freeze()
     follow(runner, group)

@@ -7,20 +7,21 @@ host's ranks again. Ranks of other hosts notice a loss by their connections.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.ipc import child
+from npuserve.service.ranks.faults import CAPTURE_FAILED
 from npuserve.service.ranks.lead import stop_followers
 from npuserve.service.ranks.world import check_same, read_world
 
@@ -34,6 +35,8 @@ JOIN_SECONDS = 600.0
 """Maximum time to wait for the other ranks, whose hosts may still start."""
 STOP_SECONDS = 5.0
 """Time for the ranks to end by themselves."""
+CAUSE_SECONDS = 0.3
+"""Time in which the end of a rank is known after it has broken a collective."""
 
 
 class RankArgs(msgspec.Struct, frozen=True):
@@ -54,6 +57,11 @@ class RankArgs(msgspec.Struct, frozen=True):
     local: int
     memory: int = -1
 
+    @property
+    def may_drop_captures(self) -> bool:
+        """Return True if the next group may do without captured steps when this rank cannot capture them."""
+        return self.config.capture == "auto"
+
 
 def join_seconds(config: ServerConfig) -> float:
     """Return the maximum time to wait for the other ranks."""
@@ -70,14 +78,35 @@ def start(args: RankArgs) -> subprocess.Popen[bytes]:
     return process
 
 
-def wait(process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    """Wait for the end of a rank's process. Return its exit code, and why it was unusable, or ""."""
+def wait(process: subprocess.Popen[bytes]) -> tuple[int, dict[str, str]]:
+    """Wait for the end of a rank's process. Return its exit code, and the event with its error; {} without one.
+
+    Other lines of its output, which libraries print, are logged.
+    """
     assert process.stdout
-    reason = ""
+    found: dict[str, str] = {}
     for line in process.stdout:
-        event = json.loads(line)
-        reason = event["error"] if event.get("event") == "unusable" else reason
-    return process.wait(), reason
+        try:
+            event = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.DecodeError:
+            logs.event(log, "rank said", text=line.decode(errors="replace").rstrip())
+        else:
+            found = event if event.get("event") in ("unusable", CAPTURE_FAILED) else found
+    return process.wait(), found
+
+
+_watchers: list[threading.Thread] = []
+"""Threads that wait for the ranks of this process."""
+
+
+def end_with_rank() -> None:
+    """End this process with a rank that has ended, or return if none has.
+
+    Call it before this process ends by an error, since the end of a rank may be the cause.
+    """
+    until = time.monotonic() + CAUSE_SECONDS
+    for watcher in _watchers:
+        watcher.join(max(0.0, until - time.monotonic()))
 
 
 class RankProcesses:
@@ -105,17 +134,20 @@ class RankProcesses:
 
     def _start(self, args: RankArgs) -> subprocess.Popen[bytes]:
         process = start(args)
-        threading.Thread(target=self._watch, args=(args.rank, process), name=f"rank-{args.rank}", daemon=True).start()
+        watcher = threading.Thread(
+            target=self._watch, args=(args.rank, process), name=f"rank-{args.rank}", daemon=True)
+        _watchers.append(watcher)
+        watcher.start()
         return process
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a rank's process, and end this one with it."""
-        code, reason = wait(process)
+        code, event = wait(process)
         if self._stopping:
             return
         logs.event(log, "a rank ended", level=logging.ERROR, rank=rank, code=code)
-        if reason:
-            child.report("unusable", error=reason)
+        if event:
+            child.report(event["event"], error=event["error"])
         logging.shutdown()
         os._exit(code if code > 0 else 1)
 

@@ -6,13 +6,18 @@ Triton's interpreter runs the kernels of whole steps.
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from bench.serving.server import ranks_of
+from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.test_ranks import is_alive
 from tests.npu.backends.small import saved
 from tests.support.real_models import model_folder
 
@@ -34,6 +39,11 @@ def tokens(server: Server) -> Iterator[list[int]]:
             yield ids
 
 
+def served_by_cpu(folder: str) -> list[list[int]]:
+    with serving(folder, "--device", "cpu", *LIMITS) as cpu:
+        return list(tokens(cpu))
+
+
 @pytest.mark.parametrize("name", [pytest.param("stories260K-qwen3", marks=pytest.mark.model), "random"])
 def test_tokens_are_those_of_the_cpu_in_float32(tmp_path: Path, name: str) -> None:
     folder = str(saved(tmp_path, layers=1, vocabulary=512) if name == "random" else model_folder(name))
@@ -45,5 +55,38 @@ def test_tokens_are_those_of_the_cpu_in_float32(tmp_path: Path, name: str) -> No
         assert captured > 0
         assert captured + decoder >= 4 * 7  # the sampler is not captured on CUDA
         assert cuda.stop() == 0
-    with serving(folder, "--device", "cpu", *LIMITS) as cpu:
-        assert got == list(tokens(cpu))
+    assert got == served_by_cpu(folder)
+
+
+RANKS = ("--device", "cuda", "--emulate", "--decode-buckets", "2", "--tensor-parallel-size", "2", *LIMITS)
+
+
+def test_ranks_answer_as_the_cpu_does_and_end_together(tmp_path: Path) -> None:
+    """Two ranks, each with an emulated GPU, in captured steps. One is killed, then one hangs."""
+    folder = str(saved(tmp_path, layers=1, vocabulary=512))
+    expected = served_by_cpu(folder)
+    with serving(folder, *RANKS, "--hang-seconds", "20") as server:
+        assert list(tokens(server)) == expected
+        captured, decoder = (
+            server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "decoder"))
+        assert captured > 0
+        assert captured + decoder >= 4 * 7
+        engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: not is_alive(engine) and not is_alive(rank), server)
+        assert list(tokens(server)) == expected  # streams wait for the next group
+        os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
+        assert list(tokens(server)) == expected
+        assert server.metric("npuserve_engine_restarts_total") == 2
+        ranks = ranks_of(server.process.pid)
+        assert server.stop() == 0
+        assert not any(map(is_alive, ranks))
+
+
+def test_more_ranks_than_visible_gpus_are_refused(tmp_path: Path) -> None:
+    folder = str(saved(tmp_path, layers=1))
+    server = Server(folder, *RANKS, process={"env": {**os.environ, "CUDA_VISIBLE_DEVICES": "3"}})
+    assert server.process.wait(100) == 2
+    assert ("tensor_parallel_size: 2 ranks of this host need as many devices, and 1 is visible here "
+            "(CUDA_VISIBLE_DEVICES); possible is 1 to 1 a host") in server.log
+    assert "Traceback" not in server.log

@@ -59,7 +59,7 @@ def test_collectives_equal_golden_functions_again_and_again(size: int, dtype: to
 
     for made in on_ranks(size, work):
         for x, (total, beside) in zip(parts, made, strict=True):
-            golden = Ranks(0, size, gather=lambda _, x=x: x)  # type: ignore[misc]
+            golden = Ranks(0, size, gather=lambda _, x=x: torch.stack(x))  # type: ignore[misc]
             assert torch.equal(total, all_reduce(x[0], golden))
             assert torch.equal(beside, all_gather(x[0], golden))
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from npuserve.kernels.native import available
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.shard import Shard
 from npuserve.npu.quantization import W8A8
-from tests.npu.rank import Job
+from tests.npu.rank import PROMPTS, TOKENS, Answers, reports
 
-Answers = list[tuple[list[int], list[float], list[float]]]
-"""Token ids, their log-probabilities, and those of the prompt, for each request."""
-
-PROMPTS = [[5, 9, 17, 3, 88, 41], [7], list(range(3, 40)), [61, 60, 59]]
-TOKENS = 12
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * len(PROMPTS)
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}, {"temperature": 1.0, "seed": 3, "top_p": 0.9},
@@ -29,27 +20,9 @@ MIXED: list[dict[str, Any]] = [
 SHARED = pytest.param(True, marks=pytest.mark.skipif(not available(), reason="the native kernels are not built"))
 
 
-def answers(
-    folder: Path, size: int, sampling: list[dict[str, Any]], *, shared: bool = True, **settings: Any
-) -> Answers:
-    """Return the answers of rank 0, which must equal those of the other ranks. shared: the ranks share memory."""
-    memory = os.memfd_create("ranks") if shared else -1
-    store = folder / f"store-{size}-{shared}"
-    store.unlink(missing_ok=True)
-    defaults = {"backend": "cpu", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "threads": 1,
-                "max_num_batched_tokens": 16, "dtype": "float32"}
-    processes = []
-    for rank in range(size):
-        job = Job(str(folder), rank, size, str(store), memory, {**defaults, **settings}, PROMPTS, sampling, TOKENS)
-        processes.append(subprocess.Popen(
-            [sys.executable, "-m", "tests.npu.rank", msgspec.json.encode(job).decode()], stdout=subprocess.PIPE,
-            pass_fds=[memory] if shared else [], env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
-    printed = [process.communicate(timeout=100)[0] for process in processes]
-    assert not any(process.returncode for process in processes)
-    if shared:
-        os.close(memory)
-    assert len(set(printed)) == 1
-    return msgspec.json.decode(printed[0], type=Answers)
+def answers(folder: Path, size: int, sampling: list[dict[str, Any]], **more: Any) -> Answers:
+    """Return the answers of a group; see `reports`."""
+    return reports(folder, size, sampling, **more).answers
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +66,18 @@ def test_answers_equal_those_of_one_process(folders: dict[str, Path], settings: 
     assert [tokens for tokens, *_ in divided] == [tokens for tokens, *_ in alone]
     for (_, *logprobs), (_, *wanted) in zip(divided, alone, strict=True):
         assert [pytest.approx(part, abs=tolerance) for part in wanted] == logprobs
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="the native kernels are not built")
+def test_recorded_step_has_two_collectives_a_layer_and_two(folders: dict[str, Path]) -> None:
+    """The calls of the recorded program are timed, and those with a collective are counted."""
+    folder = model(folders, "qwen3")
+    layers = ModelConfig.from_folder(folder).num_layers
+    found = reports(folder, 2, GREEDY, counts=True, kernel_sampling=1).steps
+    assert len(found) > TOKENS
+    assert {step.kernels for step in found} == {2 * layers + 2}
+    assert all(step.captured for step in found)
 
 
 @pytest.mark.slow

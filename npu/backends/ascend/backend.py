@@ -38,6 +38,11 @@ from npuserve.npu.notices import Notice
 
 log = logging.getLogger(__name__)
 
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+HCCL_BUFFER_MIB = 200
+"""Default of HCCL_BUFFSIZE."""
+
 TOKEN_BUCKET = 64
 """Tokens between the buckets of captured steps with chunks. The padding of a step fits into one KV-cache block."""
 
@@ -75,21 +80,23 @@ class AscendBackend(StreamBackend):
     captures_sampler = True
     host_lengths = True
     int8_levels = ascend.LEVELS
+    collectives = "hccl"
 
-    def __init__(self) -> None:
+    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
         self.kernels = ascend.LABEL
         _matching_versions()
         preflight.set_variables()
         try:
             import_large("torch_npu")
-            device = torch.device("npu:0")
-            if torch.npu.device_count() == 0:
+            device = torch.device("npu", place[0])
+            if (count := torch.npu.device_count()) == 0:
                 raise BackendError(
-                    "device: no NPU is visible: check with npu-smi info that there is one, that "
-                    "ASCEND_RT_VISIBLE_DEVICES names it, and that this user may open /dev/davinci*")
+                    f"device: no NPU is visible: check with npu-smi info that there is one, that {VISIBLE} names it, "
+                    "and that this user may open /dev/davinci*")
+            self.check_count(place, count, VISIBLE)
             torch.npu.set_device(device)
             torch.npu.config.allow_internal_format = True
-            super().__init__(torch.npu, device)
+            super().__init__(torch.npu, device, place)
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {acl_errors.advice(error)}") from error
         self._takes_lengths = False
@@ -106,8 +113,8 @@ class AscendBackend(StreamBackend):
         return cls.missing_cann()
 
     @classmethod
-    def preflight(cls, *, captures: bool) -> Sequence[Notice]:
-        return preflight.notices(Readings(environ=os.environ), captures=captures)
+    def preflight(cls, *, captures: bool, ranks: int = 1) -> Sequence[Notice]:
+        return preflight.notices(Readings(environ=os.environ), captures=captures, ranks=ranks)
 
     @classmethod
     def missing_cann(cls) -> str:
@@ -119,7 +126,7 @@ class AscendBackend(StreamBackend):
         return ""
 
     def bind_threads(self) -> str:
-        return processors.bind(Readings(environ=os.environ), self._lengths.native_id)
+        return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.place[0])
 
     def chip_name(self) -> str:
         """Return the name of the chip."""
@@ -206,6 +213,14 @@ class AscendBackend(StreamBackend):
 
     def int8_chunk_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
         return gathered_bytes(context, block_size, kv_heads * ascend.cached_head_dim(head_dim))
+
+    def communicator_bytes(self, size: int) -> int:
+        """Return twice HCCL_BUFFSIZE, which a communicator takes to send and to receive.
+
+        https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000076.html
+        """
+        buffer = os.environ.get("HCCL_BUFFSIZE", "")
+        return 2 * (int(buffer) if buffer.isdecimal() else HCCL_BUFFER_MIB) << 20 if size > 1 else 0
 
     def check_heads(self, head_dim: int) -> None:
         if not self.supports_heads(head_dim):

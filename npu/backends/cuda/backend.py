@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import is_backend_available  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from npuserve.kernels import triton
@@ -25,6 +27,12 @@ log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first with bfloat16."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+NCCL_CHANNELS, NCCL_BUFFSIZE = 32, 4 << 20
+"""Maximum number of NCCL's channels, and default bytes of the largest of the three buffers of a channel's connection
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize)."""
 
 
 KERNEL_NAMES = {
@@ -50,12 +58,13 @@ class CudaBackend(StreamBackend):
     int8_cache = True
     sampling_bytes = 8
     compiles = True
+    collectives = "nccl"
 
-    def __init__(self) -> None:
+    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
         self.kernels = triton.LABEL
         self._record: cuda_graphs.Record = cuda_graphs.record
         try:
-            super().__init__(*self.open_device())
+            super().__init__(*self.open_device(place), place)
             self.chip: str = self._streams.get_device_name(self.device)
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
@@ -63,9 +72,13 @@ class CudaBackend(StreamBackend):
                 f"device: the GPU cannot be started ({first[:200]}): check with nvidia-smi that it is healthy and not "
                 "in use by others") from error
 
-    def open_device(self) -> tuple[Any, torch.device]:
-        """Open the GPU; return its torch module and its device. Raises RuntimeError if it does not start."""
-        device = torch.device("cuda:0")
+    def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device]:
+        """Open the GPU of a rank; return its torch module and its device.
+
+        Raises BackendError if there are too few, RuntimeError if it does not start.
+        """
+        self.check_count(place, torch.cuda.device_count(), VISIBLE)
+        device = torch.device("cuda", place[0])
         torch.cuda.set_device(device)
         matmul = torch.backends.cuda.matmul  # accumulates partial sums in float32
         matmul.allow_bf16_reduced_precision_reduction = False
@@ -108,6 +121,16 @@ class CudaBackend(StreamBackend):
         self.synchronize()
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         return TraceProfiler(profile(activities=activities), folder, "torch.profiler with CUPTI", KERNEL_NAMES)
+
+    def check_ranks(self, size: int) -> None:
+        super().check_ranks(size)
+        if size > 1 and not is_backend_available(self.collectives):
+            raise BackendError(f"tensor_parallel_size: {size} is not possible, since this torch has no "
+                               f"{self.collectives}; possible is 1")
+
+    def communicator_bytes(self, size: int) -> int:
+        buffer = os.environ.get("NCCL_BUFFSIZE", "")
+        return 3 * NCCL_CHANNELS * (int(buffer) if buffer.isdecimal() else NCCL_BUFFSIZE) if size > 1 else 0
 
     def check_heads(self, head_dim: int) -> None:
         """Raise BackendError for head sizes that paged attention does not support."""

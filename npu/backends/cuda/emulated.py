@@ -13,6 +13,7 @@ It proves calls and numbers, not speed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,9 @@ MAX_QUERIES = 2
 
 MAX_BYTES = 4 << 30
 """Bytes of the emulated device's memory."""
+
+MAX_DEVICES = 8
+"""Number of emulated devices, one for each process of a group. They share the CPU's memory."""
 
 _aten = torch.ops.aten
 _WAITS = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default,
@@ -156,6 +160,12 @@ def record(work: Callable[[], Tensor], stream: Stream, pool: list[Tensor]) -> Ca
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     return min(CpuBackend().memory_available() // 2, MAX_BYTES), MAX_BYTES
+
+
+def device_count() -> int:
+    """Return the number of devices in CUDA_VISIBLE_DEVICES; MAX_DEVICES without the variable."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return MAX_DEVICES if visible is None else len([name for name in visible.split(",") if name.strip()])
 
 
 def memory_reserved(device: Any = None) -> int:

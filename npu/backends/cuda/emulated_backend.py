@@ -14,7 +14,7 @@ from npuserve.kernels import triton
 from npuserve.npu.backends import backend_class, register_emulated
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cuda import emulated
-from npuserve.npu.backends.cuda.backend import CudaBackend
+from npuserve.npu.backends.cuda.backend import VISIBLE, CudaBackend
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.trace_profiler import TraceProfiler
 
@@ -26,9 +26,10 @@ class EmulatedCuda(CudaBackend):
 
     compiles = False
     pinned = False
+    collectives = "gloo"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(place)
         self._record = emulated.record
 
     @classmethod
@@ -40,7 +41,8 @@ class EmulatedCuda(CudaBackend):
         return TraceProfiler(profile(activities=[ProfilerActivity.CPU]), folder,
                              "torch.profiler on an emulated GPU: its host's operators, no kernels", {}, has_times=False)
 
-    def open_device(self) -> tuple[Any, torch.device]:
+    def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device]:
+        self.check_count(place, emulated.device_count(), VISIBLE)
         return emulated, torch.device("cpu")
 
 

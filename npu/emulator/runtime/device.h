@@ -16,6 +16,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,13 @@ struct Task {
   MarkPtr reaches = nullptr;
   const void *writes = nullptr;           // address of a value that a stream may wait for
   uint64_t held = 0;                      // hangs until Device::released reaches this number
+  bool shared = false;                    // other devices wait for it
+};
+
+// Thrown by a task's body: the error code of its stream. Other exceptions are errors of a kernel.
+struct TaskError : std::runtime_error {
+  TaskError(int code, const std::string &text) : std::runtime_error(text), code(code) {}
+  int code;
 };
 
 struct Stream {
@@ -98,6 +106,12 @@ int wait_for(Lock &lock, Stream *stream, uint64_t number, int timeout);
 int stream_error(Stream *stream);
 void set_error(Stream *stream, int code, std::string text);  // keeps the first error
 
+// For collectives, without the lock.
+void wake();        // what tasks wait for outside of this process has changed
+void run_shared();  // another device waits for this one: requests the tasks that are shared
+int physical_device();  // number of this process's device, whatever ASCEND_RT_VISIBLE_DEVICES names
+void settle();          // from now on the process has this device
+
 // graph.cpp: operations and restrictions of captures. Each returns 0 or the documented error code.
 int record(Lock &lock, Stream *stream, Task task);
 int join(Stream *stream, const Mark &mark);                 // the stream waits for the mark and may enter its capture
@@ -105,6 +119,7 @@ int no_sync(const Stream *stream, const char *name);        // 107027 while the 
 int no_sync(const char *name);                              // 107027 while any stream captures
 int no_sync(const Mark &mark, const char *name);            // 107028 if the event was recorded in a capture
 int capture_of(const Stream *stream);                       // 0: none
+bool has_task_group(const Stream *stream);                 // its capture has one
 bool unsafe_is_forbidden();                                 // for this thread: aclrtMemcpy and aclrtMemset
 
 // log.cpp

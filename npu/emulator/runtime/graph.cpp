@@ -130,6 +130,8 @@ bool in_replay() { return replaying; }
 
 int capture_of(const Stream *stream) { return stream->capture ? stream->capture->graph->id : 0; }
 
+bool has_task_group(const Stream *stream) { return stream->capture && !stream->capture->graph->groups.empty(); }
+
 int record(Lock &lock, Stream *stream, Task task) {
   if (Group *group = stream->update) {
     bool fits = stream->updated < group->nodes.size() && task.body &&
@@ -267,6 +269,8 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     return fail(ACL_ERROR_RT_STREAM_CAPTURED, "a graph within a graph is not emulated");
   auto replay = std::make_shared<Replay>(Replay{found->second, {}});
   Task task{__func__, nullptr};
+  for (auto &lane : found->second->lanes)
+    for (auto &node : lane) task.shared |= node->task.shared;
   task.ready = [replay, stream] { return done(*replay, stream); };
   task.pull = [replay] {
     if (replay->lanes.empty()) begin(*replay);

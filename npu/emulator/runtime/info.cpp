@@ -1,5 +1,6 @@
-// Properties of the device: one Atlas A2 (Ascend910B4, 32 GB of memory or the configured size) under CANN 9.1.0, the
-// version that matches torch_npu 2.13.
+// Properties of the machine: 8 Atlas A2 (Ascend910B4, each of 32 GB of memory or the configured size) under CANN 9.1.0,
+// the version that matches torch_npu 2.13. A process uses one of them: the one that it has set when it first allocates
+// memory.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 
 #include "acl/acl.h"
 #include "device.h"
@@ -17,19 +19,58 @@ using namespace emu;
 namespace {
 
 constexpr const char *SOC = "Ascend910B4", *CANN = "9.1.0", *DRIVER = "26.0.RC1";
-constexpr int CORES = 20, VECTOR_CORES = 40;
+constexpr int CORES = 20, VECTOR_CORES = 40, DEVICES = 8;
 
 std::atomic<bool> initialized{false};
 std::atomic<bool> active{false};
+std::atomic<int> chosen{0};          // the process's device
+std::atomic<bool> settled{false};    // it uses that device
 thread_local bool device_set = false;
 std::atomic<int64_t> parameters[ACL_OPT_STRONG_CONSISTENCY + 1];
 int context;  // its address is the context handle
 
-int bad_device(const char *name, int id) {
-  return fail(ACL_ERROR_RT_INVALID_DEVICEID, "%s: device %d, there is only device 0", name, id);
+// Numbers of the devices that ASCEND_RT_VISIBLE_DEVICES names, up to the first that does not exist; all without it.
+std::vector<int> visible() {
+  std::vector<int> devices;
+  const char *named = getenv("ASCEND_RT_VISIBLE_DEVICES");
+  if (!named) {
+    for (int id = 0; id < DEVICES; id++) devices.push_back(id);
+    return devices;
+  }
+  for (std::istringstream text(named); text;) {
+    int id = -1;
+    char comma;
+    if (!(text >> id) || id < 0 || id >= DEVICES) break;
+    devices.push_back(id);
+    text >> comma;
+  }
+  return devices;
+}
+
+// Returns 0 if there is a device `id`.
+int known_device(const char *name, int id) {
+  int count = static_cast<int>(visible().size());
+  if (id >= 0 && id < count) return 0;
+  return fail(ACL_ERROR_RT_INVALID_DEVICEID, "%s: device %d, there are %d", name, id, count);
+}
+
+// Returns 0 if the process may use device `id`.
+int own_device(const char *name, int id) {
+  if (int code = known_device(name, id)) return code;
+  if (!settled || id == chosen) return 0;
+  return fail(ACL_ERROR_RT_INVALID_DEVICEID, "%s: device %d, and the process uses device %d: it has one in the emulator",
+              name, id, chosen.load());
 }
 
 }  // namespace
+
+namespace emu {
+
+void settle() { settled = true; }
+
+int physical_device() { return visible().at(chosen); }
+
+}  // namespace emu
 
 aclError aclInit(const char *) {
   ENTER();
@@ -96,7 +137,7 @@ aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo what, int64_t *value) {
 
 aclError aclrtGetDeviceInfo(uint32_t id, aclrtDevAttr what, int64_t *value) {
   ENTER();
-  if (id) return bad_device(__func__, static_cast<int>(id));
+  if (int code = known_device(__func__, static_cast<int>(id))) return code;
   switch (what) {
     case ACL_DEV_ATTR_AICORE_CORE_NUM: *value = CORES; return 0;
     case ACL_DEV_ATTR_VECTOR_CORE_NUM: *value = VECTOR_CORES; return 0;
@@ -106,13 +147,14 @@ aclError aclrtGetDeviceInfo(uint32_t id, aclrtDevAttr what, int64_t *value) {
 
 aclError aclrtGetDeviceCount(uint32_t *count) {
   ENTER();
-  *count = 1;
+  *count = static_cast<uint32_t>(visible().size());
   return 0;
 }
 
 aclError aclrtSetDevice(int32_t id) {
   ENTER();
-  if (id) return bad_device(__func__, id);
+  if (int code = own_device(__func__, id)) return code;
+  chosen = id;
   device_set = active = true;
   return 0;
 }
@@ -120,22 +162,22 @@ aclError aclrtSetDevice(int32_t id) {
 aclError aclrtGetDevice(int32_t *id) {
   ENTER();
   if (!device_set) return ACL_ERROR_RT_CONTEXT_NULL;  // a query, so no error is logged
-  *id = 0;
+  *id = chosen;
   return 0;
 }
 
 aclError aclrtResetDevice(int32_t id) {
   ENTER();
-  if (id) return bad_device(__func__, id);
+  if (int code = own_device(__func__, id)) return code;
   device_set = active = false;
   return 0;
 }
 
 aclError aclrtGetPrimaryCtxState(int32_t id, uint32_t *flags, int32_t *is_active) {
   ENTER();
-  if (id) return bad_device(__func__, id);
+  if (int code = known_device(__func__, id)) return code;
   if (flags) *flags = 0;
-  *is_active = active;
+  *is_active = active && id == chosen;
   return 0;
 }
 
@@ -155,8 +197,8 @@ aclError aclrtSetCurrentContext(aclrtContext current) {
 
 aclError aclrtGetLogicDevIdByUserDevId(const int32_t user, int32_t *const logical) {
   ENTER();
-  if (user) return bad_device(__func__, user);
-  *logical = 0;
+  if (int code = known_device(__func__, user)) return code;
+  *logical = visible()[user];
   return 0;
 }
 
@@ -213,11 +255,6 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
   if (option < 0 || option > ACL_OPT_STRONG_CONSISTENCY)
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: no option %d", __func__, option);
   *value = parameters[option];
-  return 0;
-}
-
-extern "C" EMU_API int HcclSetConfig(int, int64_t) {  // the same for communication, which does not exist here
-  ENTER();
   return 0;
 }
 

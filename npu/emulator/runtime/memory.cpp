@@ -65,8 +65,9 @@ char *place(size_t size, size_t page) {
   return at + size <= arena + capacity ? at : nullptr;
 }
 
-int allocate(const char *name, void **address, size_t wanted) {
+int allocate(const char *name, void **address, size_t wanted, bool poisoned) {
   if (int code = injected("malloc")) return code;
+  settle();
   if (!wanted || !address) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: size must be 1 or more", name);
   std::lock_guard<std::mutex> guard(lock);
   size_t size = pages(wanted);
@@ -76,9 +77,20 @@ int allocate(const char *name, void **address, size_t wanted) {
   taken[at] = size;
   used += size;
   peak = std::max(peak, used);
-  if (poison) memset(at, 0xff, size);  // NaN in every floating type, -1 in the integers
+  if (poisoned) memset(at, 0xff, size);  // NaN in every floating type, -1 in the integers
   *address = at;
   return 0;
+}
+
+// Returns false if it was not allocated.
+bool release(void *address) {
+  std::lock_guard<std::mutex> guard(lock);
+  auto found = taken.find(static_cast<char *>(address));
+  if (found == taken.end()) return false;
+  madvise(address, found->second, MADV_DONTNEED);
+  used -= found->second;
+  taken.erase(found);
+  return true;
 }
 
 int allocate_host(const char *name, void **address, size_t size) {
@@ -111,29 +123,27 @@ bool touches_device(const void *address) {
   return (arena && at >= arena && at < arena + capacity) || covering(reserved, address, 1);
 }
 
+int take_memory(const char *name, void **address, size_t bytes) { return allocate(name, address, bytes, false); }
+
+void give_memory(void *address) { release(address); }
+
 }  // namespace emu
 
 using namespace emu;
 
 aclError aclrtMalloc(void **address, size_t size, aclrtMemMallocPolicy) {
   ENTER();
-  return allocate(__func__, address, size + 32);  // 32 bytes are added, as documented
+  return allocate(__func__, address, size + 32, poison);  // 32 bytes are added, as documented
 }
 
 aclError aclrtMallocAlign32(void **address, size_t size, aclrtMemMallocPolicy) {
   ENTER();
-  return allocate(__func__, address, size);
+  return allocate(__func__, address, size, poison);
 }
 
 aclError aclrtFree(void *address) {
   ENTER();
-  std::lock_guard<std::mutex> guard(lock);
-  auto found = taken.find(static_cast<char *>(address));
-  if (found == taken.end()) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: %p was not allocated", __func__, address);
-  madvise(address, found->second, MADV_DONTNEED);
-  used -= found->second;
-  taken.erase(found);
-  return 0;
+  return release(address) ? 0 : fail(ACL_ERROR_RT_PARAM_INVALID, "%s: %p was not allocated", __func__, address);
 }
 
 aclError aclrtMallocHost(void **address, size_t size) {
@@ -222,6 +232,7 @@ aclError aclrtMallocPhysical(aclrtDrvMemHandle *handle, size_t size, const aclrt
   if (int code = injected("malloc")) return code;
   if (property->location.type != ACL_MEM_LOCATION_TYPE_DEVICE)
     return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s: physical host memory is not emulated", __func__);
+  settle();
   std::lock_guard<std::mutex> guard(lock);
   if (size > capacity - used) return out_of_memory(__func__, size);
   used += size;

@@ -61,6 +61,9 @@ bool step(Lock &lock, Stream *stream) {
     lock.unlock();
     if (!error) try {
       body();
+    } catch (const TaskError &failure) {
+      error = failure.code;
+      text = failure.what();
     } catch (const std::exception &failure) {
       error = ACL_ERROR_RT_AICORE_EXCEPTION;
       text = failure.what();
@@ -173,6 +176,23 @@ void want(Stream *stream, uint64_t number) {
   stream->wanted = number;
   device().idle = false;
   device().work.notify_all();
+}
+
+void wake() {
+  Lock lock(device().lock);
+  device().work.notify_all();
+}
+
+void run_shared() {
+  Lock lock(device().lock);
+  for (auto &stream : device().streams) {
+    uint64_t number = stream->finished, last = 0;
+    for (auto &task : stream->queue) {
+      number++;
+      if (task.shared) last = number;
+    }
+    want(stream.get(), last);
+  }
 }
 
 int append(Lock &lock, Stream *stream, Task task) {

@@ -3,6 +3,7 @@
 First, single prompts are prefilled alone, each several times. Then, for each context and batch size, a batch of
 requests is prefilled to the context, and all its rows decode together. Each step is launched before the previous step
 is collected, except with --no-double-buffering. With --json each line is one object; otherwise the output is a table.
+With --tensor-parallel-size the steps are those of a group of ranks, and bytes and kernels those of rank 0.
 
 With --layers, --lm-head or --dump, the kernels of a step are checked instead: see trace.py.
 """
@@ -29,7 +30,9 @@ from npuserve.service.cli.bench import trace as bench_trace
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
+from npuserve.service.ranks.lead import LeadRunner
 from npuserve.service.ranks.load import load_model
+from npuserve.service.ranks.processes import RankProcesses
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import resolve
@@ -87,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         row |= {"weights_bytes": bench.runner.weights_bytes, "cpu_kernels": kernels and asdict(kernels),
                 "peak_rss_bytes": max(rss, _peak_rss() - (ceilings.read_bytes if ceilings else 0))}
         print(json.dumps(row) if args.json else _line(row), flush=True)
+    if bench.ranks:
+        bench.ranks.stop()
     return 0
 
 
@@ -172,6 +177,7 @@ class Bench:
     """Engine step without the engine process.
 
     runner, scheduler: as in the engine process, but without a prefix cache, so that each prompt is computed.
+    ranks: the other ranks of the model; None if there are none.
     budget: maximum tokens of a step.
     depth: maximum number of steps in flight.
     calls: seconds of the current step's kernel calls, if timed.
@@ -184,9 +190,11 @@ class Bench:
     depth: int
     calls: list[float]
     collected: float = 0.0
+    ranks: RankProcesses | None = None
 
     def __post_init__(self) -> None:
-        self.pipeline = StepPipeline(self.scheduler, self.runner, self.depth)
+        runner = LeadRunner(self.runner, self.ranks.group) if self.ranks else self.runner
+        self.pipeline = StepPipeline(self.scheduler, runner, self.depth)
 
     @classmethod
     def load(cls, config: ServerConfig, batches: list[int], context: int, prompt: int, steps: int) -> Bench:
@@ -198,8 +206,11 @@ class Bench:
         config = msgspec.structs.replace(
             config, max_num_seqs=max(config.max_num_seqs, rows), max_num_batched_tokens=budget,
             kernel_sampling=min(config.kernel_sampling, TIMED_EVERY))
+        folder = str(resolve(config.model))
+        ranks = RankProcesses(config, folder) if config.tensor_parallel_size > 1 else None
         try:
-            runner = load_model(config, str(resolve(config.model)), lambda *call: calls.append(call[-1]))
+            runner = load_model(config, folder, lambda *call: calls.append(call[-1]),
+                                group=ranks.group if ranks else None)
         except (ValueError, OSError, MemoryError) as error:
             raise ConfigError(str(error)) from error
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
@@ -211,7 +222,7 @@ class Bench:
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
-        return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls)
+        return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls, ranks=ranks)
 
     def decode_bytes(self, context: int) -> int:
         """Return the bytes that a decode step must read: all weights once, and the keys and values of `context` tokens.

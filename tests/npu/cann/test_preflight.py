@@ -18,8 +18,8 @@ DRIVER = "/usr/local/Ascend/driver/version.info"
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
 
 
-def found(root: Path, captures: bool = True, **changes: object) -> dict[str, Notice]:
-    notices = preflight.notices(host(root, **changes), captures=captures)  # type: ignore[arg-type]
+def found(root: Path, captures: bool = True, ranks: int = 1, **changes: object) -> dict[str, Notice]:
+    notices = preflight.notices(host(root, **changes), captures=captures, ranks=ranks)  # type: ignore[arg-type]
     names = [notice.name for notice in notices]
     assert len(set(names)) == len(names)
     return {notice.name: notice for notice in notices}
@@ -73,6 +73,22 @@ def test_environment_variable_gives_a_notice(
 ) -> None:
     notice = found(tmp_path, captures, environ={**ENVIRONMENT, **environ})[next(iter(environ), "TASK_QUEUE_ENABLE")]
     assert (notice.level, said in notice.said) == (level, True), notice
+
+
+@pytest.mark.parametrize(("environ", "captures", "level", "said"), [
+    ({"HCCL_OP_EXPANSION_MODE": "AIV"}, True, "error", "conflicts with the task groups of captured attention"),
+    ({"HCCL_OP_EXPANSION_MODE": "AIV"}, False, "ok", "AIV"),
+    ({"HCCL_OP_EXPANSION_MODE": "AI_CPU"}, True, "ok", "AI_CPU"),
+    ({}, True, "ok", "not set"),
+    ({"HCCL_BUFFSIZE": "0"}, True, "error", "'0' must be a whole number of MiB, 1 or more"),
+])
+def test_variable_of_collectives_gives_a_notice_to_ranks_only(
+    tmp_path: Path, environ: Mapping[str, str], captures: bool, level: str, said: str
+) -> None:
+    name = next(iter(environ), "HCCL_OP_EXPANSION_MODE")
+    notice = found(tmp_path, captures, 2, environ={**ENVIRONMENT, **environ})[name]
+    assert (notice.level, said in notice.said) == (level, True), notice
+    assert name not in found(tmp_path, captures, environ={**ENVIRONMENT, **environ})
 
 
 def test_task_queue_is_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,12 @@ def test_plan_takes_the_near_processors_that_are_allowed(
     assert make_plan(on(tmp_path, visible), allowed) == plan
 
 
+def test_each_rank_has_the_processors_of_its_own_npu(tmp_path: Path) -> None:
+    assert [make_plan(on(tmp_path, "3, 2"), ALL, index) for index in range(2)] == [
+        make_plan(on(tmp_path, npu), ALL) for npu in ("3", "2")]
+    assert make_plan(on(tmp_path, ""), ALL, 1) == make_plan(on(tmp_path, "1"), ALL)
+
+
 def test_plan_without_topology_divides_all_processors(tmp_path: Path) -> None:
     """As on A3, whose NPUs are equally far from all processors."""
     printed = {("info", "-m"): MAPPING}

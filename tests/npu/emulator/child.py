@@ -181,17 +181,23 @@ def _close_child() -> None:
     _child = None
 
 
+def start_children(count: int, options: dict[str, Any], module: str) -> list[Child]:
+    """Start processes for `Child.run`, which the caller closes. The one of earlier tests ends."""
+    global _template
+    _close_child()
+    if _template is None or _template.environment != _environment():
+        close()
+        _template = Template()
+    return [Child(_template, options, module) for _ in range(count)]
+
+
 def run(
     function: Callable[..., Any], arguments: dict[str, Any], options: dict[str, Any], *, fresh: bool = False
 ) -> Any:
     """Call `function`, which a module must name, in a child with these options. A fresh child is not used again."""
-    global _child, _template
+    global _child
     if _child is None or _child.options != options or not _child.alive or fresh:
-        _close_child()
-        if _template is None or _template.environment != _environment():
-            close()
-            _template = Template()
-        _child = Child(_template, options, function.__module__)
+        _child = start_children(1, options, function.__module__)[0]
     try:
         return _child.run(function, arguments, fresh)
     finally:

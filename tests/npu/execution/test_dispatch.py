@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.npu.backends.base import Captured
+from npuserve.npu.backends.base import Captured, CaptureError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load as load_module
-from npuserve.npu.execution.dispatch import MIN_FORCED, MIN_FORCED_EAGER
+from npuserve.npu.execution.dispatch import MIN_FORCED, MIN_FORCED_EAGER, CapturableSteps, Dispatch
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.execution.test_runner import Driver, ids_of, load
@@ -154,3 +154,20 @@ def test_timed_step_runs_kernel_by_kernel(tmp_path, monkeypatch):
     assert [result.captured for result in results] == [False, True, False, True]
     assert calls.count("take_ids") == 2
     assert calls.count("linear_argmax") == 2
+
+
+def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
+    """A process without other ranks runs its steps kernel by kernel, and a rank would then pad other rows."""
+
+    class Refusing(Bucketed):
+        def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
+            raise CaptureError("device: steps cannot be captured")
+
+    backend = Refusing()
+    monkeypatch.setattr(load_module, "select", lambda *_: backend)
+    runner = load(saved(random_model("qwen3"), tmp_path))
+    assert runner._dispatch.greedy is None
+    steps = CapturableSteps(
+        backend, runner._model, runner._sampler, runner._buffers, runner._hidden, runner._last)
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        Dispatch(backend, runner._buffers, steps, 2, on_host=False, capture_chunks=True, may_drop=False)

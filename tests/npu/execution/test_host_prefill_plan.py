@@ -62,7 +62,9 @@ def test_host_prefill_memory_is_planned(tmp_path, monkeypatch):
 
 
 def test_host_prefill_check_prints_both_plans(tmp_path, monkeypatch):
-    def select(name: str = "auto", emulate: Sequence[str] | None = None) -> CpuBackend:
+    def select(
+        name: str = "auto", emulate: Sequence[str] | None = None, place: tuple[int, int] = (0, 1)
+    ) -> CpuBackend:
         return CpuBackend() if name == "cpu" else Device()
 
     monkeypatch.setattr(backends, "select", select)

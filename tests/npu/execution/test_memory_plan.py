@@ -97,6 +97,11 @@ def test_predict_default_cache_is_limited_to_share_of_free_memory(cpu, available
     assert asked.fits
 
 
+def test_predict_reserved_memory_is_not_available(cpu, available):
+    plans = [predict(CONFIG, cpu, reserved=reserved) for reserved in (0, 1 << 20)]
+    assert [plan.available for plan in plans] == [1 << 30, (1 << 30) - (1 << 20)]
+
+
 def test_plan_grown_takes_blocks_from_cache(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
     available(plan.peak - plan.base + 100)

@@ -67,7 +67,7 @@ def test_preflight_is_shown_and_an_error_fails_the_check(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = [Notice("warning", "driver", "driver 24.1 is old"), Notice("ok", "CANN", "9.1.0")]
-    monkeypatch.setattr(CpuBackend, "preflight", lambda *, captures: said)
+    monkeypatch.setattr(CpuBackend, "preflight", lambda **_: said)
     code, report = checked(capsys, str(folder), "--device", "cpu")
     assert code == 0
     assert report["preflight"][0] == {

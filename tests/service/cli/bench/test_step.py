@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -145,6 +147,19 @@ def test_bench_step_batch_that_does_not_fit_is_refused(
 ) -> None:
     assert cli.main(["bench", "step", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bench_step_of_ranks_reads_a_part_of_the_weights() -> None:
+    """A process of its own, since the end of a rank ends it."""
+    command = [sys.executable, "-m", "npuserve.service.cli", "bench", "step", "--batch", "2", "--context", "40",
+               "--prompt", "70", "--tokens", "4", "--json", *SMALL]
+    alone, divided = (
+        json.loads(subprocess.run([*command, "--tensor-parallel-size", size], check=True, capture_output=True).stdout)
+        for size in ("1", "2"))
+    assert divided.keys() == alone.keys()
+    assert divided["decode_tokens_per_second"] > 0
+    assert 0.4 * alone["weights_bytes"] < divided["weights_bytes"] < 0.7 * alone["weights_bytes"]
 
 
 @pytest.mark.parametrize("batch", ["0", "1,,2", "x", "-1"])

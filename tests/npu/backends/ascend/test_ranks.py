@@ -1,0 +1,241 @@
+"""Tensor parallelism on emulated NPUs: a process and a device for each rank, and collectives by torch_npu over HCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.npu import emulator
+from npuserve.npu.backends import select
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.parallel import Group
+from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
+from npuserve.service.ranks.lead import LeadRunner, follow, stop_followers
+from tests.e2e.emulated.test_calls import (
+    ANSWER,
+    COLLECT,
+    LAUNCH,
+    LAYERS,
+    LENGTHS,
+    ROWS,
+    SAMPLING,
+    STEADY,
+    Marked,
+    serve,
+)
+from tests.npu.backends.ascend.test_backend import load
+from tests.npu.backends.small import GREEDY, answers, asks, saved, saved_w8a8
+from tests.npu.emulator.child import emulated
+from tests.npu.emulator.ranks import Place, on_ranks
+
+SMALL_BUFFER = {"HCCL_BUFFSIZE": "1"}
+SUMS, GATHERS = 2 * LAYERS + 1, 1
+"""Collectives of a step: a sum for the embedding and two for each layer, and the gather at the LM head."""
+
+
+def loaded(place: Place, folder: Path, **settings: Any) -> tuple[Runner, Group]:
+    """Load a rank's shard of the model on its device."""
+    group = Group(place.rank, place.size, place.store)
+    return load(folder, group=group, **settings), group
+
+
+def from_first(place: Place, name: str, make: Callable[[], str]) -> str:
+    """Return what rank 0 makes."""
+    if place.rank == 0:
+        place.store.set(name, make())
+    text: str = place.store.get(name).decode()
+    return text
+
+
+def share(place: Place, name: str, make: Callable[[], Path]) -> Path:
+    """Return the folder that rank 0 makes."""
+    return Path(from_first(place, name, lambda: str(make())))
+
+
+def of_one_device(place: Place, folder: Path, **settings: Any) -> list[list[int]]:
+    """Return the answers of the whole model on the device of rank 0."""
+    text = from_first(place, "answers", lambda: json.dumps(answers(load(folder, **settings), asks(4, 8))[0]))
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sampling", [
+    {}, {"temperature": 0.9}, {"temperature": 1.2, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.3}],
+    ids=["greedy", "sampled", "penalized"])
+@on_ranks(joined=False, relax=("fp32",))
+def test_tokens_of_two_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """Chunks arrive while other requests decode. Every step is a replay of a graph that contains the collectives."""
+    folder = share(place, "model", lambda: saved(tmp_path, layers=LAYERS))
+    runner, _ = loaded(place, folder, decode_buckets=(1, 2, 4))
+    assert runner.fallbacks == []
+    assert runner.backend.device.index == place.rank
+    got, results = answers(runner, asks(6, 8, **sampling))
+    expected, _ = answers(load(folder, "cpu", block_size=128, threads=1), asks(6, 8, **sampling))
+    assert got == expected
+    assert {result.captured for result in results} == {True}
+
+
+@on_ranks(4, joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_tokens_of_four_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Path) -> None:
+    """Two ranks have the same key and value head. The vocabulary of 100 ids leaves two ranks without one."""
+    folder = share(place, "model", lambda: saved(tmp_path))
+    runner, _ = loaded(place, folder, decode_buckets=(1, 4), max_num_batched_tokens=32)
+    got, _ = answers(runner, asks(4, 6))
+    expected, _ = answers(load(folder, "cpu", block_size=128, threads=1), asks(4, 6))
+    assert got == expected
+
+
+@pytest.mark.parametrize("order", ["shuffled", "eager"])
+@pytest.mark.parametrize("capture", ["on", "off"])
+def test_tokens_do_not_depend_on_the_order_of_streams(tmp_path: Path, order: str, capture: str) -> None:
+    run_in_order = on_ranks(joined=False, relax=("fp32",), order=order, seed=3, poison=True, environment=SMALL_BUFFER)
+    run_in_order(compare_with_the_cpu)(tmp_path=tmp_path, capture=capture)
+
+
+def compare_with_the_cpu(place: Place, tmp_path: Path, capture: str) -> None:
+    folder = share(place, "model", lambda: saved(tmp_path))
+    runner, _ = loaded(place, folder, decode_buckets=(4,), capture=capture, max_num_batched_tokens=32)
+    got, results = answers(runner, asks(4, 6))
+    expected, _ = answers(load(folder, "cpu", block_size=128, threads=1), asks(4, 6))
+    assert got == expected
+    assert {result.captured for result in results} == {capture == "on"}
+
+
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_int8_cache_gives_the_tokens_of_one_device(place: Place, tmp_path: Path) -> None:
+    """Each rank has the scales of its own heads."""
+    folder = share(place, "model", lambda: saved(tmp_path / "float"))
+    settings: dict[str, Any] = {"kv_cache_dtype": "int8", "decode_buckets": (1, 4), "capture_chunks": False}
+    runner, _ = loaded(place, folder, **settings)
+    got, results = answers(runner, asks(4, 8))
+    assert got == of_one_device(place, folder, **settings)
+    assert any(result.captured_decodes for result in results)
+
+
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_ranks_agree_in_w8a8_and_choose_the_first_tokens_of_one_device(place: Place, tmp_path: Path) -> None:
+    """Each rank quantizes its own columns of dynamic inputs, so that later tokens may differ."""
+    folder = share(place, "model", lambda: saved_w8a8(tmp_path / "int8"))
+    runner, _ = loaded(place, folder, decode_buckets=(1, 4))
+    got, results = answers(runner, asks(4, 8))
+    assert {result.captured for result in results} == {True}
+    assert json.dumps(got) == from_first(place, "got", lambda: json.dumps(got))
+    alone = of_one_device(place, folder, decode_buckets=(1, 4))
+    assert sum(mine[0] == theirs[0] for mine, theirs in zip(got, alone, strict=True)) >= 3
+
+
+def decoding(runner: Runner, steps: int) -> StepResult:
+    """Run a prompt and decode steps; return the last result."""
+    runner.collect(runner.launch(Step([Row(0, [1, 2], 0, [0], True)], [NewRequest(0, [1, 2], [], GREEDY)])))
+    for step in range(steps):
+        emulator.clear_calls()
+        emulator.log_tasks(True)
+        result = runner.collect(runner.launch(Step([Row(0, [PENDING], 2 + step, [0], True)])))
+    return result
+
+
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_a_step_of_l_layers_has_2_l_plus_2_collectives(place: Place, tmp_path: Path) -> None:
+    folder = share(place, "model", lambda: saved(tmp_path, layers=LAYERS))
+    runner, group = loaded(place, folder, decode_buckets=(1,), capture_chunks=False)
+    assert decoding(runner, 3).captured
+    tasks = Counter(task.name for task in emulator.tasks())
+    assert (tasks["HcclAllReduce"], tasks["HcclAllGather"]) == (SUMS, GATHERS)
+    assert not [call for call in emulator.calls() if call.name.startswith("Hccl")]
+    group.minimum(0)
+
+
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_a_step_that_is_not_captured_calls_each_collective_once(place: Place, tmp_path: Path) -> None:
+    folder = share(place, "model", lambda: saved(tmp_path, layers=LAYERS))
+    runner, group = loaded(place, folder, capture="off")
+    assert not decoding(runner, 3).captured
+    calls = Counter(call.name for call in emulator.calls() if call.name.startswith("Hccl"))
+    assert calls["HcclAllReduce"] == SUMS
+    assert calls["HcclAllGather"] == GATHERS
+    group.minimum(0)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_a_steady_step_has_the_calls_of_one_device(place: Place, tmp_path: Path, sampling: str) -> None:
+    """Rank 0 runs the engine's loop with two steps in flight. Lengths are updated on each rank, by its own thread."""
+    folder = share(place, "model", lambda: saved(tmp_path, layers=LAYERS))
+    runner, group = loaded(place, folder, decode_buckets=(4,), capture_chunks=False)
+    emulator.clear_calls()
+    if place.rank:
+        follow(runner, group)
+        names = Counter(call.name for call in emulator.calls())
+        assert names["aclmdlRIExecuteAsync"] >= ANSWER - 2
+        assert names["aclmdlRICaptureTaskUpdateBegin"] >= LAYERS * (ANSWER - 2)
+        return
+    marked = Marked(LeadRunner(runner, group))  # type: ignore[arg-type]
+    serve(marked, double_buffering=True, sampling=SAMPLING[sampling])
+    stop_followers(group)
+    calls = emulator.calls()
+    at = {call.name: index for index, call in enumerate(calls) if call.name.startswith("#")}
+    launching = calls[at[f"# launch {STEADY[0]}"]].thread
+    assert all(marked.results[step].captured_decodes == ROWS for step in STEADY)
+    for step in STEADY:
+        begin, end = at[f"# launch {step}"], at[f"# launch {step + 1}"]
+        own = [call.name for call in calls[begin:end] if call.thread == launching and not call.name.startswith("#")]
+        assert own == LAUNCH + COLLECT
+    others = Counter(call.name for call in calls[at[f"# launch {STEADY[0]}"] : at[f"# launch {STEADY[-1] + 1}"]]
+                     if call.thread != launching)
+    assert sum(others[name] for name in LENGTHS) / len(STEADY) / LAYERS == pytest.approx(5, abs=0.2)
+    # torch_npu's watchdog asks for errors.
+    assert {name for name in others if name.startswith("Hccl")} <= {"HcclGetCommAsyncError"}
+
+
+@on_ranks(joined=False, relax=("fp32",), environment={"HCCL_BUFFSIZE": "30"})
+def test_memory_of_the_communicator_is_planned(place: Place, tmp_path: Path) -> None:
+    backend = select("npu", place=(place.rank, place.size))
+    planned, before = backend.communicator_bytes(2), emulator.memory().used
+    assert planned == 60 << 20
+    Group(place.rank, place.size, place.store).ranks(backend.collectives, backend.device, 1 << 16, shared=False)
+    backend.synchronize()
+    assert 0 <= emulator.memory().used - before - planned < 8 << 20
+    assert backend.communicator_bytes(1) == 0
+
+
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_a_step_whose_kernels_are_timed_gives_the_same_tokens(place: Place, tmp_path: Path) -> None:
+    """Each second step runs kernel by kernel, on all ranks."""
+    folder = share(place, "model", lambda: saved(tmp_path))
+    seen = Counter[str]()
+    runner, _ = loaded(place, folder, decode_buckets=(4,), kernel_sampling=2,
+                       observe=lambda kernel, *_: seen.update([kernel]))
+    got, results = answers(runner, asks(4, 8))
+    expected, _ = answers(load(folder, "cpu", block_size=128, threads=1), asks(4, 8))
+    assert got == expected
+    assert seen["all_reduce"] > 0
+    assert {result.captured for result in results} == {True, False}
+
+
+@on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
+def test_prompts_on_the_host_are_refused(place: Place, tmp_path: Path) -> None:
+    folder = share(place, "model", lambda: saved(tmp_path))
+    with pytest.raises(BackendError, match="prefill_device: cpu is not possible with a tensor_parallel_size above 1"):
+        loaded(place, folder, prefill_device="cpu")
+
+
+@on_ranks(joined=False, relax=("fp32",), environment={"HCCL_OP_EXPANSION_MODE": "AIV", **SMALL_BUFFER})
+def test_collectives_on_vector_cores_are_refused_for_captured_steps(place: Place, tmp_path: Path) -> None:
+    folder = share(place, "model", lambda: saved(tmp_path))
+    with pytest.raises(BackendError, match="HCCL_OP_EXPANSION_MODE: AIV conflicts with the task groups"):
+        loaded(place, folder)
+    place.store.set(f"refused-{place.rank}", b"1")
+
+
+@emulated(fresh=True)
+def test_more_ranks_than_visible_devices_are_refused() -> None:
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "3"
+    with pytest.raises(BackendError, match=r"2 ranks of this host need as many devices, and 1 is visible here "
+                       r"\(ASCEND_RT_VISIBLE_DEVICES\)"):
+        select("npu", place=(0, 2))

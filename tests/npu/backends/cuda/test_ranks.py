@@ -1,0 +1,146 @@
+"""Groups of ranks on emulated GPUs, each a process, compared with one process. Gloo stands for NCCL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.kernels import triton
+from npuserve.kernels.collectives import Ranks, all_reduce, linear_argmax_shard
+from npuserve.kernels.linear import linear_argmax
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.cuda.backend import CudaBackend
+from npuserve.npu.backends.cuda.emulated_backend import EmulatedCuda
+from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.shard import Shard
+from npuserve.npu.quantization import W8A8
+from tests.npu.backends.small import saved
+from tests.npu.rank import PROMPTS, Answers, reports
+from tests.npu.test_parallel import GREEDY, MIXED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+CUDA: dict[str, Any] = {"backend": "cuda", "emulate": [], "decode_buckets": [1, 3], "max_model_len": 64, "tokens": 6}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
+        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton")
+    monkeypatch.setattr(triton, "DEVICE", "cpu")
+
+
+def assert_equal(found: Answers, wanted: Answers, tolerance: float) -> None:
+    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted]
+    for (_, *logprobs), (_, *expected) in zip(found, wanted, strict=True):
+        assert [pytest.approx(part, abs=tolerance) for part in expected] == logprobs
+
+
+@pytest.mark.parametrize(("size", "vocabulary"), [(2, 300), pytest.param(4, 100, marks=pytest.mark.full)])
+def test_answers_equal_those_of_the_cpu(tmp_path: Path, size: int, vocabulary: int) -> None:
+    """Greedy, sampled, penalized and restricted requests, with chunks. Of 4 ranks, 2 hold a KV head each, and 3 have no
+    ids."""
+    folder = saved(tmp_path, layers=1, vocabulary=vocabulary)
+    found = reports(folder, size, MIXED, shared=False, **CUDA)
+    assert_equal(found.answers, reports(folder, 1, MIXED, tokens=6, max_model_len=64).answers, 1e-4)
+
+
+def test_captured_step_has_two_collectives_a_layer_and_two(tmp_path: Path) -> None:
+    """The collectives are part of the graphs: emulated graphs rerun their step. The kernels of each third step are
+    timed, one by one."""
+    folder = saved(tmp_path, layers=2)
+    found = reports(folder, 2, GREEDY, shared=False, counts=True, kernel_sampling=3, **CUDA)
+    assert len(found.steps) > CUDA["tokens"]
+    assert {step.gathers for step in found.steps} == {2 * 2 + 2}
+    assert [step.captured for step in found.steps] == [i % 3 > 0 for i in range(len(found.steps))]
+    assert found.answers == reports(folder, 1, GREEDY, tokens=6, max_model_len=64).answers
+
+
+def test_static_w8a8_with_int8_cache_equals_one_process(tmp_path: Path) -> None:
+    from tests.support.models import random_model, saved_w8a8
+
+    folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1), tmp_path, W8A8(dynamic=False))
+    alone, divided = (reports(folder, size, GREEDY, shared=False, kv_cache_dtype="int8", **CUDA) for size in (1, 2))
+    assert divided == alone
+    assert {len(tokens) for tokens, *_ in divided.answers} == {6}
+    assert len(divided.answers) == len(PROMPTS)
+
+
+# Kernels with the tensors of several ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_of_ranks_is_that_of_the_golden_function(dtype: torch.dtype) -> None:
+    """The interpreter of Triton does not round to the nearest bfloat16."""
+    parts = torch.randn(3, 5, 700, generator=torch.Generator().manual_seed(1)).to(dtype)
+    ranks = Ranks(1, 3, gather=lambda x: parts)
+    made = all_reduce.implementations["cuda"].function(parts[1], ranks)
+    torch.testing.assert_close(made, all_reduce(parts[1], ranks), atol=0, rtol=2**-7 if dtype == torch.bfloat16 else 0)
+
+
+def test_argmax_of_ranks_is_the_first_of_equal_values() -> None:
+    """The last rank has no ids of the vocabulary."""
+    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(3 * 128, 16, generator=torch.Generator().manual_seed(2))
+    weight[128:256] = weight[:128]
+    sent: list[torch.Tensor] = []
+
+    def send(x: torch.Tensor) -> torch.Tensor:
+        sent.append(x)
+        return torch.stack([x] * 3)
+
+    def of(rank: int, ranks: Ranks) -> torch.Tensor:
+        own = weight[128 * rank : 128 * (rank + 1)]
+        return linear_argmax_shard.implementations["cuda"].function(
+            hidden, own, None, (128, 100, 0)[rank], (0, 128, 228)[rank], ranks)
+
+    for rank in range(3):
+        of(rank, Ranks(rank, 3, gather=send))
+    wanted = linear_argmax(hidden, weight, None, 228)
+    assert int(wanted.max()) < 128
+    assert torch.equal(of(0, Ranks(0, 3, gather=lambda _: torch.stack(sent))), wanted)
+
+
+# Devices
+
+
+def test_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert EmulatedCuda((1, 2)).place == (1, 2)
+    with pytest.raises(BackendError, match=r"^tensor_parallel_size: 3 ranks of this host need as many devices, and 2 "
+                                           r"are visible here \(CUDA_VISIBLE_DEVICES\); possible is 1 to 2 a host$"):
+        EmulatedCuda((0, 3))
+
+
+def test_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EmulatedCuda()
+    backend.check_ranks(2)
+    monkeypatch.setattr(EmulatedCuda, "collectives", CudaBackend.collectives)
+    backend.check_ranks(1)
+    with pytest.raises(BackendError, match=r"^tensor_parallel_size: 2 is not possible, since this torch has no nccl"):
+        backend.check_ranks(2)
+
+
+def test_communicator_is_estimated_by_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = EmulatedCuda()
+    monkeypatch.delenv("NCCL_BUFFSIZE", raising=False)
+    assert (backend.communicator_bytes(1), backend.communicator_bytes(2)) == (0, 384 << 20)
+    monkeypatch.setenv("NCCL_BUFFSIZE", str(1 << 20))
+    assert backend.communicator_bytes(8) == 96 << 20
+
+
+def test_plan_counts_gathered_tensors(tmp_path: Path) -> None:
+    """Of each rank's hidden states of a step, and of the logits of all rows."""
+    config = ModelConfig.from_folder(saved(tmp_path, layers=1, vocabulary=300)).sharded(Shard(0, 2))
+    settings: dict[str, Any] = {
+        "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}
+    backend = EmulatedCuda((0, 2))
+    found = predict(config, backend, **settings)
+    backend.shares_memory = True
+    without = predict(config, backend, **settings)
+    assert found.activations - without.activations == 2 * 16 * config.hidden_size * 4
+    assert found.logits - without.logits == 3 * 512 * 4
