@@ -118,13 +118,13 @@ class MissingRanks(Exception):
     """Not all ranks have joined in time."""
 
 
-def serve(address: str, size: int) -> tuple[Store, str]:
+def serve(address: str, size: int, seconds: float) -> tuple[Store, str]:
     """Start the store of rank 0. address: host:port, port 0 for a free one. Return it, and its address with the port.
 
-    Raises RuntimeError if the port is in use.
+    Raises RuntimeError if the port is in use, or if the store does not answer at the address within `seconds`.
     """
     host, port = _endpoint(address)
-    store = TCPStore(host, port, size, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return store, f"{host}:{store.port}"
 
 

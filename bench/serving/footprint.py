@@ -7,7 +7,8 @@ Prints one JSON object:
     read_seconds           time to read the weight files once, just before the start
     first_health_seconds   from the start to the first answer of the health service
     ready_seconds          from the start to readiness
-    processes              resident and peak bytes of each process
+    processes              of each process: resident and peak bytes, and the resident bytes of its weights, where they
+                           are in a file in memory that a restart maps
     engine_peak_bytes      peak (VmHWM) of the engine after a prompt as long as the context, at most 4096 tokens, and a
                            full batch
     check                  output of `npuserve check --json`, whose peak_bytes predicts engine_peak_bytes
@@ -25,10 +26,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
+
+from bench.serving.server import ranks_of
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2, model_pb2
 from npuserve.v1 import inference_service_pb2_grpc as rpc
@@ -45,12 +50,20 @@ def read_seconds(folder: Path) -> float:
 
 def memory(pid: int) -> dict[str, int]:
     status = Path(f"/proc/{pid}/status").read_text()
-    return {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
-            for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}
+    found = {name: int(re.search(rf"{key}:\s+(\d+)", status)[1]) * 1024  # type: ignore[index]
+             for name, key in (("rss_bytes", "VmRSS"), ("peak_bytes", "VmHWM"))}
+    return found | {"weights_bytes": mapped_weights(pid)}
 
 
-def main() -> None:
-    arguments = sys.argv[1:]
+def mapped_weights(pid: int) -> int:
+    """Return the resident bytes of the file in memory with a process's weights; 0 for none."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)
+    return sum(int(size) << 10 for mapping in mappings if "memfd:npuserve-weights" in mapping.partition("\n")[0]
+               for size in re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE))
+
+
+def measure(arguments: list[str]) -> dict[str, Any]:
+    """Serve a model with these arguments of `npuserve serve`, and return the measured figures."""
     folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else FOLDER
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -99,15 +112,17 @@ def main() -> None:
         for line in listing.splitlines():
             if match := re.search(r"npuserve\.service\.(\w+)", line):
                 processes[match.group(1)] = memory(int(line.split()[0]))
-        print(json.dumps({
+        for number, pid in enumerate(ranks_of(server.pid), 1):
+            processes[f"rank-{number}"] = memory(pid)
+        return {
             "model": folder.name, "read_seconds": round(reading, 3), "first_health_seconds": round(first_health, 3),
             "ready_seconds": round(ready, 3), "processes": processes,
             "engine_peak_bytes": processes["engine"]["peak_bytes"],
-            "check": json.loads(check.stdout) if check.stdout.strip().startswith("{") else check.stderr}))
+            "check": json.loads(check.stdout) if check.stdout.strip().startswith("{") else check.stderr}
     finally:
         server.terminate()
         server.wait(60)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure(sys.argv[1:])))

@@ -72,7 +72,8 @@ def load_runner(
     lm_head_dtype: as in `ModelConfig`.
     kernel_sampling, observe: as in `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
-    memory: shared memory file for the weights, if the backend supports it. It may already contain them.
+    memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
+        group has its own.
     cpu: requested CPU kernels.
     cpu_binding: auto: bind threads as `Backend.bind_threads` does, unless prompts are computed on the host.
     group: of the ranks that share the model, each of which calls this; None to load all of it.
@@ -88,7 +89,7 @@ def load_runner(
         Shard(group.rank, group.size) if group else WHOLE)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
-    memory = None if host or group else memory
+    memory = None if host else memory
     kept = memory.plan(Path(folder)) if memory else None
     with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
         plan = kept if shared and kept else predict(

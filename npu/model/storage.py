@@ -112,8 +112,13 @@ def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> i
     """Return the bytes that `allocate` takes."""
     c = config
     matrices = [*tables(c, backend.vocabulary_tile), *(w for i in range(c.num_layers) for w in linears(c, i))]
-    norms = c.num_layers * (2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)) + c.hidden_size
-    return norms * dtype.itemsize + sum(matrix.nbytes(dtype, backend) for matrix in matrices)
+    return norm_bytes(c, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in matrices)
+
+
+def norm_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the norms, which every rank of a group has."""
+    c = config
+    return (c.num_layers * (2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)) + c.hidden_size) * dtype.itemsize
 
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:

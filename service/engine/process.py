@@ -55,7 +55,8 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: increases with each start of the engine.
     heartbeat: True to send heartbeats.
     memory: descriptor of the file in memory for the model's weights; -1 for none.
-    shared_weights: description of its contents by the last engine that was ready (npu/execution/load.py).
+    rank_memory: descriptors of those of the other ranks of this host; empty for none.
+    shared_weights: description of the files' contents by the last engine that was ready (`shared_weights`).
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
     served_name: name of the model for clients.
@@ -68,6 +69,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: int
     heartbeat: bool = False
     memory: int = -1
+    rank_memory: list[int] = []
     shared_weights: dict[str, Any] | None = None
     kernels: dict[str, Any] | None = None
     served_name: str = ""
@@ -94,23 +96,25 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     if args.capture_failed:
         logs.event(log, "steps are not captured but run kernel by kernel, which is slower", level=logging.WARNING,
                    reason=args.capture_failed)
-    ranks = RankProcesses(args.config, args.folder) if args.config.tensor_parallel_size > 1 else None
+    ranks = None
+    if args.config.tensor_parallel_size > 1:
+        ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
                         capture="off" if args.capture_failed else None, group=ranks.group if ranks else None)
     if runner.backend.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
-    lead = LeadRunner(runner, ranks.group) if ranks else None
-    return build_engine(args, runner, publisher, began, lead), ranks
+    return build_engine(args, runner, publisher, began, ranks), ranks
 
 
 def build_engine(
-    args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float, lead: LeadRunner | None = None
+    args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float,
+    ranks: RankProcesses | None = None,
 ) -> Engine:
     """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
 
-    lead: the runner as rank 0 of a group; None for a runner of its own.
+    ranks: the other ranks of a group whose rank 0 is the runner's; None for none.
     publisher: of KV events; None for none.
     began: start of the load, by time.monotonic().
     """
@@ -133,7 +137,8 @@ def build_engine(
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
     socket = EngineSocket(args.address)
-    engine = Engine(scheduler, lead or runner, socket, model, args.epoch, config.double_buffering,
+    lead = LeadRunner(runner, ranks.group) if ranks else runner
+    engine = Engine(scheduler, lead, socket, model, args.epoch, config.double_buffering,
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
@@ -143,8 +148,15 @@ def build_engine(
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
-                 shared_weights=runner.shared_weights, kernels=cpu_kernels(runner, args.kernels))
+                 shared_weights=shared_weights(runner, ranks), kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any] | None:
+    """Return the description of the weights in memory, with those of the ranks of this host; None if none are kept."""
+    if runner.shared_weights is None:
+        return None
+    return {**runner.shared_weights, **({"ranks": ranks.shared_weights()} if ranks else {})}
 
 
 def open_profiler(config: ServerConfig, runner: Runner, socket: EngineSocket) -> Profiler | None:

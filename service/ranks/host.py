@@ -1,57 +1,114 @@
 """`npuserve serve` on a host other than the first of a group: it runs the host's ranks, and serves nothing.
 
-The ranks end when one of the group ends. They are then started again and wait for the new group, until SIGTERM.
+The ranks end when one of the group ends. They are then started again and wait for the new group, until SIGTERM. Their
+weights stay in memory meanwhile.
+
+After SIGTERM the ranks compute until the group ends, since the first host still drains its streams.
 """
 
 from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
-from npuserve.service.ranks.processes import RankArgs, start, wait
-from npuserve.service.ranks.world import World
+from npuserve.service.ranks.processes import RankArgs, RankProcess, create_shared_memory
+from npuserve.service.ranks.world import World, join_seconds
 
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
 """Pause before the ranks are started again."""
+DRAIN_MARGIN_SECONDS = 10.0
+"""Time beyond drain_seconds that the first host needs to stop its engine."""
+END_SECONDS = 1.0
+"""Time for the other ranks of this host to end by themselves, once one has ended."""
+MAX_MEMORY_REUSES = 30
+"""Number of short runs after which a new process does not reuse the weights in memory: they may be the cause."""
+SHORT_SECONDS = 60.0
+"""A run is short if it ends earlier."""
 
 
 def run(config: ServerConfig, folder: Path, world: World) -> int:
     """Run the ranks of this host until SIGTERM, or until they are unusable. Return the exit code.
 
-    0: SIGTERM. 2: the configuration, the model or the group is unusable. 4: device fault.
+    0: SIGTERM. 2: the model or the group is unusable. 4: device fault.
+
+    Raises ConfigError if the address of the first host does not resolve.
     """
-    stopped, processes = threading.Event(), list[subprocess.Popen[bytes]]()
+    return Host(config, folder, world).run()
 
-    def stop(*_: object) -> None:
-        stopped.set()
-        for process in processes:
-            process.kill()
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    ranks = world.ranks(config)
-    logs.event(log, "ranks of a group", ranks=f"{ranks[0]} to {ranks[-1]}", address=world.address)
-    while not stopped.is_set():
-        processes[:] = [start(RankArgs(config, str(folder), rank, world.address, len(ranks))) for rank in ranks]
-        code, event = wait(processes[0])
-        for process in processes:
+class Host:
+    """The ranks of this host. Call `run` once."""
+
+    def __init__(self, config: ServerConfig, folder: Path, world: World):
+        self._config, self._folder, self._world = config, folder, world
+        self._ranks = world.ranks(config)
+        self._files = [create_shared_memory() for _ in self._ranks]
+        self._contents: list[dict[str, Any] | None] = [None] * len(self._ranks)
+        self._processes: list[RankProcess] = []
+        self._stopped = threading.Event()
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        world, ranks = self._world, self._ranks
+        logs.event(log, "ranks of a group", ranks=f"{ranks[0]} to {ranks[-1]}", address=world.address)
+        short_runs = 0
+        while not self._stopped.is_set():
+            world.resolve(join_seconds(self._config), self._stopped)
+            began = time.monotonic()
+            code, error = self._run_group()
+            if self._stopped.is_set():
+                break
+            if code in (UNUSABLE, EXIT_NODE_FAULT):
+                logs.event(log, "ranks cannot be used", level=logging.ERROR, error=error, code=code)
+                return code
+            short_runs = short_runs + 1 if time.monotonic() - began < SHORT_SECONDS else 0
+            if short_runs >= MAX_MEMORY_REUSES:
+                self._contents = [None] * len(ranks)
+            logs.event(log, "ranks ended, starting them again", level=logging.WARNING, code=code,
+                       **{"error": error} if error else {})
+            self._stopped.wait(PAUSE_SECONDS)
+        return 0
+
+    def _run_group(self) -> tuple[int, str]:
+        """Start the ranks and run them until one ends. Return the largest exit code, and the error reported, or ""."""
+        address, local = self._world.address, len(self._ranks)
+        self._processes = [
+            RankProcess(RankArgs(self._config, str(self._folder), rank, address, local, -1, file, content))
+            for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True)]
+        if self._stopped.is_set():  # during the start
+            self._kill()
+        with ThreadPoolExecutor(local) as threads:
+            runs = {threads.submit(process.run): process for process in self._processes}
+            wait(runs, return_when=FIRST_COMPLETED)
+            for process in self._processes:
+                process.kill(END_SECONDS)
+        for index, process in enumerate(self._processes):
+            self._contents[index] = process.shared_weights or self._contents[index]
+        # A rank that is unusable ends the others, which then end with 1.
+        code, process = max(((run.result(), process) for run, process in runs.items()), key=lambda end: end[0])
+        return code, process.error.get("error", "")
+
+    def _stop(self, *_: object) -> None:
+        """Stop once the group has ended, at most drain_seconds and a margin from now; at once without a group."""
+        if self._stopped.is_set() or not all(process.ready.is_set() for process in self._processes):
+            self._kill()
+        else:
+            timer = threading.Timer(self._config.drain_seconds + DRAIN_MARGIN_SECONDS, self._kill)
+            timer.daemon = True
+            timer.start()
+        self._stopped.set()
+
+    def _kill(self) -> None:
+        for process in self._processes:
             process.kill()
-            other, of_other = wait(process)
-            code, event = (other, of_other) if other > 0 and code <= 0 else (code, event)
-        if stopped.is_set():
-            break
-        if code in (UNUSABLE, EXIT_NODE_FAULT):
-            logs.event(log, "ranks cannot be used", level=logging.ERROR, error=event.get("error", ""), code=code)
-            return code
-        logs.event(log, "ranks ended, starting them again", level=logging.WARNING, code=code,
-                   **{"error": event["error"]} if event else {})
-        stopped.wait(PAUSE_SECONDS)
-    return 0

@@ -18,8 +18,8 @@ from npuserve.service.ipc import child, process_control
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import follow
 from npuserve.service.ranks.load import load_model
-from npuserve.service.ranks.processes import RankArgs, join_seconds
-from npuserve.service.ranks.world import check_same
+from npuserve.service.ranks.processes import RankArgs
+from npuserve.service.ranks.world import check_same, join_seconds
 
 
 def main() -> int:
@@ -41,6 +41,7 @@ def main() -> int:
 def run(args: RankArgs) -> int:
     """Run the rank until rank 0 stops it. Return the exit code."""
     import_large("npuserve.npu.execution.load")
+    from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.parallel import Group, MissingRanks, join, wait_for_ranks
 
     size, seconds = args.config.tensor_parallel_size, join_seconds(args.config)
@@ -49,7 +50,8 @@ def run(args: RankArgs) -> int:
         wait_for_ranks(store, args.rank, size, seconds)
         group = Group(args.rank, size, store, args.memory, args.local)
         check_same(group, args.config, Path(args.folder))
-        runner = load_model(args.config, args.folder, lambda *_: None, group=group)
+        memory = SharedMemory(args.weights, args.shared_weights) if args.weights >= 0 else None
+        runner = load_model(args.config, args.folder, lambda *_: None, memory, group=group)
     except (ConfigError, MissingRanks, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise
@@ -57,6 +59,7 @@ def run(args: RankArgs) -> int:
             return child.EXIT_DEVICE_FAULT
         return child.unusable(error)
     gc.freeze()
+    child.report("ready", shared_weights=runner.shared_weights)
     follow(runner, group)
     return 0
 

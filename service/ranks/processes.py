@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.ipc import child
 from npuserve.service.ranks.faults import CAPTURE_FAILED
 from npuserve.service.ranks.lead import stop_followers
-from npuserve.service.ranks.world import check_same, read_world
+from npuserve.service.ranks.world import check_same, join_seconds, read_world
 
 if TYPE_CHECKING:
     from npuserve.npu.parallel import Group
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROCESS = (sys.executable, "-m", "npuserve.service.ranks.process")
-JOIN_SECONDS = 600.0
-"""Maximum time to wait for the other ranks, whose hosts may still start."""
 STOP_SECONDS = 5.0
 """Time for the ranks to end by themselves."""
 CAUSE_SECONDS = 0.3
@@ -47,7 +46,9 @@ class RankArgs(msgspec.Struct, frozen=True):
     rank: number of the rank, from 1.
     address: host:port where the ranks meet.
     local: number of ranks of each host.
-    memory: descriptor of the file in memory that the ranks share; -1 for none.
+    memory: descriptor of the file in memory by which the ranks communicate; -1 for none.
+    weights: descriptor of the file in memory for this rank's weights; -1 for none.
+    shared_weights: description of its contents by the last process of this rank that was ready.
     """
 
     config: ServerConfig
@@ -56,6 +57,8 @@ class RankArgs(msgspec.Struct, frozen=True):
     address: str
     local: int
     memory: int = -1
+    weights: int = -1
+    shared_weights: dict[str, Any] | None = None
 
     @property
     def may_drop_captures(self) -> bool:
@@ -63,36 +66,55 @@ class RankArgs(msgspec.Struct, frozen=True):
         return self.config.capture == "auto"
 
 
-def join_seconds(config: ServerConfig) -> float:
-    """Return the maximum time to wait for the other ranks."""
-    return config.load_seconds or JOIN_SECONDS
+def create_shared_memory() -> int:
+    """Return the descriptor of a file in memory for the weights of successive processes; -1 without memfd support.
 
-
-def start(args: RankArgs) -> subprocess.Popen[bytes]:
-    """Start the process of a rank. Raises OSError."""
-    process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               pass_fds=[args.memory] if args.memory >= 0 else [])
-    assert process.stdin
-    process.stdin.write(msgspec.json.encode(args) + b"\n")
-    process.stdin.flush()
-    return process
-
-
-def wait(process: subprocess.Popen[bytes]) -> tuple[int, dict[str, str]]:
-    """Wait for the end of a rank's process. Return its exit code, and the event with its error; {} without one.
-
-    Other lines of its output, which libraries print, are logged.
+    The supervisor holds it open for its lifetime.
     """
-    assert process.stdout
-    found: dict[str, str] = {}
-    for line in process.stdout:
+    return os.memfd_create("npuserve-weights") if hasattr(os, "memfd_create") else -1
+
+
+class RankProcess:
+    """Process of a rank. Raises OSError if it cannot be started.
+
+    ready: set once the process has joined the group and loaded its weights.
+    shared_weights: description of the weights in memory, once it is ready; None if they are not kept.
+    error: event with which it reported an error, once it has ended; {} otherwise. Other lines of its output, which
+        libraries print, are logged.
+    """
+
+    def __init__(self, args: RankArgs):
+        self.ready, self.error = threading.Event(), dict[str, str]()
+        self.shared_weights: dict[str, Any] | None = None
+        self.rank = args.rank
+        self._process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         pass_fds=[file for file in (args.memory, args.weights) if file >= 0])
+        assert self._process.stdin
+        self._process.stdin.write(msgspec.json.encode(args) + b"\n")
+        self._process.stdin.flush()
+
+    def run(self) -> int:
+        """Handle the events of the process until it ends. Return its exit code."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            try:
+                event = msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.DecodeError:  # printed by a library
+                logs.event(log, "rank said", rank=self.rank, text=line.decode(errors="replace").rstrip())
+                continue
+            if event.get("event") in ("unusable", CAPTURE_FAILED):
+                self.error = event
+            elif event.get("event") == "ready":
+                self.shared_weights = event["shared_weights"]
+                self.ready.set()
+        return self._process.wait()
+
+    def kill(self, seconds: float = 0) -> None:
+        """End the process by SIGKILL, if it has not ended in `seconds`."""
         try:
-            event = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
-            logs.event(log, "rank said", text=line.decode(errors="replace").rstrip())
-        else:
-            found = event if event.get("event") in ("unusable", CAPTURE_FAILED) else found
-    return process.wait(), found
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 _watchers: list[threading.Thread] = []
@@ -112,19 +134,32 @@ def end_with_rank() -> None:
 class RankProcesses:
     """The ranks of this host other than 0, and the group with those of all hosts.
 
-    Raises OSError if a process cannot be started, and ConfigError if ranks are missing or differ.
+    weights: descriptors of the files in memory for the weights of the ranks of this host from 1; empty for none.
+    shared_weights: descriptions of their contents; None if they have none.
+
+    Raises OSError if a process cannot be started, and ConfigError if the ranks cannot meet, are missing, or differ.
     """
 
-    def __init__(self, config: ServerConfig, folder: str):
+    def __init__(
+        self, config: ServerConfig, folder: str, weights: Sequence[int] = (),
+        shared_weights: Sequence[dict[str, Any] | None] | None = None,
+    ):
         from npuserve.npu.parallel import Group, MissingRanks, serve, wait_for_ranks
 
         size, world = config.tensor_parallel_size, read_world(config, os.environ)
         local = len(world.ranks(config)) if world else size
-        store, address = serve(world.address if world else "127.0.0.1:0", size)
+        if world:
+            world.resolve(join_seconds(config))
+        try:
+            store, address = serve(world.address if world else "127.0.0.1:0", size, join_seconds(config))
+        except RuntimeError as error:
+            raise (world.explain(error) if world else error) from None
         memory = -1 if world else os.memfd_create("npuserve-ranks")
+        files, contents = weights or [-1] * (local - 1), shared_weights or [None] * (local - 1)
         self._stopping = False
         self._processes = [
-            self._start(RankArgs(config, folder, rank, address, local, memory)) for rank in range(1, local)]
+            self._start(RankArgs(config, folder, rank, address, local, memory, file, content))
+            for rank, file, content in zip(range(1, local), files, contents, strict=True)]
         try:
             wait_for_ranks(store, 0, size, join_seconds(config))
         except MissingRanks as error:
@@ -132,22 +167,27 @@ class RankProcesses:
         self.group: Group = Group(0, size, store, memory, local)
         check_same(self.group, config, Path(folder))
 
-    def _start(self, args: RankArgs) -> subprocess.Popen[bytes]:
-        process = start(args)
-        watcher = threading.Thread(
-            target=self._watch, args=(args.rank, process), name=f"rank-{args.rank}", daemon=True)
+    def shared_weights(self) -> list[dict[str, Any] | None]:
+        """Wait until the ranks of this host are ready. Return the descriptions of their weights in memory."""
+        for process in self._processes:
+            process.ready.wait()  # this process ends if that one does
+        return [process.shared_weights for process in self._processes]
+
+    def _start(self, args: RankArgs) -> RankProcess:
+        process = RankProcess(args)
+        watcher = threading.Thread(target=self._watch, args=(process,), name=f"rank-{args.rank}", daemon=True)
         _watchers.append(watcher)
         watcher.start()
         return process
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: RankProcess) -> None:
         """Wait for the end of a rank's process, and end this one with it."""
-        code, event = wait(process)
+        code = process.run()
         if self._stopping:
             return
-        logs.event(log, "a rank ended", level=logging.ERROR, rank=rank, code=code)
-        if event:
-            child.report(event["event"], error=event["error"])
+        logs.event(log, "a rank ended", level=logging.ERROR, rank=process.rank, code=code)
+        if process.error:
+            child.report(process.error["event"], error=process.error["error"])
         logging.shutdown()
         os._exit(code if code > 0 else 1)
 
@@ -156,7 +196,4 @@ class RankProcesses:
         self._stopping = True
         stop_followers(self.group)
         for process in self._processes:
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.kill(STOP_SECONDS)

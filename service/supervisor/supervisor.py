@@ -34,7 +34,8 @@ from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
 from npuserve.service.ranks import host
-from npuserve.service.ranks.world import read_world
+from npuserve.service.ranks.processes import create_shared_memory
+from npuserve.service.ranks.world import local_ranks, read_world
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import private_folder
@@ -50,8 +51,6 @@ ENGINE_STOP_SECONDS = 10.0
 """Seconds from SIGTERM to SIGKILL of the engine. A step must fit."""
 MIN_FREE_BYTES = 16 << 20
 """Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
-MAX_MEMORY_REUSES = 30
-"""Number of short runs after which a new engine does not reuse the weights in shared memory: they may be the cause."""
 ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}
 """OpenMP threads wait for each other many times per step. Sleeping costs several times the step, and a long spin delays
 front ends that need the cores. 1000 spins, a few microseconds, are a compromise."""
@@ -180,12 +179,13 @@ class Supervisor:
             }, self._on_event)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]
-        memory = _create_shared_memory()
+        memory, *others = [create_shared_memory() for _ in range(local_ranks(self._config, os.environ))]
+        others = others if memory >= 0 else []
         self._engine = ChildProcess("engine", self._commands[1], {**ENGINE_ENV, **environment}, lambda: {
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
-            "heartbeat": True, "memory": memory, "shared_weights": self._shared_weights, "kernels": self._kernels,
-            "served_name": self._name, "capture_failed": self._capture_failed,
-        }, self._on_event, [memory] if memory >= 0 else [])
+            "heartbeat": True, "memory": memory, "rank_memory": others, "shared_weights": self._shared_weights,
+            "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
+        }, self._on_event, [memory, *others] if memory >= 0 else [])
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events)
 
@@ -294,7 +294,7 @@ class Supervisor:
                 return 0
             self._start_began = time.monotonic()
             if child is self._engine:
-                if policy.deaths >= MAX_MEMORY_REUSES:
+                if policy.deaths >= host.MAX_MEMORY_REUSES:
                     self._shared_weights = None
                 self._page.engine_restarted()
 
@@ -351,11 +351,3 @@ def _check_addresses(config: ServerConfig) -> None:
     for setting, port, name in (("host", 0, config.host), ("port", config.port, endpoint(config.host, config.port))):
         if error := probe.cannot_listen(config.host, port, shared):
             raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}")
-
-
-def _create_shared_memory() -> int:
-    """Return the descriptor of a file in memory for the weights of successive engines; -1 without memfd support.
-
-    The supervisor holds it open for its lifetime.
-    """
-    return os.memfd_create("npuserve-engine") if hasattr(os, "memfd_create") else -1

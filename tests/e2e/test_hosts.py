@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from npuserve.npu.storyteller import FOLDER
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, streamed
 from tests.e2e.test_exactness import STORIES, check
-from tests.e2e.test_ranks import answers
+from tests.e2e.test_ranks import answers, copied, erase
 from tests.support.models import random_model, saved
 
 pytestmark = pytest.mark.slow
@@ -43,12 +44,12 @@ def host(*flags: str, **variables: str) -> Server:
 
 
 @contextmanager
-def hosts(environment: object = torchrun) -> Iterator[tuple[Server, Server]]:
+def hosts(environment: object = torchrun, model: Path = FOLDER) -> Iterator[tuple[Server, Server]]:
     """Two hosts of a group; the first is ready."""
     port = free_port()
     with ExitStack() as stack:
-        servers = [host(*FLAGS, **environment(rank, port)) for rank in range(2)]  # type: ignore[operator]
-        for server in servers:
+        servers = [host(str(model), *FLAGS, **environment(rank, port)) for rank in range(2)]  # type: ignore[operator]
+        for server in reversed(servers):  # the first host is closed first: the other waits for the end of the group
             stack.callback(server.close)
         servers[0].wait_until_listening()
         servers[0].wait_until_ready()
@@ -66,15 +67,59 @@ def test_two_hosts_answer_as_transformers_do(environment: object) -> None:
         assert second.stop() == 0
 
 
+def rank_of(server: Server) -> int:
+    """Return the process of the one rank of a host that is not the first; 0 for none."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return int(children[0]) if children else 0
+
+
+def test_drain_of_both_hosts_ends_no_stream() -> None:
+    """As when Kubernetes deletes the pods of a group together."""
+    with hosts() as (first, second):
+        ask = request("Once upon a time", 400, ignore_eos=True)
+        alone = streamed(first.stub, ask)[:2]
+        call = first.stub.StreamGenerate(ask, timeout=100)
+        received = [next(call)]
+        for server in (second, first):
+            server.process.terminate()
+        received += list(call)
+        assert "".join(message.text for message in received) == alone[0]
+        assert received[-1].HasField("finish")
+        assert first.process.wait(60) == 0
+        assert second.process.wait(60) == 0
+        assert "starting them again" not in second.log
+
+
+def test_second_signal_ends_a_host_at_once() -> None:
+    with hosts() as (_, second):
+        second.process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.process.wait(1)
+        second.process.terminate()
+        assert second.process.wait(10) == 0
+
+
+def test_restarted_group_finds_the_weights_in_memory(tmp_path: Path) -> None:
+    """The files' bytes are gone, so a rank that read them would compute other tokens."""
+    folder = copied(tmp_path)
+    with hosts(model=folder) as (first, second):
+        alone = streamed(first.stub, request("Once upon a time", 64))[:2]
+        erase(folder)
+        for _ in range(2):
+            rank = rank_of(second)
+            os.kill(rank, signal.SIGKILL)
+            until(lambda rank=rank: rank_of(second) not in (0, rank), first)
+            until(lambda: answers(first), first)
+            assert streamed(first.stub, request("Once upon a time", 64))[:2] == alone
+
+
 def test_killed_rank_of_the_other_host_shows_in_no_stream() -> None:
     with hosts() as (first, second):
         alone = streamed(first.stub, request("Once upon a time", 200, ignore_eos=True))[:2]
         call = first.stub.StreamGenerate(request("Once upon a time", 200, ignore_eos=True), timeout=100)
         received = [next(call) for _ in range(5)]
         engine = engine_of(first)
-        (rank,) = (int(pid) for pid in Path(f"/proc/{second.process.pid}/task/{second.process.pid}/children")
-                   .read_text().split())
-        os.kill(rank, signal.SIGKILL)
+        os.kill(rank_of(second), signal.SIGKILL)
         received += list(call)
         assert "".join(message.text for message in received) == alone[0]
         assert engine_of(first) not in (0, engine)
@@ -100,13 +145,24 @@ def test_hosts_with_different_models_are_refused(tmp_path: Path) -> None:
         assert not any("Traceback" in server.log for server in servers)
 
 
-@pytest.mark.parametrize(("variables", "wrong"), [
-    ({"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "x"}, "tensor_parallel_size: 2 is not a multiple of 3"),
-    ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "x"}, "RANK: 2 is not in [0, 1]"),
-    ({"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "x"}, "WORLD_SIZE: 'two' must be a whole number"),
-    ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR: is needed with WORLD_SIZE"),
+@pytest.mark.parametrize(("rank", "variables", "wrong"), [
+    (0, {"RANK": "2"}, "RANK: '2' must be a whole number in [0, 1]"),
+    (0, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: "),
+    (1, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: "),
 ])
-def test_wrong_environment_is_refused(variables: dict[str, str], wrong: str) -> None:
-    server = host(*FLAGS, **variables)
+def test_wrong_environment_is_refused(rank: int, variables: dict[str, str], wrong: str) -> None:
+    server = host(*FLAGS, "--load-seconds", "1", **{**torchrun(rank, free_port()), **variables})
     assert server.process.wait(60) == 2
     assert wrong in server.log
+    assert "Traceback" not in server.log
+
+
+def test_port_in_use_is_named_and_ends_the_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = host(*FLAGS, **torchrun(0, port))
+        assert server.process.wait(60) == 2
+    assert f"MASTER_PORT: cannot listen on port {port}: Address already in use" in server.log
+    assert "Traceback" not in server.log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -106,6 +107,51 @@ def test_stopped_rank_is_a_hang_that_the_watchdog_ends() -> None:
         assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
         assert time.monotonic() - began < 30
         assert server.metric("npuserve_engine_restarts_total") == 1
+
+
+def copied(folder: Path) -> Path:
+    """Copy the built-in model; skip the test where no weights are kept in memory."""
+    from npuserve.npu.backends.cpu import CpuBackend
+
+    with (open(os.memfd_create("test"), "rb") as file,
+          CpuBackend().sharing(file.fileno(), filled=False) as possible):
+        if not possible:
+            pytest.skip("no native kernels, or no large pages of a file in memory")
+    return Path(shutil.copytree(FOLDER, folder / "model"))
+
+
+def erase(folder: Path) -> None:
+    """Overwrite the weights' files with zeros, so that nothing but their content shows it."""
+    for file in folder.glob("*.safetensors"):
+        before = file.stat()
+        file.write_bytes(bytes(before.st_size))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_restarted_ranks_find_the_weights_in_memory(victim: str, tmp_path: Path) -> None:
+    """The files' bytes are gone, so a rank that read them would compute other tokens."""
+    folder = copied(tmp_path)
+    with serving(str(folder), *parallel(2)) as server:
+        alone = streamed(server.stub, request("Once upon a time", 64))[:2]
+        erase(folder)
+        for _ in range(2):
+            engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
+            os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
+            until(lambda engine=engine: engine_of(server) not in (0, engine), server)
+            until(lambda: answers(server), server)
+            assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
+
+
+def test_ranks_read_the_files_of_a_model_that_has_changed(tmp_path: Path) -> None:
+    folder = copied(tmp_path)
+    with serving(str(folder), *parallel(2)) as server:
+        erase(folder)
+        for file in folder.glob("*.safetensors"):
+            os.utime(file)
+        os.kill(engine_of(server), signal.SIGKILL)
+        until(lambda: "engine cannot be used" in server.log, server)
+        assert "model.safetensors" in server.log
 
 
 def test_drain_ends_all_ranks() -> None:

@@ -107,15 +107,23 @@ def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
 
 
 def workload(objects: list[Object]) -> Object:
-    """Return the Deployment or StatefulSet of the server."""
-    (found,) = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet")
+    """Return the Deployment, StatefulSet or LeaderWorkerSet of the server."""
+    (found,) = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet")
                 and o["metadata"]["labels"]["app.kubernetes.io/component"] == "server"]
     return found
 
 
+def templates(made: Object) -> list[Object]:
+    """Return the templates of a workload's pods: one, or those of the leaders and the workers of groups."""
+    spec = made["spec"]
+    if made["kind"] != "LeaderWorkerSet":
+        return [spec["template"]]
+    return [spec["leaderWorkerTemplate"][name] for name in ("leaderTemplate", "workerTemplate")]
+
+
 def pod(objects: list[Object]) -> Object:
-    """Return the spec of the server's pods."""
-    spec: Object = workload(objects)["spec"]["template"]["spec"]
+    """Return the spec of the pods that serve."""
+    spec: Object = templates(workload(objects))[0]["spec"]
     return spec
 
 
@@ -183,7 +191,10 @@ def _problems(text: str, kubernetes: str) -> list[str]:
     name = f"{each['kind']} {each['metadata']['name']} on {kubernetes}"
     custom = _custom_kinds().get((each["apiVersion"], each["kind"]))
     if custom:
-        return [f"{name}: {error.json_path}: {error.message}" for error in custom.iter_errors(each)]
+        found = [f"{name}: {error.json_path}: {error.message}" for error in custom.iter_errors(each)]
+        pods = templates(each) if each["kind"] == "LeaderWorkerSet" else []
+        return found + problems([{"apiVersion": "v1", "kind": "PodTemplate", "metadata": each["metadata"],
+                                  "template": template} for template in pods], kubernetes)
     try:
         kube.validate(each, kubernetes, strict=True)
     except kube.ValidationError as error:

@@ -13,6 +13,8 @@ _POOL = {"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}
 _SMG: Object = {"gateway": {"enabled": True, "kind": "smg"}}
 _PLAINTEXT: Object = {
     "tls": {"secretName": ""}, "apiKeys": {"secretName": ""}, "helmTest": {"apiKeySecretName": ""}}
+GROUPS: Object = {
+    "topology": {"kind": "leaderworkerset", "hosts": 2}, "config": {"tensor_parallel_size": 4}}
 
 COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "one replica, no cache, no spread": ((), {
@@ -184,6 +186,17 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
                             "capabilities": {"drop": ["ALL"]}},
         "dashboards": {"enabled": True, "labels": {"grafana_dashboard": "yes"}},
         "grpcRoute": {"enabled": True, "parentRefs": [{"name": "g"}], "services": ["grpc.health.v1.Health"]}}),
+    "groups of two hosts": ((), GROUPS),
+    "groups of NPUs, every value": (("ascend", "prod"), {
+        **_ROUTE, **_MONITORING, **_KEDA, "accelerator": {"count": 8, "hostDriver": True},
+        "config": {"tensor_parallel_size": 32}, "schedulerName": "volcano", "topology": {
+            "kind": "leaderworkerset", "hosts": 4, "masterPort": 29600, "exclusiveKey": "example.com/rack",
+            "annotations": {"volcano.sh/queue-name": "llm"},
+            "hccl": {"bufferMegabytes": 512, "socketInterface": "=eth0", "basePort": 50000}},
+        "podDisruptionBudget": {"maxUnavailable": "30%"}}),
+    "groups, a pool and smg": (("cpu",), {
+        **GROUPS, **_POOL, **_SMG, "metrics": {"scrape": "podMonitor"}, "state": {"type": "none"},
+        "autoscaling": {"kind": "hpa"}}),
     "everything at once": (("ascend", "prod"), {**_ROUTE, **_MONITORING, **_KEDA, "global": {"region": "eu"},
                                                 "cache": {"type": "pvc"}}),
 }

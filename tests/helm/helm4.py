@@ -33,6 +33,7 @@ RESOURCES = {
     "keda.sh/v1alpha1": {"ScaledObject"},
     "gateway.networking.k8s.io/v1": {"GRPCRoute", "HTTPRoute"},
     "inference.networking.k8s.io/v1": {"InferencePool"},
+    "leaderworkerset.x-k8s.io/v1": {"LeaderWorkerSet"},
     "rbac.authorization.k8s.io/v1": {"Role", "RoleBinding"},
 }
 """apiVersion -> kinds of the API."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helm.chart import ROOT, needs_helm, template
-from tests.helm.combinations import COMBINATIONS
+from tests.helm.chart import ROOT, needs_helm, render, template, templates, workload
+from tests.helm.combinations import COMBINATIONS, GROUPS
 
 STACKS = [("cpu",), ("ascend", "prod"), ("cuda", "prod")]
 
@@ -29,6 +29,12 @@ def test_checkov_findings_are_explained(tmp_path: Path):
     for name in ("service monitor, rules, dashboards", "state on claims", "smg", "pool, route and gateway"):
         presets, values = COMBINATIONS[name]
         (tmp_path / f"{name}.yaml").write_text(template(values, presets).stdout)
+    # checkov does not know LeaderWorkerSet, so it is given the pods.
+    leader, worker = templates(workload(render(GROUPS)))
+    for role, each in (("leader", leader), ("worker", worker)):
+        metadata = {**each["metadata"], "name": f"demo-npuserve-{role}", "namespace": "llm"}
+        (tmp_path / f"{role}.yaml").write_text(yaml.safe_dump(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": each["spec"]}))
     for file in (ROOT / "docker").glob("Dockerfile.*"):
         shutil.copy(file, tmp_path)
     done = subprocess.run(["checkov", "--directory", str(tmp_path), "--framework", "kubernetes", "dockerfile",

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.helm.chart import Object, config_file, find, needs_helm, pod, render, workload
+from tests.helm.combinations import GROUPS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,19 +65,21 @@ def test_state_none_keeps_nothing():
 
 @pytest.mark.parametrize("autoscaling", [
     {"kind": "hpa"}, {"kind": "keda", "keda": {"prometheusAddress": "http://prometheus:9090"}}])
-@pytest.mark.parametrize("state", ["emptyDir", "pvc"])
-def test_autoscaler_scales_the_workload(autoscaling: Object, state: str):
-    objects = render({"autoscaling": autoscaling, "state": {"type": state}})
+@pytest.mark.parametrize("values", [{}, CLAIMS, GROUPS], ids=["Deployment", "StatefulSet", "LeaderWorkerSet"])
+def test_autoscaler_scales_the_workload(autoscaling: Object, values: Object):
+    objects = render({"autoscaling": autoscaling, **values})
     made = workload(objects)
     scaler = find(objects, "HorizontalPodAutoscaler" if autoscaling["kind"] == "hpa" else "ScaledObject")["spec"]
     assert "replicas" not in made["spec"]
-    assert scaler["scaleTargetRef"]["kind"] == made["kind"]
-    assert scaler["scaleTargetRef"]["name"] == made["metadata"]["name"]
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": made["apiVersion"], "kind": made["kind"], "name": made["metadata"]["name"]}
     for trigger in scaler.get("triggers", []):
         names = re.search(r'pod=~"([^"]+)"', trigger["metadata"]["query"])
         assert names is not None
-        for suffix, kind in (("5d4b8c9f7d-x2x4q", "Deployment"), ("11", "StatefulSet")):
-            assert bool(re.fullmatch(names.group(1), f"demo-npuserve-{suffix}")) == (kind == made["kind"])
+        for suffix, kinds in (("5d4b8c9f7d-x2x4q", {"Deployment"}), ("11", {"StatefulSet", "LeaderWorkerSet"})):
+            assert bool(re.fullmatch(names.group(1), f"demo-npuserve-{suffix}")) == (made["kind"] in kinds)
+        if made["kind"] == "LeaderWorkerSet":  # a worker has no metrics
+            assert not re.fullmatch(names.group(1), "demo-npuserve-1-1")
 
 
 @pytest.mark.parametrize(("service", "seconds"), [

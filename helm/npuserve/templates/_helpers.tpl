@@ -16,6 +16,14 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: server
 {{- end }}
 
+{{/* Labels of the pods that serve gRPC and metrics: all of the server, or the leaders of its groups. */}}
+{{- define "npuserve.servingLabels" -}}
+{{ include "npuserve.selectorLabels" . }}
+{{- if include "npuserve.groups" . }}
+leaderworkerset.sigs.k8s.io/worker-index: "0"
+{{- end }}
+{{- end }}
+
 {{- define "npuserve.testLabels" -}}
 app.kubernetes.io/name: {{ include "npuserve.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -72,7 +80,25 @@ app.kubernetes.io/part-of: npuserve
 
 {{/* Kind of the object that owns the server's pods. */}}
 {{- define "npuserve.workload" -}}
-{{- eq .Values.state.type "pvc" | ternary "StatefulSet" "Deployment" }}
+{{- include "npuserve.groups" . | empty | ternary (eq .Values.state.type "pvc" | ternary "StatefulSet" "Deployment") "LeaderWorkerSet" }}
+{{- end }}
+
+{{/* The workload as the target of an autoscaler. */}}
+{{- define "npuserve.scaleTarget" -}}
+apiVersion: {{ include "npuserve.groups" . | empty | ternary "apps/v1" "leaderworkerset.x-k8s.io/v1" }}
+kind: {{ include "npuserve.workload" . }}
+name: {{ include "npuserve.fullname" . }}
+{{- end }}
+
+{{/* Whether a replica is a group of pods. */}}
+{{- define "npuserve.groups" -}}
+{{- if eq .Values.topology.kind "leaderworkerset" }}yes{{ end }}
+{{- end }}
+
+{{/* Number of ranks in a pod. */}}
+{{- define "npuserve.ranks" -}}
+{{- $hosts := include "npuserve.groups" . | empty | ternary 1 .Values.topology.hosts }}
+{{- div (default 1 .Values.config.tensor_parallel_size) $hosts }}
 {{- end }}
 
 {{/* What follows from the values. */}}
@@ -326,7 +352,7 @@ scaleDown:
 {{- .Values.openshift | ternary (omit .Values.podSecurityContext "runAsUser" "runAsGroup" "fsGroup") .Values.podSecurityContext | toYaml }}
 {{- end }}
 
-{{/* The server's pods as a template: metadata and spec. */}}
+{{/* The server's pods as a template: metadata and spec. A root with `worker` gives the pods that only compute. */}}
 {{- define "npuserve.podTemplate" -}}
 metadata:
   labels:
@@ -336,7 +362,7 @@ metadata:
   annotations:
     checksum/config: {{ include "npuserve.toml" . | sha256sum }}
     kubectl.kubernetes.io/default-container: npuserve
-    {{- if eq .Values.metrics.scrape "annotations" }}
+    {{- if and (eq .Values.metrics.scrape "annotations") (not .worker) }}
     prometheus.io/scrape: "true"
     prometheus.io/port: {{ int64 .Values.ports.metrics | quote }}
     prometheus.io/path: /metrics

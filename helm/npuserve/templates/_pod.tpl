@@ -1,4 +1,4 @@
-{{/* The server's pod. */}}
+{{/* The server's pod. `.worker`: of a group, one that only computes. It has no ports, so no probes, and no secrets. */}}
 {{- define "npuserve.pod" -}}
 serviceAccountName: {{ include "npuserve.serviceAccount" . }}
 automountServiceAccountToken: false
@@ -32,11 +32,17 @@ containers:
         value: /etc/npuserve/npuserve.toml
       {{- if and (eq .Values.accelerator.kind "cpu") (not .Values.config.threads) (dig "requests" "cpu" "" .Values.resources) }}
       - name: NPUSERVE_THREADS
+        {{- $ranks := include "npuserve.ranks" . | int }}
+        {{- if gt $ranks 1 }}
+        value: {{ div (include "npuserve.cores" .) $ranks | max 1 | quote }}
+        {{- else }}
         valueFrom:
           resourceFieldRef:
             containerName: npuserve
             resource: requests.cpu
+        {{- end }}
       {{- end }}
+      {{- include "npuserve.groupVariables" . | nindent 6 }}
       {{- include "npuserve.homes" . | nindent 6 }}
       {{- if has .Values.model.source (list "pvc" "init") }}
       - name: HF_HUB_OFFLINE
@@ -66,6 +72,7 @@ containers:
     envFrom:
       {{- toYaml . | nindent 6 }}
     {{- end }}
+    {{- if not .worker }}
     ports:
       - name: grpc
         containerPort: {{ int64 .Values.ports.grpc }}
@@ -85,6 +92,7 @@ containers:
       {{- include "npuserve.probe" (dict "root" $ "service" "npuserve.readiness" "times" .readiness) | nindent 6 }}
     livenessProbe:
       {{- include "npuserve.probe" (dict "root" $ "service" "npuserve.liveness" "times" .liveness) | nindent 6 }}
+    {{- end }}
     {{- end }}
     {{- if .Values.termination.preStopSeconds }}
     lifecycle:
@@ -115,13 +123,37 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if ne .Values.topologySpread.whenUnsatisfiable "none" }}
+{{- if and (ne .Values.topologySpread.whenUnsatisfiable "none") (not .worker) }}
 topologySpreadConstraints:
-  {{- include "npuserve.spread" (dict "root" . "labels" "npuserve.selectorLabels" "whenUnsatisfiable" .Values.topologySpread.whenUnsatisfiable) | trim | nindent 2 }}
+  {{- include "npuserve.spread" (dict "root" . "labels" "npuserve.servingLabels" "whenUnsatisfiable" .Values.topologySpread.whenUnsatisfiable) | trim | nindent 2 }}
 {{- end }}
 {{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" }}
 {{- with get $.Values $name }}
 {{ $name }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Cores that the container requests, rounded up. */}}
+{{- define "npuserve.cores" -}}
+{{- $cpu := toString .Values.resources.requests.cpu }}
+{{- hasSuffix "m" $cpu | ternary (div (trimSuffix "m" $cpu | int | add 999) 1000) (ceil $cpu) | int }}
+{{- end }}
+
+{{/* Variables of a pod of a group. LeaderWorkerSet adds LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and LWS_WORKER_INDEX. */}}
+{{- define "npuserve.groupVariables" -}}
+{{- if include "npuserve.groups" . }}
+{{- $variables := dict "MASTER_PORT" (int64 .Values.topology.masterPort) }}
+{{- with .Values.topology.hccl }}
+{{- range $name, $value := dict "HCCL_BUFFSIZE" .bufferMegabytes "HCCL_SOCKET_IFNAME" .socketInterface "HCCL_IF_BASE_PORT" .basePort }}
+{{- if $value }}
+{{- $_ := set $variables $name (kindIs "string" $value | ternary $value (int64 $value)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range $name, $value := $variables }}
+- name: {{ $name }}
+  value: {{ toString $value | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -196,7 +228,7 @@ topologySpreadConstraints:
   mountPath: /var/cache/npuserve
 - name: shm
   mountPath: /dev/shm
-{{- if ne .Values.state.type "none" }}
+{{- if and (ne .Values.state.type "none") (not .worker) }}
 - name: state
   mountPath: /var/lib/npuserve
 {{- end }}
@@ -205,6 +237,7 @@ topologySpreadConstraints:
   mountPath: /models
   readOnly: true
 {{- end }}
+{{- if not .worker }}
 {{- if .Values.tls.secretName }}
 - name: tls
   mountPath: /etc/npuserve-tls
@@ -219,6 +252,7 @@ topologySpreadConstraints:
 - name: api-keys
   mountPath: /etc/npuserve-api-keys
   readOnly: true
+{{- end }}
 {{- end }}
 {{- if .Values.accelerator.hostDriver }}
 {{- range $name, $path := fromYaml (include "npuserve.driver" .) }}
@@ -251,7 +285,7 @@ topologySpreadConstraints:
   emptyDir:
     medium: Memory
     sizeLimit: {{ .Values.shm.size }}
-{{- if eq .Values.state.type "emptyDir" }}
+{{- if and (eq .Values.state.type "emptyDir") (not .worker) }}
 - name: state
   emptyDir:
     sizeLimit: {{ .Values.state.size }}
@@ -272,7 +306,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 {{- range $name, $secret := dict "tls" .Values.tls.secretName "client-ca" .Values.tls.clientCaSecretName "api-keys" .Values.apiKeys.secretName }}
-{{- if $secret }}
+{{- if and $secret (not $.worker) }}
 - name: {{ $name }}
   secret:
     secretName: {{ $secret }}
@@ -298,4 +332,8 @@ version: /usr/local/Ascend/driver/version.info
 dcmi: /usr/local/dcmi
 smi: /usr/local/bin/npu-smi
 install: /etc/ascend_install.info
+{{- if include "npuserve.groups" . }}
+# Addresses of the devices' RoCE ports.
+hccn: /etc/hccn.conf
+{{- end }}
 {{- end }}

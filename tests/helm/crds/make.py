@@ -3,7 +3,9 @@
     python tests/helm/crds/make.py SOURCE CRD.yaml ...      SOURCE: the project and its version, kept in the file
 
 What only people and API servers read is left out; an object allows what it names and no more, as an API server prunes.
-The schemas of InferencePool and HTTPRoute are written by hand: the fields that the chart uses, and no others.
+Templates of pods and claims, 1.2 MB of LeaderWorkerSet, are objects of any content: chart.py validates those of pods by
+Kubernetes' own schemas. The schemas of InferencePool and HTTPRoute are written by hand: the fields that the chart uses,
+and no others.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import yaml
 
 KEPT = {"type", "properties", "items", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength",
         "minItems", "maxItems", "additionalProperties"}
+TEMPLATES = {"leaderTemplate", "workerTemplate", "volumeClaimTemplates"}
+"""Fields of Kubernetes' own types: PodTemplateSpec, PersistentVolumeClaim."""
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +28,9 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("x-kubernetes-int-or-string"):
         made["type"] = ["integer", "string"]
     if "properties" in made:
-        made["properties"] = {name: strict(value) for name, value in made["properties"].items()}
+        made["properties"] = {
+            name: {"type": value["type"]} if name in TEMPLATES else strict(value)
+            for name, value in made["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
             made.setdefault("additionalProperties", False)
     for inner in ("items", "additionalProperties"):

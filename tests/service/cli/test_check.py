@@ -14,10 +14,12 @@ import torch
 
 from npuserve.kernels import native
 from npuserve.kernels.native import choice
+from npuserve.npu import storyteller
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli.main import main
+from tests.support.benches import bench
 from tests.support.command import npuserve
 
 ISAS = native.library().isas if native.available() else []
@@ -223,6 +225,21 @@ def test_model_missing_weights_are_reported(folder: Path, capsys: Capture) -> No
     assert main(["check", str(folder)]) == 0
     assert "cannot be served yet: " in capsys.readouterr().out
     assert checked(capsys)[1]["model"]["missing_weights"] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_a_rank_is_its_part_and_what_each_rank_has(dtype: str, capsys: Capture) -> None:
+    plans = {ranks: checked(capsys, "--dtype", dtype, "--max-num-seqs", "4", "--tensor-parallel-size", str(ranks))[1]
+             for ranks in (1, 2)}
+    ranked = bench("engine.ranks")
+    alone = plans[1]["model"]["bytes"]["weights"]
+    whole = ranked.replicated_bytes(storyteller.FOLDER, plans[1])
+    assert 0 < whole < alone / 20
+    for ranks, plan in plans.items():
+        expected = ranked.expected_bytes(alone, whole, ranks)
+        assert plan["model"]["bytes"]["weights"] == pytest.approx(expected, rel=ranked.LIMIT)
+        assert plan["model"]["bytes"]["kv_cache"] == pytest.approx(
+            plans[1]["model"]["bytes"]["kv_cache"] / ranks, rel=ranked.LIMIT)
 
 
 def test_model_that_does_not_fit_fails(folder: Path, capsys: Capture) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from npuserve.npu.backends.base import CaptureError
-from npuserve.service.ranks import faults
-from npuserve.service.ranks.processes import wait
+from npuserve.service.config import ServerConfig
+from npuserve.service.ranks import faults, processes
 
 
 def test_capture_error_is_reported_if_captures_may_be_dropped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,17 +21,22 @@ def test_capture_error_is_reported_if_captures_may_be_dropped(capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out) == {"event": "capture_failed", "error": str(error)}
 
 
+def ended(monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[int, dict[str, str]]:
+    """Run a program in place of a rank. Return its exit code, and the event with its error."""
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", program))
+    rank = processes.RankProcess(processes.RankArgs(ServerConfig(), ".", 1, "127.0.0.1:1", 2))
+    return rank.run(), rank.error
+
+
 @pytest.mark.parametrize("event", ["capture_failed", "unusable"])
-def test_wait_returns_the_event_with_the_error(event: str) -> None:
+def test_run_keeps_the_event_with_the_error(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = json.dumps({"event": event, "error": "why"})
     program = f"import sys; print('{{\"event\": \"heartbeat\"}}'); print('{said}'); sys.exit(3)"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert wait(process) == (3, {"event": event, "error": "why"})
+    assert ended(monkeypatch, program) == (3, {"event": event, "error": "why"})
 
 
-def test_wait_logs_what_libraries_print(caplog: pytest.LogCaptureFixture) -> None:
+def test_run_logs_what_libraries_print(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     program = """print("Warning: a variable is not set"); print('{"event": "unusable", "error": "why"}')"""
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     with caplog.at_level("INFO"):
-        assert wait(process) == (0, {"event": "unusable", "error": "why"})
+        assert ended(monkeypatch, program) == (0, {"event": "unusable", "error": "why"})
     assert any("rank said" in record.getMessage() for record in caplog.records)

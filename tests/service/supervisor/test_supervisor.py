@@ -131,8 +131,7 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
         "index": 0, "engine_address": address, "port": 0, "heartbeat": True,
         "folder": ".", "last_good": str(run.folder())}
     assert engine["arguments"].pop("memory") >= -1
-    assert engine["arguments"].pop("shared_weights") is None
-    assert engine["arguments"].pop("kernels") is None
+    assert [engine["arguments"].pop(name) for name in ("rank_memory", "shared_weights", "kernels")] == [[], None, None]
     assert engine["arguments"] == {
         "config": config, "folder": ".", "address": address, "epoch": 1, "heartbeat": True,
         "served_name": Path.cwd().name, "capture_failed": ""}
