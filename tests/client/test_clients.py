@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,14 +60,20 @@ def target(proxy: Proxy) -> str:
 @pytest.mark.slow
 @both
 async def test_stream_connection_reset_after_any_byte_is_complete(collect: Callable) -> None:
-    """Resets after every 17th byte of the server, each with a second reset soon after the first."""
+    """Resets after every 17th byte of the server, each with a second reset soon after the first.
+
+    A connection has more bytes than the answer: pings, and their number depends on the load of the machine. The answer
+    has ended when no second connection was made.
+    """
     async with serving() as (_, proxy):
         check(await collect(target(proxy)))
-        for count in range(0, proxy.passed - 40, 17):  # the last bytes belong to the connection, not to the answer
+        for count in itertools.count(0, 17):
             async with proxy.another() as own:  # gRPC channels to one target can share a connection
                 own.cuts = [count, 3 * count % 400]
                 check(await collect(target(own)))
-                assert not own.cuts
+                if own.cuts:
+                    break
+        assert count >= sum(message.ByteSize() for message in parts())
 
 
 @both

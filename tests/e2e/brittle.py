@@ -6,16 +6,17 @@
     python -m tests.e2e.brittle counting engine      its engine process
 
 An engine that counts does not compute the model: a token is the one before plus one. It starts without torch, in a
-quarter of the processor time, for tests of what surrounds the model. POISON and RATES do not apply to it.
+quarter of the processor time, for tests of what surrounds the model. RATES does not apply to it.
 
 A request with the token POISON in its prompt kills the engine after its first SPARED tokens. Environment variables name
 files:
 
     SLOW    while it exists, each step takes longer by the seconds in the file, SLOW_SECONDS if it is empty
     RATES   rates of CPU kernels, as JSON, that the engine uses instead of measuring them
-    LOAD    fault of the next load of the model: "hang" never ends it, "slow:SECONDS" delays it, "memory" fails it for
-            lack of memory, "helper" starts a process that has the engine's stdout open and writes its process id to
-            FILE.pid, and "orphan" starts one whose parent ends at once and which runs until FILE.end exists
+    LOAD    fault of the next load of the model: "hang" never ends it, "hold" delays it while the file exists,
+            "slow:SECONDS" delays it, "memory" fails it for lack of memory, "helper" starts a process that has the
+            engine's stdout open and writes its process id to FILE.pid, and "orphan" starts one whose parent ends at
+            once and which runs until FILE.end exists
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from npuserve.npu.step import Step
 
 POISON = 511
 SPARED = 3
@@ -56,23 +61,32 @@ def serve(arguments: list[str], *engine: str) -> int:
     return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, *engine), restarts=restarts).run())
 
 
-def engine() -> int:
-    from npuserve.kernels.native import choice
-    from npuserve.npu.execution.runner import Runner
-    from npuserve.service.engine import process as engine_process
-
+def deadly(launch: Callable[[Any, Step], Any]) -> Callable[[Any, Step], Any]:
+    """Return a runner's method `launch` that kills its process once a poisoned request has SPARED tokens."""
     poisoned: dict[int, int] = {}
-    if rates := os.environ.get(RATES):
-        choice.measure_rates = lambda: json.loads(Path(rates).read_text())
-    launch = Runner.launch
 
-    def launch_or_die(self: Runner, step: Any) -> Any:
+    def launch_or_die(self: Any, step: Step) -> Any:
         for new in step.new:
             if POISON in new.prompt_ids:
                 poisoned[new.request_id] = len(new.prompt_ids) + SPARED
         for row in step.rows:
             if row.start + len(row.token_ids) > poisoned.get(row.request_id, 1 << 30):
                 os.kill(os.getpid(), signal.SIGKILL)
+        return launch(self, step)
+
+    return launch_or_die
+
+
+def engine() -> int:
+    from npuserve.kernels.native import choice
+    from npuserve.npu.execution.runner import Runner
+    from npuserve.service.engine import process as engine_process
+
+    if rates := os.environ.get(RATES):
+        choice.measure_rates = lambda: json.loads(Path(rates).read_text())
+    launch = deadly(Runner.launch)
+
+    def launch_slowly(self: Runner, step: Step) -> Any:
         time.sleep(slow_seconds())
         return launch(self, step)
 
@@ -82,13 +96,13 @@ def engine() -> int:
         fail_load()
         return load_model(*args, **options)
 
-    Runner.launch = launch_or_die  # type: ignore[method-assign]
+    Runner.launch = launch_slowly  # type: ignore[method-assign]
     engine_process.load_model = load_or_fail
     return engine_process.main()
 
 
 def counting() -> int:
-    from npuserve.npu.step import Step, StepResult
+    from npuserve.npu.step import StepResult
     from npuserve.service.engine import process as engine_process
     from npuserve.service.engine.loop import Engine
     from tests.support.counting_runner import ServedRunner
@@ -99,6 +113,8 @@ def counting() -> int:
         def launch(self, step: Step) -> tuple[StepResult, float]:
             self.delay = slow_seconds() or COUNTING_SECONDS
             return super().launch(step)
+
+    Counting.launch = deadly(Counting.launch)  # type: ignore[method-assign]
 
     def build(args: engine_process.EngineArgs) -> tuple[Engine, None]:
         publisher, began = engine_process.open_publisher(args), time.monotonic()
@@ -136,6 +152,9 @@ def fail(file: Path, kind: str, seconds: str = "1e6") -> None:
     """Execute the fault of a load."""
     if kind in ("hang", "slow"):
         time.sleep(float(seconds))
+    elif kind == "hold":
+        while file.exists():
+            time.sleep(0.01)
     elif kind == "memory":
         raise MemoryError("kv_cache_memory: the memory is not free")
     else:

@@ -113,7 +113,9 @@ def check_ended(name: str, finish: pb.Finish, text: str, check: Callable[[str], 
         assert (finish.reason, finish.usage.generated_tokens) == (pb.FINISH_REASON_LENGTH, MAX_TOKENS)
 
 
-@pytest.fixture(scope="module", params=[BUILT_IN, *published("stories15M", "minimind2-small", "stories260K-qwen3")])
+@pytest.fixture(scope="module", params=[
+    BUILT_IN, *published("stories15M", "minimind2-small"),
+    *published("stories260K-qwen3", full=True)])  # SentencePiece, as stories15M
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     folder = str(model_folder(request.param))
     with serving(folder, "--dtype", "float32", "--frontends", "2", "--block-size", "16") as running:

@@ -34,10 +34,14 @@ def tokens(server: Server) -> Iterator[list[int]]:
             yield ids
 
 
-def test_it_serves_in_bfloat16_without_any_relaxation() -> None:
-    with serving("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "4") as server:
-        assert len(set(map(tuple, tokens(server)))) == len(PROMPTS) + 1
-        assert server.stop() == 0
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """Server without any relaxation, shared by the first tests."""
+    if reason := missing():
+        pytest.skip(reason)
+    with serving("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "4", "--kernel-sampling",
+                 "2") as running:
+        yield running
 
 
 NOT_BY_DEFAULT = {"greedy", "linear_argmax", "logprobs", "mask_logits", "quantize", "swiglu",
@@ -45,24 +49,29 @@ NOT_BY_DEFAULT = {"greedy", "linear_argmax", "logprobs", "mask_logits", "quantiz
 """Kernels of requests with temperature 0, log-probabilities or constraints, of W8A8 models, and of groups of ranks."""
 
 
-def test_every_kernel_of_a_default_request_has_its_latency() -> None:
-    """Steps are timed kernel by kernel: every second one. The others are replays, whose lengths are updated."""
-    with serving("--device", "npu", "--emulate", "--max-num-seqs", "2", "--decode-buckets", "1", "--kernel-sampling",
-                 "2") as server:
-        ask = pb.GenerateRequest(text="Once upon a time", stopping=pb.StoppingParams(max_tokens=9, ignore_eos=True))
-        server.stub.Generate(ask, timeout=60)
-        deadline = time.monotonic() + 20
-        while not server.metric("npuserve_lengths_lag_seconds_count"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        with urllib.request.urlopen(server.metrics_url) as page:
-            timed = re.findall(r"npuserve_kernel_latency_seconds_count\{(.*)\} [1-9]", page.read().decode())
-        labels = [dict(re.findall(r'(\w+)="(\w+)"', each)) for each in timed]
-        assert {each["kernel"] for each in labels if each["phase"] == "decode"} == set(KERNELS) - NOT_BY_DEFAULT
-        assert {each["backend"] for each in labels} == {"ascend"}
-        assert 0 < server.metric("npuserve_lengths_lag_seconds_sum") < 60
-        assert server.metric("npuserve_lengths_lag_seconds_count") >= server.metric(
-            "npuserve_step_seconds_count", mode="captured") > 0
+def test_every_kernel_of_a_default_request_has_its_latency(server: Server) -> None:
+    """First request of the server. Steps are timed kernel by kernel: every second one. The others are replays, whose
+    lengths are updated."""
+    ask = pb.GenerateRequest(text="Once upon a time", stopping=pb.StoppingParams(max_tokens=9, ignore_eos=True))
+    server.stub.Generate(ask, timeout=60)
+    deadline = time.monotonic() + 20
+    while not server.metric("npuserve_lengths_lag_seconds_count"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with urllib.request.urlopen(server.metrics_url) as page:
+        timed = re.findall(r"npuserve_kernel_latency_seconds_count\{(.*)\} [1-9]", page.read().decode())
+    labels = [dict(re.findall(r'(\w+)="(\w+)"', each)) for each in timed]
+    assert {each["kernel"] for each in labels if each["phase"] == "decode"} == set(KERNELS) - NOT_BY_DEFAULT
+    assert {each["backend"] for each in labels} == {"ascend"}
+    assert 0 < server.metric("npuserve_lengths_lag_seconds_sum") < 60
+    assert server.metric("npuserve_lengths_lag_seconds_count") >= server.metric(
+        "npuserve_step_seconds_count", mode="captured") > 0
+
+
+def test_it_serves_in_bfloat16_without_any_relaxation(server: Server) -> None:
+    """Last test of the server."""
+    assert len(set(map(tuple, tokens(server)))) == len(PROMPTS) + 1
+    assert server.stop() == 0
 
 
 @pytest.mark.full

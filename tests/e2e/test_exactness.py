@@ -75,9 +75,13 @@ def check(server: Server, folder: Path, prompts: list[str], index: int) -> None:
     assert (whole.text, list(whole.token_ids)) == (text, expected)
 
 
-@pytest.mark.parametrize(("name", "prompts"), MODELS)
+@pytest.mark.parametrize(("name", "prompts"), [MODELS[0], *(
+    pytest.param(*model.values, id=model.id, marks=[*model.marks, pytest.mark.full]) for model in MODELS[1:])])
 def test_alone(name: str, prompts: list[str]) -> None:
-    """Greedy requests run one by one; seeded ones of the built-in model get the same tokens alone and together."""
+    """Greedy requests run one by one; seeded ones of the built-in model get the same tokens alone and together.
+
+    The tokens of the other models also equal those of transformers in test_among_others.
+    """
     folder = model_folder(name)
     with serving(str(folder), "--dtype", "float32", "--max-num-batched-tokens", "48") as server:
         for index in range(len(prompts)):

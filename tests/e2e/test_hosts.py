@@ -56,21 +56,53 @@ def hosts(environment: object = torchrun, model: Path = FOLDER) -> Iterator[tupl
         yield servers[0], servers[1]
 
 
-@pytest.mark.parametrize("environment", [torchrun, leader_worker_set])
-def test_two_hosts_answer_as_transformers_do(environment: object) -> None:
-    with hosts(environment) as (first, second):
-        assert not ranks_of(first.process.pid)
-        for index in range(3):
-            check(first, FOLDER, STORIES, index)
-        assert first.stop() == 0
-        assert second.process.poll() is None  # it waits for the next group
-        assert second.stop() == 0
+@pytest.fixture(scope="module")
+def group() -> Iterator[tuple[Server, Server]]:
+    """Two hosts that torchrun's variables join, shared by the first tests."""
+    with hosts() as servers:
+        yield servers
 
 
 def rank_of(server: Server) -> int:
     """Return the process of the one rank of a host that is not the first; 0 for none."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     return int(children[0]) if children else 0
+
+
+def test_two_hosts_answer_as_transformers_do(group: tuple[Server, Server]) -> None:
+    assert not ranks_of(group[0].process.pid)
+    for index in range(3):
+        check(group[0], FOLDER, STORIES, index)
+
+
+def test_killed_rank_of_the_other_host_shows_in_no_stream(group: tuple[Server, Server]) -> None:
+    first, second = group
+    alone = streamed(first.stub, request("Once upon a time", 200, ignore_eos=True))[:2]
+    call = first.stub.StreamGenerate(request("Once upon a time", 200, ignore_eos=True), timeout=100)
+    received = [next(call) for _ in range(5)]
+    engine = engine_of(first)
+    (rank,) = (int(pid) for pid in Path(f"/proc/{second.process.pid}/task/{second.process.pid}/children")
+               .read_text().split())
+    os.kill(rank, signal.SIGKILL)
+    received += list(call)
+    assert "".join(message.text for message in received) == alone[0]
+    assert engine_of(first) not in (0, engine)
+    until(lambda: answers(first), first)
+
+
+def test_stopped_first_host_leaves_the_other_waiting(group: tuple[Server, Server]) -> None:
+    """Last test of the shared group."""
+    first, second = group
+    assert first.stop() == 0
+    assert second.process.poll() is None  # it waits for the next group
+    assert second.stop() == 0
+
+
+@pytest.mark.full
+def test_two_hosts_of_a_leader_worker_set_answer() -> None:
+    """The variables are those of tests/service/ranks/test_world.py; the rest is the same as with torchrun's."""
+    with hosts(leader_worker_set) as (first, _):
+        check(first, FOLDER, STORIES, 0)
 
 
 def test_drain_of_both_hosts_ends_no_stream() -> None:
@@ -111,19 +143,6 @@ def test_restarted_group_finds_the_weights_in_memory(tmp_path: Path) -> None:
             until(lambda rank=rank: rank_of(second) not in (0, rank), first)
             until(lambda: answers(first), first)
             assert streamed(first.stub, request("Once upon a time", 64))[:2] == alone
-
-
-def test_killed_rank_of_the_other_host_shows_in_no_stream() -> None:
-    with hosts() as (first, second):
-        alone = streamed(first.stub, request("Once upon a time", 200, ignore_eos=True))[:2]
-        call = first.stub.StreamGenerate(request("Once upon a time", 200, ignore_eos=True), timeout=100)
-        received = [next(call) for _ in range(5)]
-        engine = engine_of(first)
-        os.kill(rank_of(second), signal.SIGKILL)
-        received += list(call)
-        assert "".join(message.text for message in received) == alone[0]
-        assert engine_of(first) not in (0, engine)
-        until(lambda: answers(first), first)
 
 
 def test_missing_rank_is_named_and_ends_the_server() -> None:

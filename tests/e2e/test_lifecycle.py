@@ -48,9 +48,9 @@ def is_serving(server: Server) -> bool:
 
 @pytest.fixture(scope="module")
 def slow_load(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """File that makes loads of `server` slow while it exists."""
+    """File that holds up loads of `server` while it exists."""
     file: Path = tmp_path_factory.mktemp("lifecycle") / "load"
-    file.write_text("slow:3")
+    file.write_text("hold")
     return file
 
 
@@ -74,7 +74,7 @@ def two_front_ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(cache))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        with serving("org/name", "--frontends", "2") as running:
+        with serving("org/name", "--frontends", "2", **COUNTING) as running:
             yield running
 
 
@@ -89,11 +89,11 @@ def test_health_while_loading_and_watch(server: Server, slow_load: Path) -> None
     watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=90)
     for update in watch:
         seen.append(update.status)
+        slow_load.unlink(missing_ok=True)
         if update.status == SERVING:
             watch.cancel()
             break
     assert seen == [NOT_SERVING, SERVING]
-    slow_load.unlink()
     assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
 
 
@@ -108,7 +108,7 @@ def test_engine_death_is_a_pause(server: Server, slow_load: Path) -> None:
     asking.start()
     while server.stub.GetLoad(server_pb()).running == 0 and asking.is_alive():
         time.sleep(0.01)
-    slow_load.write_text("slow:2")
+    slow_load.write_text("hold")
     os.kill(children(server)["engine"], signal.SIGKILL)
     while health(server) == SERVING:
         time.sleep(0.005)

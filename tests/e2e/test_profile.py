@@ -19,6 +19,7 @@ import pytest
 from npuserve.npu.profiling import trace_folder
 from npuserve.v1 import admin_service_pb2 as pb
 from npuserve.v1 import admin_service_pb2_grpc, generate_pb2
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.support.command import npuserve
@@ -101,60 +102,80 @@ def refusal(call: Callable[[], object], code: grpc.StatusCode) -> str:
     return str(failed.value.details())  # type: ignore[attr-defined]
 
 
-def test_trace_has_the_decoders_kernels_and_no_prompt(tmp_path: Path) -> None:
-    with profiled(tmp_path, "--dtype", "float32") as server:
-        expected = server.answer(120)
-        assert server.start(name="mine", steps=25) == "mine"
-        assert server.answer(120) == expected
-        made = server.stop(wait=True)
-        assert (made.steps, made.layers, made.ending) == (25, LAYERS, pb.PROFILE_ENDING_STEPS)
-        file = tmp_path / "traces" / "mine.trace.json"
-        assert (made.path, made.bytes) == (str(file), file.stat().st_size)
-        assert made.bytes < 1 << 20
-        trace, counts = json.loads(file.read_text()), {kernel.kernel: kernel.calls for kernel in made.kernels}
-        for kernel, per_layer in (("linear", 3), ("paged_attention", 1), ("qk_norm_rope_kv_write", 1),
-                                  ("linear_swiglu", 1), ("add_rms_norm", 2)):
-            assert counts[kernel] == per_layer * LAYERS * 25
-            assert counts[kernel] == sum(
-                event.get("cat") == "kernel" and event["name"] == kernel for event in trace["traceEvents"])
-        assert all(kernel.seconds > 0 for kernel in made.kernels)
-        words = {word for word in (*PROMPT.split(), *expected[0].split()) if len(word) > 5}
-        assert "Quixotry" in words
-        assert not [word for word in words if word in file.read_text()]
-        assert not [event for event in trace["traceEvents"] if
-                    set(event.get("args", {})) - {"name", "sort_index", "step", "rows", "tokens", "sampled", "context"}]
-        assert server.stop() == made  # the last result again
-        assert list((tmp_path / "traces").iterdir()) == [file]
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Profiled, Path]]:
+    """Server shared by the first tests, each of which leaves it idle and without a profile; and its folder."""
+    folder = tmp_path_factory.mktemp("profile")
+    with profiled(folder, "--dtype", "float32") as server:
+        yield server, folder
         assert server.server.stop() == 0
 
 
-def test_command_records_a_busy_server(tmp_path: Path) -> None:
-    with profiled(tmp_path) as server:
-        (tmp_path / "key").write_text(KEY)
-        connect = "profile", "--target", server.server.target, "--api-key-file", str(tmp_path / "key")
-        with server.busy():
-            done = npuserve(*connect, "--steps", "5")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"trace: {tmp_path}/traces/profile-1.trace.json on the server" in done.stdout
-        assert "5 steps" in done.stdout
-        assert "paged_attention" in done.stdout
-        idle = npuserve(*connect, "--seconds", "0.1")
-        assert (idle.returncode, idle.stdout.partition(" in ")[0]) == (1, "no step ran")
+def test_trace_has_the_decoders_kernels_and_no_prompt(shared: tuple[Profiled, Path]) -> None:
+    """First test of the shared server."""
+    server, folder = shared
+    expected = server.answer(120)
+    assert server.start(name="mine", steps=25) == "mine"
+    assert server.answer(120) == expected
+    made = server.stop(wait=True)
+    assert (made.steps, made.layers, made.ending) == (25, LAYERS, pb.PROFILE_ENDING_STEPS)
+    file = folder / "traces" / "mine.trace.json"
+    assert (made.path, made.bytes) == (str(file), file.stat().st_size)
+    assert made.bytes < 1 << 20
+    trace, counts = json.loads(file.read_text()), {kernel.kernel: kernel.calls for kernel in made.kernels}
+    for kernel, per_layer in (("linear", 3), ("paged_attention", 1), ("qk_norm_rope_kv_write", 1),
+                              ("linear_swiglu", 1), ("add_rms_norm", 2)):
+        assert counts[kernel] == per_layer * LAYERS * 25
+        assert counts[kernel] == sum(
+            event.get("cat") == "kernel" and event["name"] == kernel for event in trace["traceEvents"])
+    assert all(kernel.seconds > 0 for kernel in made.kernels)
+    words = {word for word in (*PROMPT.split(), *expected[0].split()) if len(word) > 5}
+    assert "Quixotry" in words
+    assert not [word for word in words if word in file.read_text()]
+    assert not [event for event in trace["traceEvents"] if
+                set(event.get("args", {})) - {"name", "sort_index", "step", "rows", "tokens", "sampled", "context"}]
+    assert server.stop() == made  # the last result again
+    assert list((folder / "traces").iterdir()) == [file]
 
 
-def test_profile_ends_by_itself_after_its_client_has_left(tmp_path: Path) -> None:
-    with profiled(tmp_path) as server:
-        with grpc.insecure_channel(server.server.target) as leaving:
-            start = pb.StartProfileRequest(steps=1000, max_duration={"seconds": 1})  # type: ignore[arg-type]
-            admin_service_pb2_grpc.AdminServiceStub(leaving).StartProfile(start, metadata=WITH_KEY)
-        said = refusal(server.start, grpc.StatusCode.FAILED_PRECONDITION)
-        assert said == "a profile is running already: StopProfile ends it"
-        server.answer(10)
-        until(lambda: "profile written" in server.server.log, server.server)
-        made = server.stop()
-        assert made.ending == pb.PROFILE_ENDING_DURATION
-        assert 0 < made.steps <= 11
-        assert server.start(name="next") == "next"
+def test_command_records_a_busy_server(shared: tuple[Profiled, Path], tmp_path: Path) -> None:
+    server, folder = shared
+    (tmp_path / "key").write_text(KEY)
+    connect = "profile", "--target", server.server.target, "--api-key-file", str(tmp_path / "key")
+    with server.busy():
+        done = npuserve(*connect, "--steps", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"trace: {folder}/traces/profile-1.trace.json on the server" in done.stdout
+    assert "5 steps" in done.stdout
+    assert "paged_attention" in done.stdout
+    idle = npuserve(*connect, "--seconds", "0.1")
+    assert (idle.returncode, idle.stdout.partition(" in ")[0]) == (1, "no step ran")
+
+
+def test_profile_ends_by_itself_after_its_client_has_left(shared: tuple[Profiled, Path]) -> None:
+    server, written = shared[0], shared[0].server.log.count("profile written")
+    with grpc.insecure_channel(server.server.target) as leaving:
+        start = pb.StartProfileRequest(steps=1000, max_duration={"seconds": 1})  # type: ignore[arg-type]
+        admin_service_pb2_grpc.AdminServiceStub(leaving).StartProfile(start, metadata=WITH_KEY)
+    said = refusal(server.start, grpc.StatusCode.FAILED_PRECONDITION)
+    assert said == "a profile is running already: StopProfile ends it"
+    server.answer(10)
+    until(lambda: server.server.log.count("profile written") > written, server.server)
+    made = server.stop()
+    assert made.ending == pb.PROFILE_ENDING_DURATION
+    assert 0 < made.steps <= 11
+    assert server.start(name="next") == "next"
+    server.stop()
+
+
+def test_kept_traces_are_bounded(shared: tuple[Profiled, Path]) -> None:
+    server, folder = shared
+    with server.busy():
+        for number in range(trace_folder.MAX_TRACES + 2):
+            server.start(name=f"t{number}", steps=1)
+            assert server.stop(wait=True).steps == 1
+        kept = {file.name.partition(".")[0] for file in (folder / "traces").iterdir()}
+    assert kept == {f"t{number}" for number in range(2, trace_folder.MAX_TRACES + 2)}
 
 
 def test_restart_of_the_engine_ends_a_profile_with_a_clear_answer(tmp_path: Path) -> None:
@@ -173,17 +194,8 @@ def test_restart_of_the_engine_ends_a_profile_with_a_clear_answer(tmp_path: Path
         assert server.start() == "profile-1"
 
 
-def test_kept_traces_are_bounded(tmp_path: Path) -> None:
-    with profiled(tmp_path) as server, server.busy():
-        for number in range(trace_folder.MAX_TRACES + 2):
-            server.start(name=f"t{number}", steps=1)
-            assert server.stop(wait=True).steps == 1
-        kept = {file.name.partition(".")[0] for file in (tmp_path / "traces").iterdir()}
-        assert kept == {f"t{number}" for number in range(2, trace_folder.MAX_TRACES + 2)}
-
-
 def test_server_without_the_setting_refuses_and_with_an_unusable_one_does_not_start(tmp_path: Path) -> None:
-    with serving("--api-keys", keys(tmp_path)) as server:
+    with serving("--api-keys", keys(tmp_path), **COUNTING) as server:
         assert "profile_dir" in refusal(Profiled(server).start, grpc.StatusCode.FAILED_PRECONDITION)
         bare = admin_service_pb2_grpc.AdminServiceStub(server.channel)
         refusal(lambda: bare.StartProfile(pb.StartProfileRequest()), grpc.StatusCode.UNAUTHENTICATED)

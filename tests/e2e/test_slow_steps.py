@@ -12,9 +12,9 @@ import pytest
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2
 from tests.e2e import brittle
+from tests.e2e.brittle import BRITTLE, COUNTING
 from tests.e2e.server import Server, request, serving
 
-PROGRAM = ("-m", "tests.e2e.brittle", "serve")
 REQUESTS = 8
 STEP_SECONDS = 0.3
 
@@ -29,7 +29,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def server(slow: Path) -> Iterator[Server]:
     """Server that has not measured a step. 16 decode rows are a quarter of its token budget."""
-    with serving("--max-num-seqs", "17", "--max-num-batched-tokens", "64", program=PROGRAM) as server:
+    with serving("--max-num-seqs", "17", "--max-num-batched-tokens", "64", **COUNTING) as server:
         yield server
 
 
@@ -49,13 +49,14 @@ def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server,
 
 
 @pytest.mark.slow
-def test_stream_of_special_tokens_sends_progress_each_second(server: Server, slow: Path) -> None:
+def test_stream_of_special_tokens_sends_progress_each_second(slow: Path) -> None:
     """Each progress message has at most the tokens of one second."""
     slow.touch()
-    (end,) = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).eos_token_ids
-    asked = request("Once upon a time", 40, ignore_eos=True, logit_bias={end: 100.0})
-    asked.output.return_token_ids = False
-    *parts, last = server.stub.StreamGenerate(asked, timeout=100)
+    with serving(**BRITTLE) as server:
+        (end,) = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest()).eos_token_ids
+        asked = request("Once upon a time", 40, ignore_eos=True, logit_bias={end: 100.0})
+        asked.output.return_token_ids = False
+        *parts, last = server.stub.StreamGenerate(asked, timeout=100)
     assert last.finish.usage.generated_tokens == 40
     assert {part.text for part in [*parts, last]} == {""}
     assert [part.offset for part in [*parts, last]] == [*accumulate((part.num_tokens for part in parts), initial=0)]

@@ -47,8 +47,9 @@ def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None
     assert len(error) < 600
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_serve_with_nan_weights_names_the_tensor(folder: Path) -> None:
+    """As test_serve_with_too_few_layers_ends_with_a_short_error, with a message of tests/npu/model/test_loader.py."""
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.mlp.up_proj.weight"][-1, -1] = torch.nan
     save_file(tensors, folder / "model.safetensors")

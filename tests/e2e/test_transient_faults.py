@@ -271,8 +271,8 @@ def test_full_log_pipe_stops_nothing(free_port: Callable[[], int]) -> None:
     import fcntl
 
     port = free_port()
-    command = [sys.executable, "-m", "npuserve.service.cli", "serve", "--port", str(port), "--metrics-port", "0",
-               "--log-prompts", "--frontends", "2"]
+    command = [sys.executable, *COUNTING["program"], "--port", str(port), "--metrics-port", "0", "--log-prompts",
+               "--frontends", "2"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         assert process.stdout

@@ -1,14 +1,18 @@
-"""One rank of a group, as a process: python -m tests.npu.rank JOB, a JSON object with the fields of `Job`.
+"""Ranks of groups, each a process: python -m tests.npu.rank.
 
-It answers requests by a scheduler of its own, which decides the same on each rank, and prints a `Report` as JSON.
+It reads groups from stdin, one a line: a JSON list with the fields of a `Job` for each rank. A rank is a fork of this
+process, so that torch is imported once. It answers requests by a scheduler of its own, which decides the same on each
+rank. A line on stdout answers a group: the JSON list of the ranks' `Report`s as strings, "" for a rank that failed.
 `reports` runs a group.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ class Job(msgspec.Struct):
     folder: of the model.
     rank, size: see Group.
     store: file in which the ranks meet.
-    memory: descriptor of the shared memory; -1 for none.
+    shared: the ranks share memory.
     settings: of `load_runner`.
     prompts, sampling: of the requests, each of `tokens` tokens.
     counts: report the steps.
@@ -41,7 +45,7 @@ class Job(msgspec.Struct):
     rank: int
     size: int
     store: str
-    memory: int
+    shared: bool
     settings: dict[str, Any]
     prompts: list[list[int]]
     sampling: list[dict[str, Any]]
@@ -72,24 +76,27 @@ def reports(
     counts: bool = False, **settings: Any,
 ) -> Report:
     """Return the report of rank 0, which must equal those of the other ranks. shared: the ranks share memory."""
-    memory = os.memfd_create("ranks") if shared else -1
     store = folder / f"store-{size}-{shared}"
     store.unlink(missing_ok=True)
     defaults = {"backend": "cpu", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "threads": 1,
                 "max_num_batched_tokens": 16, "dtype": "float32"}
-    processes = []
-    for rank in range(size):
-        job = Job(str(folder), rank, size, str(store), memory, {**defaults, **settings}, PROMPTS, sampling, tokens,
-                  counts)
-        processes.append(subprocess.Popen(
-            [sys.executable, "-m", "tests.npu.rank", msgspec.json.encode(job).decode()], stdout=subprocess.PIPE,
-            pass_fds=[memory] if shared else [], env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}))
-    printed = [process.communicate(timeout=400)[0] for process in processes]
-    assert not any(process.returncode for process in processes)
-    if shared:
-        os.close(memory)
-    assert len(set(printed)) == 1
-    return msgspec.json.decode(printed[0], type=Report)
+    jobs = [Job(str(folder), rank, size, str(store), shared, {**defaults, **settings}, PROMPTS, sampling, tokens,
+                counts) for rank in range(size)]
+    process = _ranks()
+    assert process.stdin
+    assert process.stdout
+    print(msgspec.json.encode(jobs).decode(), file=process.stdin, flush=True)
+    made = msgspec.json.decode(process.stdout.readline(), type=list[str])
+    assert len(made) == size
+    assert len(set(made)) == 1
+    return msgspec.json.decode(made[0], type=Report)
+
+
+@functools.cache
+def _ranks() -> subprocess.Popen[str]:
+    """Start the process whose forks are the ranks of one group after the other. It ends with this process."""
+    return subprocess.Popen([sys.executable, "-m", "tests.npu.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
 
 
 class Counted:
@@ -116,7 +123,8 @@ class Counted:
         return result
 
 
-def main(job: Job) -> None:
+def answer(job: Job, memory: int) -> bytes:
+    """Return the report of a rank as JSON. memory: descriptor of the shared memory; -1 for none."""
     import torch.distributed as dist
 
     from npuserve.npu import parallel
@@ -134,7 +142,7 @@ def main(job: Job) -> None:
         return gather_tensors(*arguments)
 
     gather_tensors, parallel._gather = parallel._gather, gather
-    group = (parallel.Group(job.rank, job.size, dist.FileStore(job.store, job.size), job.memory)
+    group = (parallel.Group(job.rank, job.size, dist.FileStore(job.store, job.size), memory)
              if job.size > 1 else None)
     runner: Any = load_runner(
         job.folder, **job.settings, group=group, progress=lambda done, total: None, observe=observe)
@@ -144,12 +152,44 @@ def main(job: Job) -> None:
     asks = [Ask(0, None, {"prompt_ids": prompt, "max_tokens": job.tokens, "sampling": SamplingParams(**sampling)})
             for prompt, sampling in zip(job.prompts, job.sampling, strict=True)]
     answers, _ = serve(runner, asks, depth=2, pool=runner.num_blocks, seats=4, budget=16)
-    print(msgspec.json.encode(Report([
+    return msgspec.json.encode(Report([
         (a.tokens, [one.logprob for one in a.logprobs], [one.logprob for one in a.prompt_logprobs])
-        for a in answers], counted.steps)).decode())
-    sys.stdout.flush()
-    os._exit(0)  # a rank that ends later must not fail by the end of the group
+        for a in answers], counted.steps))
+
+
+def fork(job: Job, memory: int) -> tuple[int, int]:
+    """Start a rank; return its process id, and a descriptor from which its result can be read."""
+    result, end = os.pipe()
+    if not (pid := os.fork()):
+        made = b""
+        try:
+            made = answer(job, memory)
+        except BaseException:
+            traceback.print_exc()
+        with os.fdopen(end, "wb") as out:
+            out.write(made)
+        os._exit(0)  # a rank that ends later must not fail by the end of the group
+    os.close(end)
+    return pid, result
+
+
+def main() -> None:
+    import npuserve.npu.execution.load
+    import npuserve.npu.parallel  # noqa: F401
+    import tests.support.loop  # noqa: F401
+
+    for line in sys.stdin:
+        jobs = msgspec.json.decode(line, type=list[Job])
+        memory = os.memfd_create("ranks") if jobs[0].shared else -1
+        results = []
+        for pid, result in [fork(job, memory) for job in jobs]:
+            with os.fdopen(result, "rb") as made:
+                results.append(made.read().decode())
+            os.waitpid(pid, 0)
+        if memory >= 0:
+            os.close(memory)
+        print(msgspec.json.encode(results).decode(), flush=True)
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=Job))
+    main()

@@ -16,6 +16,7 @@ noisy           write 1 MiB of text to stdout, besides its heartbeats
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -40,13 +41,14 @@ def stop(*_: object, **order: object) -> None:
 
 
 arguments = json.loads(sys.stdin.readline())
-with open(journal) as file:
-    runs = sum(json.loads(line)[:2] == [name, "started"] for line in file)
-behaviour, _, argument = behaviours[min(runs, len(behaviours) - 1)].partition(":")
-signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else stop)
 folder = os.environ["PROMETHEUS_MULTIPROC_DIR"]
-note("started", pid=os.getpid(), group=os.getpgrp(), session=os.getsid(0), arguments=arguments, metrics=folder,
-     spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
+with open(journal) as file:
+    fcntl.flock(file, fcntl.LOCK_EX)  # two front ends that start at once have different behaviours
+    runs = sum(json.loads(line)[:2] == [name, "started"] for line in file)
+    behaviour, _, argument = behaviours[min(runs, len(behaviours) - 1)].partition(":")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else stop)
+    note("started", pid=os.getpid(), group=os.getpgrp(), session=os.getsid(0), arguments=arguments, metrics=folder,
+         spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
 if behaviour == "killer":
     print(json.dumps({"event": "killer"}), flush=True)
 if behaviour == "uncaptured":

@@ -13,9 +13,10 @@ from npuserve.npu.storyteller import FOLDER
 BUILT_IN = "storyteller"
 
 
-def published(*names: str) -> list[Any]:
-    """Return test parameters for models under NPUSERVE_TEST_MODELS, with the mark `model`."""
-    return [pytest.param(name, marks=pytest.mark.model) for name in names]
+def published(*names: str, full: bool = False) -> list[Any]:
+    """Return test parameters for models under NPUSERVE_TEST_MODELS, with the mark `model`, and `full` if wanted."""
+    marks = [pytest.mark.model, *([pytest.mark.full] if full else [])]
+    return [pytest.param(name, marks=marks) for name in names]
 
 
 def model_folder(name: str) -> Path:

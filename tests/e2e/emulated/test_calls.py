@@ -29,8 +29,8 @@ from tests.npu.emulator.child import emulated
 from tests.service.engine.test_loop import MODEL
 from tests.service.engine.test_loop_overlap import Script
 
-LAYERS, ROWS, ANSWER = 3, 3, 200
-STEADY = range(20, 180)
+LAYERS, ROWS, ANSWER = 3, 3, 150
+STEADY = range(20, 135)
 """Steps in which all rows decode; one of them fills a block."""
 
 LAUNCH = [

@@ -197,36 +197,6 @@ def test_no_memory_at_start_is_reported_without_a_retry(tmp_path: Path) -> None:
         assert not lines(server, "starting it again|Traceback")
 
 
-@pytest.mark.timeout(300)
-def test_a_replay_that_fails_is_a_restart_without_captured_steps(tmp_path: Path) -> None:
-    """An old driver refuses a replay: the streams continue, with the same tokens, in an engine without graphs."""
-    with faulty_server(tmp_path) as server:
-        expected = [streamed(server.stub, request(prompt, LONG, ignore_eos=True))[1] for prompt in PROMPTS]
-        modes = {mode: server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "eager")}
-        assert modes["captured"] > 0 == modes["eager"]
-        asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
-        asked.running()
-        faulty.at_start(tmp_path, ("fail", ("aclmdlRI*", 107030), {"times": -1}))  # a capture would fail, too
-        faulty.tell(tmp_path, "fail", "aclmdlRIExecuteAsync", 107030, times=-1)
-        got = asked.join()
-        assert [error for _, error in got] == [None] * STREAMS
-        assert sorted(ids for ids, _ in got) == sorted(expected)
-        ready(server)
-        (told,) = lines(server, "device fault")
-        assert "a captured graph cannot be replayed: the driver is too old: update the Ascend HDK driver" in told
-        (said,) = lines(server, "steps are not captured but run kernel by kernel, which is slower")
-        assert "cannot be replayed: the driver is too old" in said
-        captured = server.metric("npuserve_decode_tokens_total", mode="captured")
-        assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
-        assert server.metric("npuserve_decode_tokens_total", mode="captured") == captured
-        assert server.metric("npuserve_decode_tokens_total", mode="eager") > 0
-        # The choice is kept after further deaths of the engine.
-        faulty.tell(tmp_path, "fail", "synchronize", ENGINE)
-        assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
-        ready(server)
-        assert len(lines(server, "steps are not captured but run")) == 2
-
-
 @pytest.mark.parametrize(("call", "code", "starts"), [
     # Fails before any replay: this engine continues. A replay waits forever for lengths: the next one does.
     ("aclmdlRICaptureBegin", 207005, 1), ("aclmdlRICaptureTaskUpdateBegin", 207000, 2)])
@@ -292,6 +262,45 @@ def test_a_hang_that_lasts_is_a_restart(survivor: tuple[Server, Path]) -> None:
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
     assert children(server)["engine"] != before["engine"]
     nothing_leaked(server, before)
+
+
+@pytest.mark.timeout(300)
+def test_a_replay_that_fails_is_a_restart_without_captured_steps(survivor: tuple[Server, Path]) -> None:
+    """An old driver refuses a replay: the streams continue, with the same tokens, in an engine without graphs.
+
+    Last test of the shared server, which captures no more.
+    """
+    server, folder = survivor
+    ready(server)
+
+    def decoded(mode: str) -> float:
+        return server.metric("npuserve_decode_tokens_total", mode=mode)
+
+    faults, captured, eager = len(lines(server, "device fault")), decoded("captured"), decoded("eager")
+    expected = [streamed(server.stub, request(prompt, LONG, ignore_eos=True))[1] for prompt in PROMPTS]
+    assert decoded("captured") > captured
+    assert decoded("eager") == eager
+    asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+    asked.running()
+    faulty.at_start(folder, ("fail", ("aclmdlRI*", 107030), {"times": -1}))  # a capture would fail, too
+    faulty.tell(folder, "fail", "aclmdlRIExecuteAsync", 107030, times=-1)
+    got = asked.join()
+    assert [error for _, error in got] == [None] * STREAMS
+    assert sorted(ids for ids, _ in got) == sorted(expected)
+    ready(server)
+    (told,) = lines(server, "device fault")[faults:]
+    assert "a captured graph cannot be replayed: the driver is too old: update the Ascend HDK driver" in told
+    (said,) = lines(server, "steps are not captured but run kernel by kernel, which is slower")
+    assert "cannot be replayed: the driver is too old" in said
+    captured, eager = decoded("captured"), decoded("eager")
+    assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
+    assert decoded("captured") == captured
+    assert decoded("eager") > eager
+    # The choice is kept after further deaths of the engine.
+    faulty.tell(folder, "fail", "synchronize", ENGINE)
+    assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
+    ready(server)
+    assert len(lines(server, "steps are not captured but run")) == 2
 
 
 def test_a_server_whose_device_hangs_can_be_stopped(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.npu.emulator.child import missing
 from tests.support.benches import bench
-from tests.support.real_models import model_folder
+from tests.support.real_models import BUILT_IN, model_folder, published
 
 ROOT = Path(__file__).parents[3]
 REQUESTS, ANSWER = 6, 64
@@ -38,7 +38,7 @@ def findings(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [
-    "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
+    BUILT_IN, *published("minimind2-small"), *published("stories260K-qwen3", full=True)])  # a Qwen3, too
 def test_tokens_are_those_of_the_cpu(name: str) -> None:
     overlapped, plain = findings(str(model_folder(name)), "--parts", "tokens", "--requests", str(REQUESTS),
                                  "--answer", str(ANSWER), "--blocks", "8")
@@ -56,8 +56,7 @@ def test_tokens_are_those_of_the_cpu(name: str) -> None:
 @needs_npu
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [
-    "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
+@pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K-qwen3", "minimind2-small")])
 def test_logits_in_bfloat16_are_near(name: str) -> None:
     (found,) = findings(str(model_folder(name)), "--parts", "forced")
     assert found["passed"]
@@ -69,8 +68,7 @@ def test_logits_in_bfloat16_are_near(name: str) -> None:
 @needs_npu
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [
-    "storyteller", *(pytest.param(name, marks=pytest.mark.model) for name in ("stories260K-qwen3", "minimind2-small"))])
+@pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K-qwen3", "minimind2-small")])
 def test_predictions_in_w8a8_are_those_of_the_cpu_in_w8a8(name: str) -> None:
     (found,) = findings(str(model_folder(name)), "--parts", "int8")
     assert found["passed"]

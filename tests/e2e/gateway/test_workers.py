@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +41,10 @@ class Seen:
 
 @dataclass
 class Pool:
-    """Workers on fixed ports, and the gateway in front of them."""
+    """Workers on fixed ports. texts: of the undisturbed streams; empty until known."""
 
     environment: dict[str, str]
+    texts: list[str] = field(default_factory=list)
     ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(WORKERS)])
     workers: list[Worker] = field(default_factory=list)
 
@@ -64,9 +63,10 @@ class Pool:
         return {line["id"] for worker in self.workers for line in worker.requests()}
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    slow = tmp_path / "slow"
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Workers shared by the tests. The first two leave them ready, the last ends one."""
+    slow = tmp_path_factory.mktemp("workers") / "slow"
     slow.write_text(STEP_SECONDS)
     made = Pool({**os.environ, brittle.SLOW: str(slow)})
     try:
@@ -76,10 +76,17 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         made.close()
 
 
-@contextlib.contextmanager
-def in_front(pool: Pool, template: str) -> Iterator[Gateway]:
-    with gateway([f"127.0.0.1:{port}" for port in pool.ports], "--chat-template", template) as gate:
+@pytest.fixture(scope="module")
+def in_front(pool: Pool, chat_template: str) -> Iterator[Gateway]:
+    with gateway([f"127.0.0.1:{port}" for port in pool.ports], "--chat-template", chat_template) as gate:
         yield gate
+
+
+@pytest.fixture
+def gate(in_front: Gateway) -> Gateway:
+    """The gateway, once it uses all workers."""
+    in_front.wait_until_ready()
+    return in_front
 
 
 async def stream(client: Any, number: int, tokens: int = TOKENS) -> Seen:
@@ -116,9 +123,11 @@ async def under_load(gate: Gateway, fault: Any) -> tuple[list[Seen], list[Seen]]
         return await asyncio.gather(*streams), await asyncio.gather(*later)
 
 
-async def expected_texts(gate: Gateway) -> list[str]:
-    async with client_of(gate) as client:
-        return [seen.text for seen in await asyncio.gather(*(stream(client, n) for n in range(STREAMS)))]
+async def expected_texts(pool: Pool, gate: Gateway) -> list[str]:
+    if not pool.texts:
+        async with client_of(gate) as client:
+            pool.texts = [seen.text for seen in await asyncio.gather(*(stream(client, n) for n in range(STREAMS)))]
+    return pool.texts
 
 
 def assert_whole(found: list[Seen], texts: list[str]) -> None:
@@ -127,51 +136,48 @@ def assert_whole(found: list[Seen], texts: list[str]) -> None:
     assert [seen.text for seen in found] == texts
 
 
-async def test_killed_engine_of_a_worker_shows_in_no_stream(pool: Pool, chat_template: str) -> None:
-    with in_front(pool, chat_template) as gate:
-        texts = await expected_texts(gate)
-        streams, later = await under_load(
-            gate, lambda: os.kill(engine_of(pool.workers[0].server), signal.SIGKILL))
-        assert_whole(streams, texts)
-        assert not [seen.error for seen in later if seen.error]
+async def test_killed_engine_of_a_worker_shows_in_no_stream(pool: Pool, gate: Gateway) -> None:
+    texts = await expected_texts(pool, gate)
+    streams, later = await under_load(gate, lambda: os.kill(engine_of(pool.workers[0].server), signal.SIGKILL))
+    assert_whole(streams, texts)
+    assert not [seen.error for seen in later if seen.error]
 
 
-async def test_draining_worker_shows_in_no_stream(pool: Pool, chat_template: str) -> None:
-    with in_front(pool, chat_template) as gate:
-        texts = await expected_texts(gate)
-        streams, later = await under_load(gate, pool.workers[0].server.process.terminate)
-        assert_whole(streams, texts)
-        assert not [seen.error for seen in later if seen.error]
-        assert pool.workers[0].server.process.wait(60) == 0
-
-
-async def test_killed_worker_ends_its_own_streams_alone_and_is_used_again(pool: Pool, chat_template: str) -> None:
+async def test_killed_worker_ends_its_own_streams_alone_and_is_used_again(pool: Pool, gate: Gateway) -> None:
     """smg does not resume streams: those of the killed worker end with an error event. New requests are retried.
 
     Prints what the clients saw (pytest -s).
     """
-    with in_front(pool, chat_template) as gate:
-        texts = await expected_texts(gate)
-        before = pool.served()
-        streams, later = await under_load(gate, pool.workers[0].server.process.kill)
-        await asyncio.sleep(1)  # until the workers' log lines are written
-        victim, *others = pool.workers
-        kept = {line["id"] for worker in others for line in worker.requests()} - before
-        whole = [(seen, texts[n]) for n, seen in enumerate(streams) if seen.id in kept]
-        assert_whole([seen for seen, _ in whole], [text for _, text in whole])
-        lost = [seen for seen in streams if seen.id not in kept]
-        assert 0 < len(lost) <= STREAMS // 2
-        assert all(seen.error and texts[n].startswith(seen.text) for n, seen in enumerate(streams) if seen in lost)
-        print(f"{len(whole)} streams whole; lost: {Counter(seen.error for seen in lost)}")
-        assert not [seen.error for seen in later if seen.error]
-        victim.server.close()
-        began = time.monotonic()
-        fresh = pool.workers[0] = pool.start(pool.ports[0])
-        async with client_of(gate) as client:
-            while not fresh.requests():
-                assert time.monotonic() - began < POOL_SECONDS + HEALTH_SECONDS
-                assert not (await stream(client, 0, 4)).error
-                await asyncio.sleep(0.2)
-        seconds = time.monotonic() - began
-        print(f"pool whole {seconds:.1f} s after the start of the new worker")
-        assert seconds < POOL_SECONDS
+    texts = await expected_texts(pool, gate)
+    before = pool.served()
+    streams, later = await under_load(gate, pool.workers[0].server.process.kill)
+    await asyncio.sleep(1)  # until the workers' log lines are written
+    victim, *others = pool.workers
+    kept = {line["id"] for worker in others for line in worker.requests()} - before
+    whole = [(seen, texts[n]) for n, seen in enumerate(streams) if seen.id in kept]
+    assert_whole([seen for seen, _ in whole], [text for _, text in whole])
+    lost = [seen for seen in streams if seen.id not in kept]
+    assert 0 < len(lost) <= STREAMS // 2
+    assert all(seen.error and texts[n].startswith(seen.text) for n, seen in enumerate(streams) if seen in lost)
+    print(f"{len(whole)} streams whole; lost: {Counter(seen.error for seen in lost)}")
+    assert not [seen.error for seen in later if seen.error]
+    victim.server.close()
+    began = time.monotonic()
+    fresh = pool.workers[0] = pool.start(pool.ports[0])
+    async with client_of(gate) as client:
+        while not fresh.requests():
+            assert time.monotonic() - began < POOL_SECONDS + HEALTH_SECONDS
+            assert not (await stream(client, 0, 4)).error
+            await asyncio.sleep(0.2)
+    seconds = time.monotonic() - began
+    print(f"pool whole {seconds:.1f} s after the start of the new worker")
+    assert seconds < POOL_SECONDS
+
+
+async def test_draining_worker_shows_in_no_stream(pool: Pool, gate: Gateway) -> None:
+    """Last test of the shared workers."""
+    texts = await expected_texts(pool, gate)
+    streams, later = await under_load(gate, pool.workers[0].server.process.terminate)
+    assert_whole(streams, texts)
+    assert not [seen.error for seen in later if seen.error]
+    assert pool.workers[0].server.process.wait(60) == 0

@@ -327,7 +327,7 @@ def fail(backend, step):
     raise RuntimeError("the engine fails")
 
 def native_kernels():
-    size, times = 64 << 20, 100
+    size, times = 64 << 20, 30
     memory, found = native.library().allocate(size), torch.empty(1, dtype=torch.int32)
 
     def read():
@@ -340,7 +340,7 @@ def native_kernels():
 
 def torch_operators():
     x = torch.ones(300, 300)
-    fail(CpuBackend(native=False), lambda: [x @ x for _ in range(1000)])
+    fail(CpuBackend(native=False), lambda: [x @ x for _ in range(300)])
 
 torch.set_num_threads(1)
 for _ in range(2):

@@ -35,9 +35,10 @@ def test_data_contain_only_used_names() -> None:
         assert len(release.sha256) == 64
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_data_equal_wheel(version: str) -> None:
+    """The first step of .ci/run's checks downloads the wheels and does the same."""
     if not wheel_file(version).exists():
         pytest.skip(f"{wheel_file(version).name} is not there; python -m tests.npu.compatibility check downloads it")
     assert Release.of(Wheel(wheel_file(version)), (use.path for use in our_uses())) == RELEASES[version]

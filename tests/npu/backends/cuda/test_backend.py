@@ -29,7 +29,7 @@ from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
 from tests.support import constrained
 from tests.support.loop import Ask, serve
-from tests.support.real_models import model_folder
+from tests.support.real_models import model_folder, published
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_cuda_timed_step_runs_kernel_by_kernel(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param("stories260K-qwen3", marks=pytest.mark.model), "random"])
+@pytest.mark.parametrize("name", ["random", *published("stories260K-qwen3", full=True)])
 def test_cuda_tokens_with_prefix_hits_and_preemption_equal_cpu(tmp_path: Path, name: str) -> None:
     """The real scheduler has few blocks. All tokens in float32 equal the CPU's."""
     folder = saved(tmp_path, layers=1, head_dim=8) if name == "random" else model_folder(name)
@@ -291,7 +291,7 @@ def test_cuda_properties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_profile_has_the_launches_and_no_times(tmp_path: Path) -> None:
     saved(tmp_path / "model", layers=1)
-    expected, _ = answers(load(tmp_path / "model"), asks(1, 6))
+    expected, _ = answers(load(tmp_path / "model", "cpu"), asks(1, 6))
     runner = load(tmp_path / "model")
     profiler = Profiler(runner, TraceFolder(tmp_path / "traces"))
     profiler.start("", 4, 60.0)

@@ -15,7 +15,7 @@ from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.diagnostics import acceptance
 from npuserve.service.cli import main as cli
-from npuserve.service.cli.acceptance import command, latency
+from npuserve.service.cli.acceptance import command, latency, model
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 from tests.npu.emulator.child import emulated
@@ -94,6 +94,8 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
         mock.patch.object(command, "check_kernels", return_value=[]),
         mock.patch.object(command, "check_sizes", return_value=[]),
         mock.patch.object(command, "check_variants", return_value=[]),
+        mock.patch.object(model, "check_sampling", return_value=[]),
+        mock.patch.object(model, "check_contexts", return_value=[]),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):
         code, report = accepted("--decode-buckets", "8")
