@@ -108,7 +108,12 @@ def test_ascend_docs_error_codes_are_those_of_the_code() -> None:
     known = [(str(code), f"`{entry.name}`", entry) for code, entry in codes.CODES.items()]
     known += [("none", entry.name, entry) for entry in codes.TEXTS.values()]
     assert [cells for cells in table if not set(cells[0]) <= {"-"}] == [
-        [code, name, entry.meaning, entry.advice.replace("*", r"\*")] for code, name, entry in known]
+        [code, name, entry.meaning, entry.advice.replace("*", r"\*") + in_step(entry)] for code, name, entry in known]
+
+
+def in_step(entry: codes.ErrorCode) -> str:
+    """Return what the remedy in the page adds for a running step."""
+    return f"; in a step: {entry.running[1]}" if entry.running else ""
 
 
 def test_ascend_docs_sizes_are_those_of_the_code() -> None:

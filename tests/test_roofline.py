@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.model.config import ModelConfig
 from tests.support.benches import bench
 
@@ -47,6 +49,22 @@ def test_every_kernel_of_the_decoder_is_in_the_table(roofline: ModuleType) -> No
     for kernel, calls in roofline.decode(c, 1, 1024, False).costs.items():
         assert f"| {kernel} | {len(calls)} |" in page
     assert "A prediction" in page
+
+
+def test_the_sampler_reads_and_writes_all_logits_of_its_rows_in_each_operator(roofline: ModuleType) -> None:
+    """Most of its operators read one or two float32 of each logit and write one."""
+    c = ModelConfig.from_dict(roofline.QWEN3_14B)
+    one, many = roofline.sampler(c, 1), roofline.sampler(c, 16)
+    assert many == pytest.approx(16 * one, rel=1e-3)
+    assert 4 * roofline.SAMPLER_LAUNCHES < one / c.vocab_size < 12 * roofline.SAMPLER_LAUNCHES
+
+
+def test_designs_of_captures_have_graphs_of_default_buckets(roofline: ModuleType) -> None:
+    table = roofline.captures(ModelConfig.from_dict(roofline.QWEN3_14B), (64,), roofline.BANDWIDTH)
+    graphs = dict(re.findall(r"^\| (\w): .*? \| (\d+) \|", table, re.MULTILINE))
+    decode, chunks = len(default_buckets(64)), 512 // 64
+    assert {name: int(count) for name, count in graphs.items()} == {
+        "A": 4 * decode + chunks, "B": 2 * decode + chunks, "C": 3 * decode + chunks, "D": 2 * decode + chunks}
 
 
 def test_page_is_up_to_date(roofline: ModuleType) -> None:

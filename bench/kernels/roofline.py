@@ -13,11 +13,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from npuserve.kernels import ascend
 from npuserve.kernels.bench.costs import Cost, nbytes
-from npuserve.npu.backends.ascend.backend import BACKEND
+from npuserve.kernels.registry import KERNELS
+from npuserve.npu.backends.ascend.backend import BACKEND, TOKEN_BUCKET
+from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.profiling.floor import MetaModel
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
@@ -69,6 +75,18 @@ counts them (tests/e2e/emulated/test_profile.py)."""
 SHARES, GAPS = (0.9, 0.7), (1e-6, 3e-6)
 """Assumptions of the prediction, best and worst: share of the bandwidth that kernels reach, and seconds between two
 tasks of a graph."""
+SAMPLER_LAUNCHES = 40
+"""Operators of `Sampler.sample_fixed`, as the emulated NPU captures it (tests/npu/backends/ascend/test_launches.py)."""
+SORT_BYTES = 24
+"""Least bytes for each logit of `npu_top_k_top_p`: a sort reads a float32 and writes it with an int32 index. A filter
+reads both and writes a float32."""
+DESIGNS = (
+    ("A: with argmax, and with the sampler", 2, 2, 2, (1, 1, 2, 2)),
+    ("B: always with the sampler", 1, 2, 1, (1, 1, 2, 2)),
+    ("C: decoder; shared heads", 1, 1, 2, (2, 2, 2, 2)),
+    ("D: decoder, logits and argmax; shared sampler", 1, 1, 1, (1, 2, 1, 2)))
+"""Designs of captures: name; for each bucket of decode rows the graphs with a decoder, those with a sampler, and those
+without a decoder; replays of a greedy step, a sampled one, and the two with a chunk."""
 CONTEXTS = (1024, 8192)
 BANDWIDTH = 1.6e12
 """Bytes a second of an Ascend A2's memory."""
@@ -103,6 +121,66 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
     token = nbytes(model.layer_cache) // BACKEND.block_size
     return Step(model.costs([(1, context)] * rows, rows), linear + nbytes(weights.lm_head.weight),
                 rows * context * config.num_layers * 2 * token)
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that the called operators read and write. Views count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            chosen = "index" in func.__name__  # reads the chosen rows of a table, not the whole
+            self.nbytes += nbytes(*tree_leaves(made)) + nbytes(*(tree_leaves(made) if chosen else tree_leaves(args)))
+        return made
+
+
+def sampler(config: ModelConfig, rows: int) -> int:
+    """Return the bytes of `Sampler.sample_fixed` for rows of logits, without `npu_top_k_top_p`."""
+    vocabulary = config.vocab_size
+
+    def of_rows(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(rows, dtype=dtype, device="meta")
+
+    tables = [torch.empty(rows + 1, vocabulary, dtype=dtype, device="meta") for dtype in (torch.bool, torch.int32)]
+    logits, slots = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device="meta"), of_rows(torch.int64)
+    penalize, sample = (KERNELS[name].implementations[ascend.LABEL].function for name in ("penalize", "sample"))
+    with Traffic() as traffic:
+        scores = logits.to(torch.float32)
+        penalize(scores, *(each.index_select(0, slots) for each in tables), *(of_rows() for _ in range(3)))
+        sample(scores, vocabulary, of_rows(), of_rows(torch.int32), *(of_rows() for _ in range(3)), cut=False)
+    return traffic.nbytes
+
+
+def captures(config: ModelConfig, batches: Sequence[int], bandwidth: float) -> str:
+    """Return the table of the designs of captures, and that of the sampler, as Markdown."""
+    rows = []
+    for batch in batches:
+        unsorted, values = sampler(config, batch), batch * config.vocab_size
+        sort = SORT_BYTES * values
+        head = decode(config, batch, 1, False).costs["linear_argmax"][0].nbytes
+        logits = 2 * 2 * values
+        rows.append([str(batch), *(f"{part / 1e6:,.0f} / {milliseconds(part, bandwidth):.3f}"
+                                   for part in (unsorted, sort, unsorted + sort, logits, head))])
+    made = table(["batch", "sampler without filter, MB / ms", "filter, at least",
+                  "sampler", "copy of logits", "LM head"], rows)
+    buckets = len(default_buckets(batches[-1]))
+    chunks = len(range(TOKEN_BUCKET, MAX_TOKENS, TOKEN_BUCKET)) + 1
+    of_layer, others = LAUNCHES["bf16"]
+    decoder = of_layer * config.num_layers + others
+    lines = []
+    for name, decoders, samplers, heads, replays in DESIGNS:
+        large = decoders * buckets + chunks
+        lines.append([name, str(large + heads * buckets), str(large),
+                      f"{large * decoder + samplers * buckets * SAMPLER_LAUNCHES:,}", *map(str, replays)])
+    return made + "\n" + table(
+        ["design", "graphs", "with a decoder", "operators in graphs", "replays: greedy", "sampled", "chunk, greedy",
+         "chunk, sampled"], lines)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -195,6 +273,29 @@ prediction adds two assumptions to the floor: kernels reach {SHARES[0]:.0%} to {
 assumed to be hidden behind the device. 64 rows of 8192 tokens have 86 GB of keys and values, more than one card's
 memory.
 """
+CAPTURES = f"""## Captures
+
+A decode step ends with an argmax or with the [sampler](ascend.md#sampling), of {SAMPLER_LAUNCHES} operators. The first
+table has the bytes and times of what a design adds to a step: an operator reads its arguments and writes its results
+once. The sort of `npu_top_k_top_p` is counted with the least that any sort reads and writes, so it takes longer. The
+second table has the graphs of four designs, with the default buckets for 64 rows and chunks of up to 512 tokens.
+"""
+DECISION = """**A is what is built.** It adds nothing to any step. Its price is more graphs at the start, and streams.
+All graphs share one memory pool. A device has 2,048 streams. vllm-ascend uses
+[up to 1,800](https://github.com/vllm-project/vllm-ascend/issues/8585), one for each graph without communication.
+
+- B has a graph less for each bucket, but each greedy step runs the sampler. At 1, 16 and 64 rows that takes at least
+  0.06, 0.4 and 1.6 ms with the launches: 0.4%, 2% and 6% of a step in bfloat16, 0.7%, 4% and 10% in W8A8. The filter is
+  a tenth of it, so a sampler without a sort does not help: penalties and the draw read all logits many times. What was
+  captured runs for all rows, also where none needs it. `npu_top_k_top_p_sample` skips rows without filters, but it
+  also ignores a `top_k` above
+  [1,024](https://github.com/Ascend/op-plugin/blob/517f2e7d/docs/zh/custom_APIs/torch_npu/torch_npu-npu_top_k_top_p_sample.md).
+- C and D have a second replay in each sampled step, the default of requests. A replay takes a launch by the host and
+  the start of a graph on the device, whose time was not measured. D also copies the logits, and reads the LM head for
+  chunks that yield no token.
+
+Fewer `decode_buckets` have a larger effect: with 1,4,16,64 A has 24 graphs.
+"""
 COMPARISON = """## Published figures
 
 They are compared with the floor of a step at their batch and context: batches of 1 and of 16 where up to 16 requests
@@ -208,7 +309,8 @@ def default_page() -> str:
     config, batches = ModelConfig.from_dict(QWEN3_14B), (1, 16, 64)
     return "\n".join((
         INTRODUCTION, page(config, batches, CONTEXTS[0], BANDWIDTH), PREDICTION,
-        prediction(config, batches, CONTEXTS, BANDWIDTH), COMPARISON, comparison(BANDWIDTH)))
+        prediction(config, batches, CONTEXTS, BANDWIDTH), CAPTURES, captures(config, batches, BANDWIDTH), DECISION,
+        COMPARISON, comparison(BANDWIDTH)))
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 Errors at the start, the log line `device fault`, `npuserve check --explain CODE` and docs/ascend.md use them. Names and
 numbers are those of acl/error_codes/rt_error_codes.h and acl/acl_base_rt.h. Issues 2629, 8393, 6002 and 7227 and pull
 request 10555 of https://github.com/vllm-project/vllm-ascend name an old driver as the cause of 207005, 207008, 107030
-and "Alloc sq cq fail".
+and "Alloc sq cq fail" in a capture. After a successful start the cause is another: streams and their queues belong to
+the device and not to a process. Another server takes them (issue 5213), or a virtual device has few (issue 8585).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ UPDATE_DRIVER = f"update the Ascend HDK driver and firmware to {MIN_DRIVER} or l
 OLD_DRIVER = f"{UPDATE_DRIVER}, or serve with --capture off"
 TOO_OLD = f"the NPU driver is too old for captured graphs: {OLD_DRIVER}"
 MORE_MEMORY = "end other processes on the device; fewer decode_buckets and a smaller kv_cache_memory take less"
+FEWER_STREAMS = "end other processes on the device, or serve with fewer decode_buckets, which take fewer streams"
 VISIBLE = ("check with npu-smi info that the device is healthy and free, that ASCEND_RT_VISIBLE_DEVICES names it, and "
            "that this user may open /dev/davinci*")
 SEND_LOG = "the engine is restarted; if it repeats, run npuserve check --accept and send the file of npuserve collect"
@@ -25,6 +27,7 @@ REPAIR = "see npu-smi info: the device, its driver or its links need a repair"
 _NO_FUNCTION = "the driver lacks a function of this CANN: it is too old"
 _NO_LENGTHS = "a captured graph takes no new lengths: the driver is too old"
 _NO_MEMORY = "the device has no memory left"
+_NO_STREAMS = "the device has no stream or queue left"
 
 
 class ErrorCode(NamedTuple):
@@ -32,12 +35,18 @@ class ErrorCode(NamedTuple):
 
     name: identifier in CANN's headers; for an error without a code the text in its log.
     is_capture: only graphs raise it, so that a server without captured steps avoids it.
+    running: meaning and advice after a successful start, in a step; None if they are the same.
     """
 
     name: str
     meaning: str
     advice: str
     is_capture: bool = False
+    running: tuple[str, str] | None = None
+
+    def explain(self) -> str:
+        """Return meaning and advice of the error in a step."""
+        return ": ".join(self.running or (self.meaning, self.advice))
 
 
 CODES: dict[int, ErrorCode] = {
@@ -53,10 +62,12 @@ CODES: dict[int, ErrorCode] = {
     207001: ErrorCode("ACL_ERROR_RT_MEMORY_ALLOCATION", _NO_MEMORY, MORE_MEMORY),
     207004: ErrorCode("ACL_ERROR_RT_NO_DEVICE", "there is no device", VISIBLE),
     207005: ErrorCode("ACL_ERROR_RT_RESOURCE_ALLOC_FAIL",
-                      "the driver cannot allocate a captured graph's resources: it is too old", OLD_DRIVER),
+                      "the driver cannot allocate a captured graph's resources: it is too old", OLD_DRIVER,
+                      running=(_NO_STREAMS, FEWER_STREAMS)),
     207006: ErrorCode("ACL_ERROR_RT_NO_PERMISSION", "this user may not open the device", VISIBLE),
     207008: ErrorCode("ACL_ERROR_RT_NO_STREAM_RESOURCE",
-                      "the driver has no stream for a captured graph: it is too old", OLD_DRIVER),
+                      "the driver has no stream for a captured graph: it is too old", OLD_DRIVER,
+                      running=(_NO_STREAMS, FEWER_STREAMS)),
     207018: ErrorCode("ACL_ERROR_RT_DEVICE_OOM", _NO_MEMORY, MORE_MEMORY),
     207019: ErrorCode("ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP", _NO_LENGTHS, OLD_DRIVER, True),
     507010: ErrorCode("ACL_ERROR_RT_LOST_HEARTBEAT", "the device does not respond", REPAIR),
@@ -69,6 +80,7 @@ CODES: dict[int, ErrorCode] = {
 
 TEXTS: dict[str, ErrorCode] = {
     "Alloc sq cq fail": ErrorCode(
-        "Alloc sq cq fail", "the driver has no queue for a captured graph's stream: it is too old", OLD_DRIVER),
+        "Alloc sq cq fail", "the driver has no queue for a captured graph's stream: it is too old", OLD_DRIVER,
+        running=(_NO_STREAMS, FEWER_STREAMS)),
 }
 """Texts in messages and in CANN's log that have no code."""

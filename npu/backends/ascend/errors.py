@@ -57,8 +57,9 @@ FAULTS: tuple[tuple[int, int, Fault], ...] = (
 
 _CAPTURES = range(107024, 107046)
 """Codes that only captures, replays and updates of graphs raise."""
-_BUSY = (207005, 507899)
-"""Further codes of a device that cannot be opened. During a capture they have other causes (`CODES`)."""
+_BUSY = (207005, 207008, 507899)
+"""Further codes of a device that cannot be opened: its streams are taken. During a capture they have other causes
+(`CODES`)."""
 
 
 def _chain(error: BaseException) -> Iterator[str]:
@@ -102,15 +103,21 @@ def known(error: BaseException) -> ErrorCode | None:
 
 
 def explain(error: BaseException) -> str:
-    """Return the meaning of an error of the device with advice; "" if `codes` has none."""
+    """Return the meaning of an error of a running step with advice; "" if `codes` has none.
+
+    `capture_advice` explains the errors of captures, and `advice` those of a device that does not start.
+    """
     found = known(error)
-    return f"{found.meaning}: {found.advice}" if found else ""
+    return found.explain() if found else ""
 
 
 def explain_code(code: int) -> str:
     """Return name, meaning and advice of a code; "" for an unknown one."""
     found = CODES.get(code)
-    return f"{found.name}: {found.meaning}; {found.advice}" if found else ""
+    if not found:
+        return ""
+    running = f". In a step after a successful start: {'; '.join(found.running)}" if found.running else ""
+    return f"{found.name}: {found.meaning}; {found.advice}{running}"
 
 
 def is_capture_error(error: BaseException) -> bool:

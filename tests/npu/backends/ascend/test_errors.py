@@ -132,6 +132,23 @@ def test_explain_gives_meaning_and_advice():
     assert backends.explain_code(1) == ""
 
 
+@pytest.mark.parametrize("text", [NPU.format(207005), NPU.format(207008), "TsdOpen: Alloc SQ CQ fail, device 0"])
+def test_streams_advice_depends_on_where_they_ran_out(text):
+    """In a capture the driver is too old. After a successful start it is not, and streams are used up."""
+    error = RuntimeError(text)
+    assert "it is too old" in str(acl_errors.capture_advice(error))
+    assert backends.explain(error) == (
+        "the device has no stream or queue left: end other processes on the device, or serve with fewer "
+        "decode_buckets, which take fewer streams")
+
+
+@pytest.mark.parametrize("code", [207005, 207008])
+def test_explain_code_has_both_cases_of_streams(code):
+    said = backends.explain_code(code)
+    assert said.index("it is too old") < said.index("In a step after a successful start: the device has no stream")
+    assert "cannot be opened" in acl_errors.advice(RuntimeError(NPU.format(code)))
+
+
 def test_codes_equal_headers_of_torch_npu():
     """Names and numbers, where the wheel of torch_npu with CANN's headers is installed."""
     spec = importlib.util.find_spec("torch_npu")

@@ -20,6 +20,7 @@ from npuserve.npu.execution.runner import Runner
 from tests.npu.backends.ascend.test_backend import load, started
 from tests.npu.backends.small import answers, asks, saved, saved_w8a8
 from tests.npu.emulator.child import emulated, missing, run
+from tests.support.benches import bench
 
 EVENT = Counter({"aclrtValueWait": 1, "aclrtValueWrite": 1})
 """Wait for the lengths of attention, and reset of the event."""
@@ -68,6 +69,23 @@ def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, kind: str, w8a
     assert expected.total() - EVENT.total() == (
         (11 if w8a8 else 9) if triton else (14 if w8a8 else 12) + (kind != "1"))
     run(check, {"folder": tmp_path, "kind": kind, "w8a8": w8a8, "expected": expected}, {"triton": triton})
+
+
+@emulated()
+def test_ascend_graphs_and_operators_are_those_of_the_roofline(tmp_path: Path) -> None:
+    """Design A of docs/ascend-roofline.md: for each bucket of rows a graph with argmax and one with the sampler, with
+    the decoder and without."""
+    roofline = bench("kernels.roofline")
+    _, decoders, _, heads, _ = roofline.DESIGNS[0]
+    dispatch = load(saved(tmp_path), dtype="bfloat16", decode_buckets=(1,))._dispatch
+    assert dispatch.decode is dispatch.greedy
+    assert decoders == len({dispatch.greedy, dispatch.sampled})
+    assert heads == len({dispatch.head_argmax, dispatch.head_sampled})
+    found = [nodes(each, 1, tmp_path / "graph.json") for each in (dispatch.head_argmax, dispatch.head_sampled)]
+    argmax = Counter({"aclnnMatmul": 1, "aclnnNanToNum": 1, "aclnnArgMax": 1, "aclnnInplaceCopy": 1})
+    assert found[0] == argmax
+    assert found[1].total() == roofline.SAMPLER_LAUNCHES + 2  # the LM head, and the copy of the ids
+    assert found[1]["aclnnApplyTopKTopP"] == 1
 
 
 @emulated(relax=("fp32",), triton=True)
