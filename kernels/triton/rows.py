@@ -160,6 +160,6 @@ def rank_sum_kernel(parts, out, count, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     total = tl.load(parts + places, mask=inside, other=0.0).to(tl.float32)
-    for rank in range(1, SIZE):
+    for rank in tl.static_range(1, SIZE):
         total += tl.load(parts + rank * count + places, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)

@@ -24,6 +24,8 @@ VISIBLE = ("check with npu-smi info that the device is healthy and free, that AS
 SEND_LOG = "the engine is restarted; if it repeats, run npuserve check --accept and send the file of npuserve collect"
 REPAIR = "see npu-smi info: the device, its driver or its links need a repair"
 
+RANKS = "the group is restarted; the first error in the logs of its ranks names the cause"
+
 _NO_FUNCTION = "the driver lacks a function of this CANN: it is too old"
 _NO_LENGTHS = "a captured graph takes no new lengths: the driver is too old"
 _NO_MEMORY = "the device has no memory left"
@@ -70,10 +72,14 @@ CODES: dict[int, ErrorCode] = {
                       running=(_NO_STREAMS, FEWER_STREAMS)),
     207018: ErrorCode("ACL_ERROR_RT_DEVICE_OOM", _NO_MEMORY, MORE_MEMORY),
     207019: ErrorCode("ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP", _NO_LENGTHS, OLD_DRIVER, True),
+    507009: ErrorCode("ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT", "a captured step contains a task that it cannot contain",
+                      "unset HCCL_OP_EXPANSION_MODE, or serve with --capture off", True),
     507010: ErrorCode("ACL_ERROR_RT_LOST_HEARTBEAT", "the device does not respond", REPAIR),
     507014: ErrorCode("ACL_ERROR_RT_AICORE_TIMEOUT", "a kernel took too long", SEND_LOG),
     507015: ErrorCode("ACL_ERROR_RT_AICORE_EXCEPTION", "a kernel failed", SEND_LOG),
     507033: ErrorCode("ACL_ERROR_RT_DEV_SETUP_ERROR", "the device cannot be set up", VISIBLE),
+    507048: ErrorCode("ACL_ERROR_RT_FFTS_PLUS_TIMEOUT", "a rank waited in a collective for another one (EI0002)",
+                      RANKS),
     507054: ErrorCode("ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR", "the device's memory has an uncorrectable error", REPAIR),
     507899: ErrorCode("ACL_ERROR_RT_DRV_INTERNAL_ERROR", "the driver failed", REPAIR),
 }
@@ -82,5 +88,6 @@ TEXTS: dict[str, ErrorCode] = {
     "Alloc sq cq fail": ErrorCode(
         "Alloc sq cq fail", "the driver has no queue for a captured graph's stream: it is too old", OLD_DRIVER,
         running=(_NO_STREAMS, FEWER_STREAMS)),
+    "HCCL function error": ErrorCode("HCCL function error", "HCCL refused a call of this rank", RANKS),
 }
 """Texts in messages and in CANN's log that have no code."""

@@ -24,9 +24,9 @@ from npuserve.npu.cann.codes import (
 
 _CODE = re.compile(r"error code is (\d{6})|\b(?:errorCode|retCode|error code)[:= ]+(?:0x[0-9a-fA-F]+, )?(\d{6})")
 
-_CALL_FAILED = re.compile(r"\bERR\d\d100 \w+ call acl api failed")
-"""Message of torch_npu for a launch that failed on its own thread, after the call returned. It lacks the code, which is
-only on stderr: "The Inner error is reported as above"."""
+_CALL_FAILED = re.compile(r"\bERR\d\d100 \w+ call acl api failed|\bHCCL function error: ")
+"""Messages of torch_npu without an ACL error code. A launch failed on torch_npu's own thread, after the call returned.
+Its code is only on stderr: "The Inner error is reported as above". Or HCCL failed, which has codes of its own."""
 
 FAULTS: tuple[tuple[int, int, Fault], ...] = (
     # A later range is contained in an earlier one. It takes precedence.
@@ -135,7 +135,7 @@ def capture_advice(error: BaseException) -> str | None:
     if fault_of(error) is Fault.RETRYABLE:
         return f"steps cannot be captured, the device is short of memory or of a resource{number}: {MORE_MEMORY}"
     if is_capture_error(error):
-        return f"steps cannot be captured{number}: {OLD_DRIVER}"
+        return f"steps cannot be captured{number}: {found.advice if found else OLD_DRIVER}"
     return None
 
 

@@ -153,6 +153,7 @@ def int8_table(scale: Tensor) -> Int8Weight:
         (lambda r: r.take_ids(IDS, IDS.int()), "last: not a contiguous"),
         (lambda r: r.keep_ids(IDS, IDS), "ids: "),
         (lambda r: r.keep_ids(IDS[:, None], IDS[:1]), "last: not a contiguous"),
+        (lambda r: r.rank_sum(X), r"parts: \[.*\] is not \[ranks, rows, columns\]"),
     ],
 )
 def test_invalid_argument_raises(rows: ModuleType, call: Callable[[ModuleType], object], named: str) -> None:
@@ -208,3 +209,12 @@ def test_hopper_has_no_spills_and_loads_16_bytes(interpreted: ModuleType) -> Non
         assert made.local == 0, launch
         assert made.ptx.count("griddepcontrol.wait") == 1, launch
         assert made.ptx.count("ld.global.v4.b32") == wide, launch
+
+
+def test_hopper_sum_of_ranks_loads_16_bytes_of_each(interpreted: ModuleType) -> None:
+    launch = Launch("rows", "rank_sum_kernel", {"parts": "*bf16", "out": "*bf16", "count": "i32/16"},
+                    {"SIZE": 4, "BLOCK": 1024}, {})
+    (made,) = compiled([launch])
+    assert made.local == 0
+    assert made.ptx.count("ld.global.v4.b32") == 4
+    assert "griddepcontrol" not in made.ptx

@@ -77,6 +77,20 @@ def test_fault_of_late_launch_failure_without_code():
     assert backends.fault(wrong) is None
 
 
+def test_fault_of_a_failed_call_of_hccl():
+    error = RuntimeError(
+        "create_config:HCCLUtils.cpp:115 HCCL function error: hcclCommInitRootInfoConfig(...), error code is 1 [ERROR] "
+        "2026-11-20-12:00:00 (PID:1, Device:0, RankID:0) ERR02200 DIST call hccl api failed.")
+    assert acl_errors.code_of(error) is None
+    assert backends.fault(error) is Fault.ENGINE
+    assert backends.explain(error) == f"HCCL refused a call of this rank: {codes.RANKS}"
+
+
+def test_capture_advice_names_the_expansion_mode_of_hccl():
+    assert acl_errors.capture_advice(RuntimeError(NPU.format(507009))) == (
+        "steps cannot be captured (error 507009): unset HCCL_OP_EXPANSION_MODE, or serve with --capture off")
+
+
 @pytest.mark.parametrize(("error", "said", "to_do"), [
     (ImportError("libascendcl.so: cannot open shared object file: No such file"), "CANN is not found", "set_env.sh"),
     (ImportError("libhccl.so.1: cannot open shared object file"), "libhccl.so.1", "install the CANN toolkit"),

@@ -34,7 +34,7 @@ LAYERS = 2
 def golden(folder: Path, **settings: Any) -> Runner:
     """Load the model on the CPU with golden functions and the device's scheme: scales in float32."""
 
-    def cpu(name: str, emulate: object) -> CpuBackend:
+    def cpu(name: str, emulate: object, place: object) -> CpuBackend:
         backend = CpuBackend(native=False)
         backend.scale_dtype = torch.float32
         return backend

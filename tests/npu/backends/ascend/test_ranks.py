@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from npuserve.npu import emulator
+from npuserve.npu import backends, emulator
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.base import BackendError, CaptureError, Fault
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.parallel import Group
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
@@ -231,6 +231,30 @@ def test_collectives_on_vector_cores_are_refused_for_captured_steps(place: Place
     with pytest.raises(BackendError, match="HCCL_OP_EXPANSION_MODE: AIV conflicts with the task groups"):
         loaded(place, folder)
     place.store.set(f"refused-{place.rank}", b"1")
+
+
+@on_ranks(joined=False, relax=("fp32",), environment={"HCCL_EXEC_TIMEOUT": "2", **SMALL_BUFFER})
+def test_a_rank_that_cannot_capture_fails_even_if_captures_are_optional(place: Place, tmp_path: Path) -> None:
+    """Steps that are not captured have other sizes than those of the other ranks. The next group captures none."""
+    folder = share(place, "model", lambda: saved(tmp_path))
+    if place.rank:
+        emulator.fail("aclmdlRICaptureEnd", 207005, nth=2, times=-1)
+        with pytest.raises(CaptureError, match="207005"):
+            loaded(place, folder, decode_buckets=(1, 2))
+    else:
+        with pytest.raises(RuntimeError, match="507048"):  # it warms up for its next graph
+            loaded(place, folder, decode_buckets=(1, 2))
+
+
+@on_ranks(joined=False, relax=("fp32",), environment={"HCCL_EXEC_TIMEOUT": "1", **SMALL_BUFFER})
+def test_a_collective_without_the_other_rank_is_a_fault_with_advice(place: Place, tmp_path: Path) -> None:
+    folder = share(place, "model", lambda: saved(tmp_path))
+    runner, _ = loaded(place, folder, decode_buckets=(1,), capture_chunks=False)
+    if place.rank == 0:
+        with pytest.raises(RuntimeError) as failed:
+            decoding(runner, 1)
+        assert backends.fault(failed.value) is Fault.ENGINE
+        assert backends.explain(failed.value).startswith("a rank waited in a collective for another one (EI0002): ")
 
 
 @emulated(fresh=True)
