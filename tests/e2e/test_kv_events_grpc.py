@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
-from tests.e2e.brittle import COUNTING
+from tests.e2e.brittle import COUNTING, POISON
 from tests.e2e.server import Server, request, serving, streamed
 
 pytest.importorskip("smg_grpc_proto")
@@ -30,7 +30,7 @@ BLOCK = 16
 STREAMS, ROUNDS = 32, 4
 GROUPS, SHARED, OWN, ANSWER = 8, 48, 40, 40
 """Prompts of a group share their first tokens. A round fills more blocks than the cache has."""
-VOCABULARY = 1000
+VOCABULARY = POISON  # prompts are random ids below
 LONG_PROMPT = 440
 SMALL_WINDOW = [
     ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
