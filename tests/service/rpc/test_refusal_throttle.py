@@ -91,8 +91,7 @@ async def test_refusal_throttle_flood_delays_refusals_only(tmp_path: Path) -> No
         invalid = pb.GenerateRequest()
         flood = [server.inference.Generate(invalid) for _ in range(BURST + 20)]
         assert await flood[0].code() is grpc.StatusCode.INVALID_ARGUMENT
-        for _ in range(10):
-            assert (await server.inference.Generate(ask("a", 2))).text
-        assert not all(call.done() for call in flood)
+        assert (await server.inference.Generate(ask("a", 2))).text
+        assert not all(call.done() for call in flood)  # the last ones wait for up to MAX_SECONDS
         for call in flood:
             call.cancel()
