@@ -23,14 +23,14 @@ class Arena:
         process over the same file returns the same contents for the same sequence of allocations.
     """
 
-    CHUNK = 256 << 20
-    """Bytes of a private mapping, except for larger tensors. It reserves only address space: untouched pages use no
-    memory."""
+    CHUNK, SHARED_CHUNK = 256 << 20, 32 << 20
+    """Maximum bytes of a mapping, except for larger tensors. Private mappings reserve only address space: untouched
+    pages use no memory."""
 
     def __init__(self, file: int = -1) -> None:
         self._chunk: Callable[[], ctypes.Array[ctypes.c_uint8] | None] = lambda: None
-        self._used = 0  # bytes of the mapping
-        self._file, self._end = file, 0  # bytes of all tensors
+        self._used = 0
+        self._file, self._end = file, 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor at a multiple of 64 bytes: zeros, or the contents of the file. Raises MemoryError."""
@@ -39,21 +39,16 @@ class Arena:
         chunk = self._chunk()
         if chunk is None or self._used + nbytes > len(chunk):
             chunk = library().map(max(nbytes, self.CHUNK)) if self._file < 0 else self._map_shared(nbytes)
-            self._chunk = weakref.ref(chunk)
-            self._used = 0 if self._file < 0 else self._end % CONSTANTS["LARGE_PAGE"]
+            self._chunk, self._used = weakref.ref(chunk), 0
         made = torch.frombuffer(chunk, dtype=dtype, count=count, offset=self._used).view(*shape)
-        rounded = -(-nbytes // 64) * 64
-        self._used, self._end = self._used + rounded, self._end + rounded
+        self._used += -(-nbytes // 64) * 64
         return made
 
     def _map_shared(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-        """Map the pages of the file that the next tensor needs. The first of them may also hold other tensors.
-
-        The pages of a shared mapping are all in memory, so none is mapped beyond the tensors.
-        """
+        """Map the next chunk of the file. Chunks grow with the file, so that a small model has a small file."""
         page = CONSTANTS["LARGE_PAGE"]
-        begin = self._end // page * page
-        size = -(-(self._end - begin + max(nbytes, 1)) // page) * page
-        if os.fstat(self._file).st_size < begin + size:
-            os.ftruncate(self._file, begin + size)
+        size = -(-max(nbytes, min(self._end, self.SHARED_CHUNK)) // page) * page
+        begin, self._end = self._end, self._end + size
+        if os.fstat(self._file).st_size < self._end:
+            os.ftruncate(self._file, self._end)
         return library().share(self._file, begin, size)

@@ -220,24 +220,6 @@ def test_arena_of_file_has_file_contents(lib):
     assert not hasattr(native.Arena, "zeros")
 
 
-def test_arena_of_file_has_no_room_between_tensors(lib):
-    sizes = (100, 5 << 20, 3 << 20, 64, 64, 7 << 20)
-    file = os.memfd_create("test")
-    try:
-        written = native.Arena(file)
-        tensors = [written.empty((size,), torch.uint8).fill_(number) for number, size in enumerate(sizes)]
-        again = native.Arena(file)
-        assert all(torch.equal(again.empty((size,), torch.uint8), tensor)
-                   for size, tensor in zip(sizes, tensors, strict=True))
-        used = os.fstat(file).st_size
-    except MemoryError:
-        pytest.skip("this system makes no large pages of a file in memory")
-    finally:
-        os.close(file)
-    assert all((tensor == number).all() for number, tensor in enumerate(tensors))
-    assert sum(sizes) < used < sum(sizes) + (2 << 20) + 64 * len(sizes)
-
-
 def test_memory_is_unmapped_when_dropped(lib):
     def resident() -> int:
         with open("/proc/self/statm") as file:
