@@ -107,6 +107,7 @@ class RankProcess:
             elif event.get("event") == "ready":
                 self.shared_weights = event["shared_weights"]
                 self.ready.set()
+                logs.event(log, "rank is ready", rank=self.rank)
         return self._process.wait()
 
     def kill(self, seconds: float = 0) -> None:

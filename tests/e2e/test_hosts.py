@@ -45,7 +45,7 @@ def host(*flags: str, **variables: str) -> Server:
 
 @contextmanager
 def hosts(environment: object = torchrun, model: Path = FOLDER) -> Iterator[tuple[Server, Server]]:
-    """Two hosts of a group; the first is ready."""
+    """Two hosts of a group that is ready."""
     port = free_port()
     with ExitStack() as stack:
         servers = [host(str(model), *FLAGS, **environment(rank, port)) for rank in range(2)]  # type: ignore[operator]
@@ -53,6 +53,7 @@ def hosts(environment: object = torchrun, model: Path = FOLDER) -> Iterator[tupl
             stack.callback(server.close)
         servers[0].wait_until_listening()
         servers[0].wait_until_ready()
+        until(lambda: "rank is ready" in servers[1].log)
         yield servers[0], servers[1]
 
 
