@@ -80,22 +80,27 @@ def test_supply_chain_failed_tool_or_finding_fails(tmp_path: Path, wrong: dict[s
     assert supply_chain(tmp_path, **(wrong if "err" in wrong else good | wrong))[0] == 1  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("source", "rule"), [
-    ("import subprocess\nsubprocess.run(input(), shell=True)\n", "B602"),
-    ("import pickle\npickle.load(open('x', 'rb'))\n", "B301"),
-    ("import torch\ntorch.load('x')\n", "B614"),
-    ("eval(input())\n", "B307"),
-    ("import tempfile\ntempfile.mktemp()\n", "B306"),
-    ("import jinja2\njinja2.Environment()\n", "B701"),
-])
-def test_bandit_with_our_settings_finds(tmp_path: Path, source: str, rule: str) -> None:
+FOUND = {
+    "B602": "import subprocess\nsubprocess.run(input(), shell=True)\n",
+    "B301": "import pickle\npickle.load(open('x', 'rb'))\n",
+    "B614": "import torch\ntorch.load('x')\n",
+    "B307": "eval(input())\n",
+    "B306": "import tempfile\ntempfile.mktemp()\n",
+    "B701": "import jinja2\njinja2.Environment()\n",
+}
+"""Rule of bandit -> source that it finds with our settings."""
+
+
+def test_bandit_with_our_settings_finds(tmp_path: Path) -> None:
     program = shutil.which("bandit") or shutil.which("bandit", path=str(Path(sys.executable).parent))
     if not program:
         pytest.skip("no program bandit (pip install bandit)")
-    (tmp_path / "bad.py").write_text(source)
-    done = subprocess.run([program, "-q", "-f", "json", "-c", ROOT / "pyproject.toml", tmp_path / "bad.py"],
+    for rule, source in FOUND.items():
+        (tmp_path / f"{rule}.py").write_text(source)
+    done = subprocess.run([program, "-q", "-r", "-f", "json", "-c", ROOT / "pyproject.toml", tmp_path],
                           capture_output=True, text=True)
-    assert rule in {found["test_id"] for found in json.loads(done.stdout)["results"]}
+    found = {(Path(each["filename"]).stem, each["test_id"]) for each in json.loads(done.stdout)["results"]}
+    assert {(rule, rule) for rule in FOUND} <= found
 
 
 def test_dependabot_covers_every_manifest_of_the_tree() -> None:

@@ -54,7 +54,7 @@ def test_killed_engines_show_in_no_stream(server: Server, kills: ModuleType) -> 
     wanted, before = kills.asks(16, 150), server.metric("npuserve_engine_restarts_total")
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
-    killer = kills.Killer(server.target, server.process.pid, 2, (0.2, 1.5), seed=3)
+    killer = kills.Killer(server.target, server.process.pid, 2, (0.2, 0.8), seed=3)
     wrong, answers = kills.disturbed(server.target, killer, wanted, alone)
     assert wrong == []
     assert len(answers) >= 16
@@ -238,12 +238,17 @@ def connections(server: Server) -> dict[int, set[str]]:
     return found
 
 
-def test_streams_outlast_a_stop_if_their_state_is_kept(kills: ModuleType, tmp_path: Path) -> None:
-    flags = ("--dtype", "float32", "--state-folder", str(tmp_path / "state"), "--drain-seconds", "0")
+def test_streams_outlast_a_stop_if_their_state_is_kept(
+    kills: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--state-folder", str(tmp_path / "state"), "--drain-seconds", "0")
+    slow = tmp_path / "slow"
+    monkeypatch.setenv(brittle.SLOW, str(slow))
     ask = kills.asks(7, 400, seed=8)[6]
     ask.stopping.max_tokens, ask.stopping.ignore_eos = 330, True
-    with serving(*flags) as server:
+    with serving(*flags, **COUNTING) as server:
         alone = kills.stream(server.stub, ask)
+        slow.touch()  # the stream does not end before the server stops
         reader = Reader(kills, server.target)
         call = reader.begin(ask)
         read(reader.answer, call, 3)
@@ -252,9 +257,10 @@ def test_streams_outlast_a_stop_if_their_state_is_kept(kills: ModuleType, tmp_pa
             read(reader.answer, call)
         assert left.value.code() is grpc.StatusCode.UNAVAILABLE
         assert dict(left.value.trailing_metadata())["x-resume-token"] == reader.token
+    slow.unlink()
     (kept,) = (tmp_path / "state").iterdir()
     assert kept.stat().st_mode & 0o777 == 0o600
-    with serving(*flags) as server:
+    with serving(*flags, **COUNTING) as server:
         assert list((tmp_path / "state").iterdir()) == []
         other = Reader(kills, server.target)
         other.answer, other.token = reader.answer, reader.token

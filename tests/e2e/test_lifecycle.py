@@ -283,7 +283,9 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
         arguments = [*command, "org/name", *([str(tmp_path / "out")] if command == ("quantize",) else [])]
         process = subprocess.Popen(
             [sys.executable, "-m", "npuserve.service.cli", *arguments], env={**os.environ, **hub.environment},
-            stderr=subprocess.PIPE, text=True)
+            stderr=subprocess.PIPE, text=True,
+            # A background job of a shell, and so its tests, ignore SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         try:
             assert hub.stalled.wait(60)
             process.send_signal(signal.SIGINT)

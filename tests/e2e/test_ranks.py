@@ -18,7 +18,7 @@ import pytest
 from bench.serving.server import ranks_of
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.processes import engine_of, until
-from tests.e2e.server import Server, request, serving, streamed
+from tests.e2e.server import KV_CACHE_MEMORY, Server, request, serving, streamed
 from tests.e2e.test_exactness import MODELS, STORIES, among_others, check, check_seeded
 from tests.support.benches import bench
 from tests.support.real_models import model_folder
@@ -64,15 +64,18 @@ def test_ranks_have_one_process_each(server: Server) -> None:
     assert len(ranks_of(server.process.pid)) == 1
 
 
-def test_killed_ranks_show_in_no_stream(server: Server, kills: ModuleType) -> None:
+@pytest.mark.parametrize("kills_of_each", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_killed_ranks_show_in_no_stream(server: Server, kills: ModuleType, kills_of_each: int) -> None:
+    """The engine and the other rank are killed in turn."""
     wanted, before = kills.asks(8, 120), server.metric("npuserve_engine_restarts_total")
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
-    killer = kills.Killer(server.target, server.process.pid, 4, (0.2, 0.7), seed=3, ranks=True)
+    number = 2 * kills_of_each
+    killer = kills.Killer(server.target, server.process.pid, number, (0.2, 0.7), seed=3, ranks=True)
     wrong, _ = kills.disturbed(server.target, killer, wanted, alone)
     assert wrong == []
-    assert len(killer.killed) == 4
-    assert server.metric("npuserve_engine_restarts_total") == before + 4
+    assert len(killer.killed) == number
+    assert server.metric("npuserve_engine_restarts_total") == before + number
     assert server.metric("npuserve_kv_cache_usage_ratio") == 0
 
 
@@ -132,33 +135,42 @@ def erase(folder: Path) -> None:
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("victim", ["engine", "rank"])
-def test_restarted_ranks_find_the_weights_in_memory(victim: str, tmp_path: Path) -> None:
-    """The files' bytes are gone, so a rank that read them would compute other tokens."""
-    folder = copied(tmp_path)
-    with serving(str(folder), *parallel(2)) as server:
-        alone = streamed(server.stub, request("Once upon a time", 64))[:2]
+@pytest.fixture(scope="module")
+def erased(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, tuple[str, list[int]]]]:
+    """Server with two ranks whose model's files are overwritten after the start; their folder, and an answer."""
+    folder = copied(tmp_path_factory.mktemp("erased"))
+    with serving(str(folder), *parallel(2), "--kv-cache-memory", KV_CACHE_MEMORY) as running:
+        answer = streamed(running.stub, request("Once upon a time", 64))[:2]
         erase(folder)
-        for _ in range(2):
-            engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
-            os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
-            until(lambda engine=engine: engine_of(server) not in (0, engine), server)
-            until(lambda: answers(server), server)
-            assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
+        yield running, folder, answer
 
 
-def test_ranks_read_the_files_of_a_model_that_has_changed(tmp_path: Path) -> None:
-    folder = copied(tmp_path)
-    with serving(str(folder), *parallel(2)) as server:
-        erase(folder)
-        for file in folder.glob("*.safetensors"):
-            os.utime(file)
-        os.kill(engine_of(server), signal.SIGKILL)
-        until(lambda: "engine cannot be used" in server.log, server)
-        assert "model.safetensors" in server.log
+def test_restarted_ranks_find_the_weights_in_memory(erased: tuple[Server, Path, tuple[str, list[int]]]) -> None:
+    """A rank that read the files would compute other tokens."""
+    server, _, alone = erased
+    for victim in ("engine", "rank"):
+        engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
+        os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
+        until(lambda engine=engine: engine_of(server) not in (0, engine), server)
+        until(lambda: answers(server), server)
+        assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
 
 
+def test_ranks_read_the_files_of_a_model_that_has_changed(
+    erased: tuple[Server, Path, tuple[str, list[int]]]
+) -> None:
+    """Last test of that server."""
+    server, folder, _ = erased
+    for file in folder.glob("*.safetensors"):
+        os.utime(file)
+    os.kill(engine_of(server), signal.SIGKILL)
+    until(lambda: "engine cannot be used" in server.log, server)
+    assert "model.safetensors" in server.log
+
+
+@pytest.mark.full
 def test_model_that_the_ranks_cannot_divide_is_refused() -> None:
+    """The message: tests/npu/test_parallel.py. A refusal by ranks: test_hosts_with_different_models_are_refused."""
     server = Server(*parallel(3))
     assert server.process.wait(60) == 2
     assert re.search(r"tensor_parallel_size: 3 does not divide the model's \d+ attention heads", server.log)

@@ -66,10 +66,13 @@ def test_stream_of_special_tokens_sends_progress_each_second(slow: Path) -> None
 
 @pytest.mark.slow
 def test_deadline_that_can_be_met_beside_many_decode_rows_is_accepted(server: Server, slow: Path) -> None:
-    """The prompt takes 9 steps. If steps of 16 decode rows counted as prefill, the estimate would be 25."""
+    """The prompt takes 9 steps. If steps of 16 decode rows counted as prefill, the estimate would be 25.
+
+    The deadline is 20 steps, so that a stall of the machine cannot miss it.
+    """
     *_, first = server.stub.StreamGenerate(request([7] * 300, 2, ignore_eos=True), timeout=100)
     assert first.finish.reason == pb.FINISH_REASON_LENGTH
-    slow.write_text("0.2")
+    slow.write_text(str(STEP_SECONDS))
     rows = [server.stub.StreamGenerate(request([5, number], 400, ignore_eos=True)) for number in range(16)]
     measured = 0
     for part in rows[-1]:
@@ -77,7 +80,7 @@ def test_deadline_that_can_be_met_beside_many_decode_rows_is_accepted(server: Se
         if measured >= 20:
             break
     asked = request([9 + number % 50 for number in range(400)], 2, ignore_eos=True)
-    *_, last = server.stub.StreamGenerate(asked, timeout=3.8)
+    *_, last = server.stub.StreamGenerate(asked, timeout=20 * STEP_SECONDS)
     assert last.finish.reason == pb.FINISH_REASON_LENGTH
     for call in rows:
         call.cancel()

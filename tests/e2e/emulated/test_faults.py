@@ -198,17 +198,43 @@ def test_no_memory_at_start_is_reported_without_a_retry(tmp_path: Path) -> None:
         assert not lines(server, "starting it again|Traceback")
 
 
-@pytest.mark.parametrize(("call", "code", "starts"), [
-    # Fails before any replay: this engine continues. A replay waits forever for lengths: the next one does.
-    ("aclmdlRICaptureBegin", 207005, 1), ("aclmdlRICaptureTaskUpdateBegin", 207000, 2)])
-def test_a_server_that_cannot_capture_serves_without(tmp_path: Path, call: str, code: int, starts: int) -> None:
-    faulty.at_start(tmp_path, ("fail", (call, code), {"times": -1}))
+def serves_without_captures(server: Server, starts: int) -> None:
+    assert len(streamed(server.stub, request(PROMPTS[0], 8, ignore_eos=True))[1]) == 8
+    assert server.metric("npuserve_decode_tokens_total", mode="captured") == 0
+    assert len(lines(server, "starting it again")) == starts - 1
+    (said,) = lines(server, "run kernel by kernel, which is slower")
+    assert "update the Ascend HDK driver and firmware to 25.5.1 or later, or serve with --capture off" in said
+
+
+@pytest.fixture(scope="module")
+def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """Server whose captures fail, and its folder."""
+    folder = tmp_path_factory.mktemp("uncaptured")
+    faulty.at_start(folder, ("fail", ("aclmdlRICaptureBegin", 207005), {"times": -1}))
+    with faulty_server(folder) as server:
+        yield server, folder
+
+
+def test_a_server_that_cannot_capture_serves_without(uncaptured: tuple[Server, Path]) -> None:
+    """The capture fails before any replay, so the engine continues."""
+    serves_without_captures(uncaptured[0], starts=1)
+
+
+def test_a_server_whose_device_hangs_can_be_stopped(uncaptured: tuple[Server, Path]) -> None:
+    """Its requests end, and the engine is killed after its patience: exit code 1. Last test of that server."""
+    server, folder = uncaptured
+    asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+    asked.running()
+    faulty.tell(folder, "hang")
+    assert server.stop() == 1
+    assert {error and error.code() for _, error in asked.join()} == {grpc.StatusCode.UNAVAILABLE}
+
+
+def test_a_server_that_cannot_update_lengths_serves_without_captures(tmp_path: Path) -> None:
+    """A replay waits forever for lengths, so the next engine continues."""
+    faulty.at_start(tmp_path, ("fail", ("aclmdlRICaptureTaskUpdateBegin", 207000), {"times": -1}))
     with faulty_server(tmp_path) as server:
-        assert len(streamed(server.stub, request(PROMPTS[0], 8, ignore_eos=True))[1]) == 8
-        assert server.metric("npuserve_decode_tokens_total", mode="captured") == 0
-        assert len(lines(server, "starting it again")) == starts - 1
-        (said,) = lines(server, "run kernel by kernel, which is slower")
-        assert "update the Ascend HDK driver and firmware to 25.5.1 or later, or serve with --capture off" in said
+        serves_without_captures(server, starts=2)
 
 
 def test_a_capture_that_must_not_fail_is_an_error_of_the_start(tmp_path: Path) -> None:
@@ -302,13 +328,3 @@ def test_a_replay_that_fails_is_a_restart_without_captured_steps(survivor: tuple
     assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
     ready(server)
     assert len(lines(server, "steps are not captured but run")) == 2
-
-
-def test_a_server_whose_device_hangs_can_be_stopped(tmp_path: Path) -> None:
-    """Its requests end, and the engine is killed after its patience: exit code 1."""
-    with faulty_server(tmp_path) as server:
-        asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
-        asked.running()
-        faulty.tell(tmp_path, "hang")
-        assert server.stop() == 1
-        assert {error and error.code() for _, error in asked.join()} == {grpc.StatusCode.UNAVAILABLE}

@@ -22,7 +22,7 @@ from tests.support.benches import bench
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
-REQUESTS, ANSWER, BLOCKS, BLOCK = 6, 40, 6, 128
+REQUESTS, ANSWER, BLOCKS, BLOCK = 6, 32, 6, 128
 HANG_SECONDS = 6
 
 
@@ -52,7 +52,7 @@ def server() -> Iterator[Server]:
     block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * BLOCK * 4
     with serving("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--dtype", "float32",
                  "--tensor-parallel-size", "2", "--max-num-seqs", "4", "--max-num-batched-tokens", "48",
-                 "--max-model-len", "300", "--decode-buckets", "1,2,4", "--kv-cache-memory", str(BLOCKS * block),
+                 "--max-model-len", "300", "--decode-buckets", "2,4", "--kv-cache-memory", str(BLOCKS * block),
                  "--kernel-sampling", "40", "--hang-seconds", str(HANG_SECONDS)) as running:
         yield running
 
@@ -100,7 +100,9 @@ def test_ranks_end_with_the_server(server: Server) -> None:
     assert not any(map(is_alive, ranks))
 
 
+@pytest.mark.full
 def test_prompts_on_the_host_are_refused() -> None:
+    """By the ranks: tests/npu/backends/ascend/test_ranks.py."""
     refused = Server("--device", "npu", "--emulate", "--tensor-parallel-size", "2", "--prefill-device", "cpu")
     try:
         assert refused.process.wait(60) == 2

@@ -7,8 +7,6 @@ between two int8 values rounds by the order of a sum. The CPU's kernels and gold
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics.acceptance import load_reference
 from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.model.config import ModelConfig
+from npuserve.service.cli import main as cli
 from npuserve.service.cli.acceptance.tokens import agreement, prompts_of
 from npuserve.v1 import model_pb2
 from tests.e2e.server import request, serving, streamed
@@ -27,12 +26,10 @@ from tests.support.real_models import model_folder
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
 
 ANSWER = 24
-CLI = [sys.executable, "-m", "npuserve.service.cli"]
 
 
 def quantized(name: str, out: Path) -> Path:
-    subprocess.run([*CLI, "quantize", str(model_folder(name)), str(out), "--calibration", "none"], check=True,
-                   capture_output=True, timeout=100)
+    assert cli.main(["quantize", str(model_folder(name)), str(out), "--calibration", "none"]) == 0
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,41 +16,48 @@ from npuserve.kernels.triton import LOWERED
 FOLDER = Path(__file__).parents[3] / "kernels" / "triton"
 
 
-def registered(path: Path, first: str = "", **variables: str) -> list[str]:
-    """Return the kernels with a CUDA implementation, in a process with `path` first in sys.path that runs `first`."""
-    code = (f"{first}\n"
-            "from npuserve.kernels.registry import KERNELS; import npuserve.kernels; "
-            "print(*sorted(n for n, k in KERNELS.items() if 'cuda' in k.implementations))")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
-    paths = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONPATH": paths}, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+CODE = """if True:
+    import json, os, sys
+    import torch
+    for first, variables in json.loads(sys.argv[1]):
+        if not (child := os.fork()):
+            os.environ.update(variables)
+            exec(first)
+            import npuserve.kernels
+            from npuserve.kernels.registry import KERNELS
+            found = [name for name, kernel in KERNELS.items() if "cuda" in kernel.implementations]
+            print(json.dumps(found), flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0"""
+"""Program that imports torch once, and prints the kernels with a CUDA implementation in a process for each pair of a
+statement and variables in its argument."""
+
+INTERPRET = """if True:
+    from npuserve.kernels import triton
+    triton.interpret()
+    triton.interpret()
+    assert triton.DEVICE == "cpu" and triton.available()"""
 
 
 @pytest.mark.slow
-def test_registering_imports_no_triton(tmp_path: Path) -> None:
+def test_kernels_are_registered_without_an_import_of_triton(tmp_path: Path) -> None:
+    """By TRITON_INTERPRET or by `interpret`; not without a device."""
     package = tmp_path / "triton"
     package.mkdir()
     (package / "__init__.py").write_text("raise AssertionError('imported')\n")
-    assert {"greedy", "qk_norm_rope_kv_write", "sample"} <= set(registered(tmp_path, TRITON_INTERPRET="1"))
-
-
-@pytest.mark.slow
-def test_nothing_is_registered_without_device(tmp_path: Path) -> None:
-    assert registered(tmp_path, CUDA_VISIBLE_DEVICES="") == []
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    no_device = {"CUDA_VISIBLE_DEVICES": ""}
+    cases = json.dumps([("", {"TRITON_INTERPRET": "1"}), (INTERPRET, no_device), ("", no_device)])
+    done = subprocess.run([sys.executable, "-c", CODE, cases], env=environment | {"PYTHONPATH": paths},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    by_variable, by_call, without = map(json.loads, done.stdout.splitlines())
+    assert {"greedy", "qk_norm_rope_kv_write", "sample"} <= set(by_variable)
+    assert by_variable == by_call
+    assert without == []
 
 
 def test_lowered_files_exist() -> None:
     assert LOWERED.keys() <= KERNELS.keys()
     assert {f"{name}.py" for name in LOWERED.values()} <= {file.name for file in FOLDER.glob("*.py")}
-
-
-@pytest.mark.slow
-def test_waiting_kernels_are_registered_by_interpret(tmp_path: Path) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise AssertionError('imported')\n")
-    code = ("from npuserve.kernels import triton; triton.interpret(); triton.interpret(); "
-            "assert triton.DEVICE == 'cpu' and triton.available()")
-    assert {"greedy", "qk_norm_rope_kv_write", "sample"} <= set(registered(tmp_path, code, CUDA_VISIBLE_DEVICES=""))

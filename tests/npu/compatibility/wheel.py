@@ -12,13 +12,15 @@ import copy
 import hashlib
 import re
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 LIBRARY = "torch_npu/lib/libtorch_npu.so"
 LISTING = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
-SCHEMA = re.compile(rb"(?<=\0)([A-Za-z_][\w.]*)(\([^\0\n]*\) -> [^\0\n]+)(?=\0)")
+RETURNS = b") -> "
+SCHEMA = re.compile(rb"([A-Za-z_][\w.]*)\([^\n]*\) -> [^\n]+")
 NATIVE = "native"
 """Replaces the arguments of functions in C++, of which only the name is known."""
 
@@ -70,7 +72,7 @@ class Wheel:
         listing = self._read(LISTING).decode()
         custom = re.search(r"^custom:\n(.*?)(?=^\w|\Z)", listing, re.MULTILINE | re.DOTALL)
         listed = set(re.findall(r"func: *([\w.]+)\(", custom[1])) if custom else set()
-        found = {name.decode(): (name + rest).decode() for name, rest in SCHEMA.findall(self._read(LIBRARY))}
+        found = {match[1].decode(): match[0].decode() for match in map(SCHEMA.fullmatch, self._texts(RETURNS)) if match}
         missing = sorted(listed - found.keys())
         if missing or not listed:
             raise WheelError(f"{self.file.name}: {LIBRARY} holds no schema of {', '.join(missing) or 'any operator'}")
@@ -140,13 +142,23 @@ class Wheel:
             if found:
                 return found
             if owner is None and ast.unparse(base).startswith("torch_npu._C.") and not name.startswith("__"):
-                return Symbol(symbol.module, None) if name.encode() in self._natives else None
+                return Symbol(symbol.module, None) if self._is_native(name) else None
         return None
 
+    def _is_native(self, name: str) -> bool:
+        """Return whether the library with Python bindings has a text `name`, as of a method in C++."""
+        return b"\0" + name.encode() + b"\0" in self._library
+
     @cached_property
-    def _natives(self) -> frozenset[bytes]:
-        """Names in the section of the library with Python bindings, among which are the methods in C++."""
-        return frozenset(re.findall(rb"(?<=\0)[A-Za-z_]\w*(?=\0)", self._read(LIBRARY)))
+    def _library(self) -> bytes:
+        return self._read(LIBRARY)
+
+    def _texts(self, part: bytes) -> Iterator[bytes]:
+        """Yield the texts of the library that contain `part`. A text is between two zeros."""
+        end = self._library.find(b"\0")
+        while (place := self._library.find(part, end)) >= 0 and (after := self._library.find(b"\0", place)) >= 0:
+            yield self._library[self._library.rfind(b"\0", 0, place) + 1 : after]
+            end = after
 
     def _in_module(self, module: str, name: str) -> Symbol | None:
         """Look up a name as Python does: the last definition, then star imports, then submodules."""

@@ -210,7 +210,7 @@ def test_metrics_page_dead_process_keeps_counts_and_drops_gauges(pages: list[str
 @pytest.mark.slow
 def test_metrics_page_many_deaths_keeps_totals_and_file_count(tmp_path: Path) -> None:
     """A scrape at any moment of a merge neither misses nor repeats a count."""
-    deaths = 8
+    deaths = 4
     done = subprocess.run([sys.executable, "-c", DEATHS, str(tmp_path), str(deaths)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

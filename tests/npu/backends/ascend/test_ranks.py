@@ -66,8 +66,9 @@ def of_one_device(place: Place, folder: Path, **settings: Any) -> list[list[int]
 
 
 @pytest.mark.parametrize("sampling", [
-    {}, {"temperature": 0.9}, {"temperature": 1.2, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.3}],
-    ids=["greedy", "sampled", "penalized"])
+    pytest.param({}, id="greedy"),
+    pytest.param({"temperature": 0.9}, id="sampled", marks=pytest.mark.full),  # a part of "penalized"
+    pytest.param({"temperature": 1.2, "top_k": 7, "top_p": 0.8, "repetition_penalty": 1.3}, id="penalized")])
 @on_ranks(joined=False, relax=("fp32",))
 def test_tokens_of_two_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Path, sampling: dict[str, Any]) -> None:
     """Chunks arrive while other requests decode. Every step is a replay of a graph that contains the collectives."""
@@ -91,8 +92,9 @@ def test_tokens_of_four_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Pat
     assert got == expected
 
 
-@pytest.mark.parametrize("order", ["shuffled", "eager"])
-@pytest.mark.parametrize("capture", ["on", "off"])
+@pytest.mark.parametrize(("order", "capture"), [
+    ("shuffled", "on"), ("eager", "off"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("eager", "on"), ("shuffled", "off")))])
 def test_tokens_do_not_depend_on_the_order_of_streams(tmp_path: Path, order: str, capture: str) -> None:
     run_in_order = on_ranks(joined=False, relax=("fp32",), order=order, seed=3, poison=True, environment=SMALL_BUFFER)
     run_in_order(compare_with_the_cpu)(tmp_path=tmp_path, capture=capture)
@@ -162,7 +164,9 @@ def test_a_step_that_is_not_captured_calls_each_collective_once(place: Place, tm
     group.minimum(0)
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", [
+    name if name == "mixed" else pytest.param(name, marks=pytest.mark.full)  # test_calls.py has each on one device
+    for name in SAMPLING])
 @on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
 def test_a_steady_step_has_the_calls_of_one_device(place: Place, tmp_path: Path, sampling: str) -> None:
     """Rank 0 runs the engine's loop with two steps in flight. Lengths are updated on each rank, by its own thread."""

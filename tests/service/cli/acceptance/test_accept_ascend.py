@@ -19,6 +19,7 @@ from npuserve.service.cli.acceptance import command, latency, model
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 from tests.npu.emulator.child import emulated
+from tests.service.cli.acceptance.running import narrow_lm_heads
 
 RELAX = ("fp32", "small_heads")
 
@@ -36,10 +37,10 @@ def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
 def test_check_accept_emulated_device_passes() -> None:
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
-        mock.patch.object(acceptance, "READ_BYTES", 1 << 20),
+        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), narrow_lm_heads(),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
     ):
-        code, report = accepted("--decode-buckets", "2,8", "--least-share", "1", "--soak", "0.02")
+        code, report = accepted("--decode-buckets", "2,8", "--least-share", "1", "--soak", "0.005")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
     assert (code, failed) == (0, []), failed
     assert report["emulated"]

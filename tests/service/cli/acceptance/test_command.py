@@ -67,6 +67,7 @@ def test_check_accept_wrong_kernel_fails_kernels_and_tokens(
     assert int(judged) - int(passed) == len(failed) > 0
 
 
+@pytest.mark.usefixtures("no_large_cases")
 def test_findings_fatal_fault_ends_the_check(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from npuserve.npu.backends.base import Fault
 
