@@ -21,7 +21,7 @@ class Pair(NamedTuple):
 
 PAIRS: dict[str, Pair] = {
     "2.13.0": Pair("2.13.0", ("8.5", "9.2"), "the tests run on it, on the emulator"),
-    "2.10.0.post4": Pair("2.10.0", ("9.1", "9.1"), "compared with its signatures, and run on the emulator"),
+    "2.10.0.post4": Pair("2.10.0", ("9.1", "9.1"), "the tests run on it, on the emulator"),
     "2.14.0": Pair("2.14.0", ("8.5", "9.2"), "every call is compared with its signatures"),
 }
 """Sources: release notes of TorchNPU (gitcode.com/Ascend/pytorch); for 2.10.0.post4 with CANN 9.1.0 the versions that

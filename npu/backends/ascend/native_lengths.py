@@ -40,10 +40,12 @@ OPERATORS = (
     "aclDestroyIntArray", "aclnnFusedInferAttentionScoreV3GetWorkspaceSize", "aclnnFusedInferAttentionScoreV3")
 """Functions of libascendcl and of libopapi, in the order of `Functions` in lengths.cpp."""
 
-EXAMINED = (2, 13)
+EXAMINED = (2, 10)
 """First version of torch_npu whose external events were examined: flags in device memory where CANN has both
-aclrtValueWait and aclrtValueWrite, else events
-(https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/interface/AclInterface.cpp#L316)."""
+aclrtValueWait and aclrtValueWrite, else events, in
+[2.10.0.post4](https://github.com/Ascend/pytorch/blob/5dd8ef3f9b375b5ae4a83538d5785754148c3302/torch_npu/csrc/core/npu/interface/AclInterface.cpp#L308)
+as in [later ones](https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/interface/AclInterface.cpp#L316).
+The call of op-plugin is the same in both, too."""
 
 TENSORS = (
     "query", "key", "value", "pse_shift", "atten_mask", "dequant_scale1", "quant_scale1", "dequant_scale2",

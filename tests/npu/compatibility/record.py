@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[3]
 WORKSPACE = "GetWorkspaceSize"
 RULE = re.compile(r"\[[a-z0-9_]+\.[a-z0-9_]+; .*\]")
 """Constraint that forbids a call, as the emulator names it."""
+COMPILED = re.compile(r"[A-Z]\w*")
+"""Name of a task of the device that is an operator which CANN compiles at its first use."""
 
 
 @dataclass(slots=True)
@@ -45,9 +47,13 @@ class Recorded:
 
 @dataclass(slots=True)
 class Calls:
-    """Calls of an operator. aclnn: functions of CANN that ran. calls: (kinds of positional, of keyword arguments)."""
+    """Calls of an operator.
 
-    aclnn: list[str] = field(default_factory=list)
+    functions: functions of CANN, and compiled operators, that ran.
+    calls: (kinds of positional, of keyword arguments).
+    """
+
+    functions: list[str] = field(default_factory=list)
     calls: list[tuple[list[str], dict[str, str]]] = field(default_factory=list)
 
 
@@ -73,11 +79,13 @@ def _recorder(found: Recorded, synchronize: Callable[[], None]) -> Any:
                 return func(*args, **kwargs)
             synchronize()
             emulator.clear_calls()
+            emulator.log_tasks(True)
             result = func(*args, **kwargs)
             synchronize()
+            ran = {c.name for c in emulator.calls() if c.name.startswith("aclnn") and not c.name.endswith(WORKSPACE)}
+            ran |= {task.name for task in emulator.tasks() if COMPILED.fullmatch(task.name)}
             made = found.operators.setdefault(func.name(), Calls())
-            made.aclnn = sorted({*made.aclnn, *(c.name for c in emulator.calls() if c.name.startswith("aclnn")
-                                                and not c.name.endswith(WORKSPACE))})
+            made.functions = sorted({*made.functions, *ran})
             call = [kind(x) for x in args], {name: kind(x) for name, x in kwargs.items()}
             if call not in made.calls:
                 made.calls.append(call)

@@ -36,6 +36,7 @@ class Release:
 
     operators: schemas by path; empty if the version lacks the operator.
     python: arguments by path as in `Wheel.signature`; None if the version lacks the name.
+    torch: versions of torch that the wheel requires.
     """
 
     version: str
@@ -43,6 +44,7 @@ class Release:
     sha256: str
     operators: dict[str, list[str]]
     python: dict[str, str | None]
+    torch: str = ""
 
     @staticmethod
     def of(wheel: Wheel, paths: Iterable[str]) -> Release:
@@ -53,7 +55,7 @@ class Release:
                 operators[name] = wheel.operators.get(name.removeprefix("npu::"), [])
             elif not path.startswith("atb::"):
                 python[path] = wheel.signature(path)
-        return Release(wheel.version, wheel.file.name, wheel.sha256, operators, python)
+        return Release(wheel.version, wheel.file.name, wheel.sha256, operators, python, wheel.torch)
 
     @staticmethod
     def load(version: str) -> Release:

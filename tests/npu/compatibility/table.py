@@ -3,14 +3,18 @@
     python -m tests.npu.compatibility.table --check     compares the page with the sources
     python -m tests.npu.compatibility.table --write     writes it
 
-It needs torch_npu for the emulator. Run it in the repository's root.
+It needs torch_npu for the emulator, of a version that the tests run on. It compares or writes what ran on that version
+(ran.json), and with the version named EMULATED the page. Run it in the repository's root.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from npuserve.kernels.triton import LOWERED
@@ -18,6 +22,11 @@ from tests.npu.compatibility.calls import ROOT, Use, sources, uses
 from tests.npu.compatibility.record import Recorded, recorded
 from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, operator, problems
 
+Ran = Mapping[str, list[str]]
+"""Operator -> functions and compiled operators of CANN that ran for it on the emulated device."""
+
+RAN = Path(__file__).parent / "ran.json"
+"""Version of torch_npu -> what ran."""
 PAGE = ROOT / "docs" / "ascend-operators.md"
 INTRODUCTION = f"""# Operators that npuserve calls on Ascend
 
@@ -27,8 +36,10 @@ on the emulated device; a test compares it.
 - **fits torch_npu**: every call in our sources is checked against the published wheels of these versions: the operator
   or name exists, accepts the arguments by position and keyword, the types of literals and the number of results, and
   omitted arguments mean the same as in {EMULATED}, on which our tests run (tests/npu/compatibility).
-- **emulated as**: functions of CANN in npu/emulator that ran for it. **constraints**: number of documented requirements
-  of the device for these functions, which npu/emulator checks.
+- **emulated as**: functions of CANN in npu/emulator that ran for it with torch_npu {EMULATED}; another version on which
+  the tests run is named where other functions ran. A name that does not begin with `aclnn` is an operator that CANN
+  compiles at its first use. **constraints**: number of documented requirements of the device for these functions,
+  which npu/emulator checks.
 - **lowered**: the Triton kernel that computes the same, compiled for Ascend 910B as far as possible without CANN
   (kernels/triton, .ci/triton).
 
@@ -50,8 +61,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)) + "\n"
 
 
-def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release]) -> str:
-    """Return the page in Markdown."""
+def ran(run: Recorded) -> dict[str, list[str]]:
+    """Return what ran for each operator, without operators for which nothing ran."""
+    made: dict[str, set[str]] = {}
+    for path, calls in run.operators.items():
+        made.setdefault(operator(path), set()).update(calls.functions)
+    return {path: sorted(made[path]) for path in sorted(made) if made[path]}
+
+
+def read_ran() -> dict[str, dict[str, list[str]]]:
+    """Return what ran for each operator, by version."""
+    return json.loads(RAN.read_text())  # type: ignore[no-any-return]
+
+
+def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release], others: Mapping[str, Ran]) -> str:
+    """Return the page in Markdown. others: what ran on the versions besides that of `run`."""
     emulated = next(release for release in releases if release.version == EMULATED)
 
     def fits(group: Sequence[Use]) -> str:
@@ -60,8 +84,12 @@ def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release]) -> st
     def served(path: str) -> list[str]:
         return [kernel for kernel, called in run.kernels.items() if any(operator(o) == path for o in called)]
 
-    def aclnn(path: str) -> list[str]:
-        return sorted({name for o, calls in run.operators.items() if operator(o) == path for name in calls.aclnn})
+    here = ran(run)
+
+    def emulated_as(path: str) -> str:
+        differing = [f"{version}: {code(other.get(path, [])) or 'not called'}" for version, other in others.items()
+                     if other.get(path) != here.get(path)]
+        return "; ".join(filter(None, [code(here.get(path, [])), *differing]))
 
     def lowered(kernels: Sequence[str]) -> str:
         return code(sorted({LOWERED[k] for k in kernels if k in LOWERED}))
@@ -74,11 +102,10 @@ def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release]) -> st
         else:
             named.setdefault(use.path, []).append(use)
     operators = [[f"`{path}`", code(dict.fromkeys(use.where.partition(":")[0] for use in group)),
-                  fits(group), code(aclnn(path)), rules(run.emulated, aclnn(path)), lowered(served(path))]
+                  fits(group), emulated_as(path), rules(run.emulated, here.get(path, [])), lowered(served(path))]
                  for path, group in sorted(fused.items())]
-    plain = [[f"`{path}`", code(served(path)), code(aclnn(path)), rules(run.emulated, aclnn(path)),
-              lowered(served(path))]
-             for path in sorted({operator(o) for o in run.operators if o.startswith("aten::")}) if aclnn(path)]
+    plain = [[f"`{path}`", code(served(path)), emulated_as(path), rules(run.emulated, functions), lowered(served(path))]
+             for path, functions in here.items() if path.startswith("aten::")]
     python = [[f"`{path}`", code(dict.fromkeys(use.where.partition(":")[0] for use in group)), fits(group)]
               for path, group in sorted(named.items())]
     total = len(run.emulated["operators"]), len(run.emulated["rules"])
@@ -94,24 +121,31 @@ def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release]) -> st
         table(["name", "used in", "fits torch_npu"], python)])
 
 
-def fresh() -> str:
-    """Return the current page. Raises RuntimeError if a kernel does not run on the emulated device."""
+def fresh() -> dict[Path, str]:
+    """Return the current text of each file. Raises RuntimeError if a kernel does not run on the emulated device."""
     run = recorded()
     if run.failed:
         raise RuntimeError("\n".join(f"{case}: {why}" for case, why in run.failed.items()))
-    return page(uses(sources()), run, [Release.load(version) for version in VERSIONS])
+    version = importlib.metadata.version("torch_npu")
+    others = {name: functions for name, functions in read_ran().items() if name != version}
+    made = {RAN: json.dumps(dict(sorted({**others, version: ran(run)}.items())), indent=1) + "\n"}
+    if version == EMULATED:
+        made[PAGE] = page(uses(sources()), run, [Release.load(name) for name in VERSIONS], others)
+    return made
 
 
 def main(arguments: list[str]) -> int:
     if arguments not in (["--check"], ["--write"]):
         print(__doc__, file=sys.stderr)
         return 2
-    new = fresh()
-    if arguments == ["--write"]:
-        PAGE.write_text(new)
-    old = PAGE.read_text() if PAGE.exists() else ""
-    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), str(PAGE.name), "sources"))
-    return int(old != new)
+    differ = False
+    for file, new in fresh().items():
+        if arguments == ["--write"]:
+            file.write_text(new)
+        old = file.read_text()
+        sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), file.name, "sources"))
+        differ |= old != new
+    return int(differ)
 
 
 if __name__ == "__main__":

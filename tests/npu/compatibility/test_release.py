@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from npuserve.npu.cann.versions import PAIRS
 from tests.npu.compatibility.__main__ import TAG, wheel_file
 from tests.npu.compatibility.calls import Use, our_uses
 from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, problems
@@ -33,6 +34,14 @@ def test_data_contain_only_used_names() -> None:
         assert {*release.operators, *release.python} == used, "run python -m tests.npu.compatibility write"
         assert release.wheel == f"torch_npu-{release.version}-{TAG}.whl"
         assert len(release.sha256) == 64
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_wheel_accepts_the_pair_s_torch(version: str) -> None:
+    """On x86_64 the image and the guide install torch's build for CPUs."""
+    asked = pytest.importorskip("packaging.specifiers").SpecifierSet(RELEASES[version].torch)
+    assert asked.contains(f"{PAIRS[version].torch}+cpu")
+    assert asked.contains(PAIRS[version].torch) is (version != "2.10.0.post4")
 
 
 @pytest.mark.full

@@ -60,6 +60,8 @@ def make(folder: Path, version: str = "2.13.0", schemas: tuple[str, ...] = SCHEM
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(LIBRARY, b"\x7fELF\0junk(\0native_method\0" + "\0".join(schemas).encode() + b"\0tail -> x\0")
         archive.writestr(LISTING, listing)
+        archive.writestr(f"torch_npu-{version}.dist-info/METADATA",
+                         f"Name: torch_npu\nRequires-Dist: torch=={version}.*\n")
         for name, text in SOURCES.items():
             archive.writestr(f"torch_npu/{name}.py", text)
     return file
@@ -67,7 +69,7 @@ def make(folder: Path, version: str = "2.13.0", schemas: tuple[str, ...] = SCHEM
 
 def test_wheel_operators(tmp_path: Path) -> None:
     wheel = Wheel(make(tmp_path))
-    assert wheel.version == "2.13.0"
+    assert (wheel.version, wheel.torch) == ("2.13.0", "==2.13.0.*")
     assert wheel.operators == {"npu_a": list(SCHEMAS[:2]), "_npu_b": [SCHEMAS[2]]}
 
 

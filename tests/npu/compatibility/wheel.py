@@ -61,6 +61,14 @@ class Wheel:
     def sha256(self) -> str:
         return hashlib.sha256(self.file.read_bytes()).hexdigest()
 
+    @property
+    def torch(self) -> str:
+        """Return the versions of torch that the wheel requires, such as "==2.13.0.*"."""
+        metadata = self._read(f"torch_npu-{self.version}.dist-info/METADATA").decode()
+        if (match := re.search(r"^Requires-Dist: torch *(\S+)$", metadata, re.MULTILINE)) is None:
+            raise WheelError(f"{self.file.name}: its metadata require no version of torch")
+        return match[1]
+
     def _read(self, name: str) -> bytes:
         if name not in self._names:
             raise WheelError(f"{self.file.name}: holds no {name}")

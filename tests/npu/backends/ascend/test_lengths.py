@@ -17,7 +17,7 @@ from npuserve.npu.backends.ascend import native_lengths
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.graphs import AscendGraphs
 from npuserve.npu.backends.ascend.lengths import LengthThread
-from npuserve.npu.backends.ascend.native_lengths import NativeLengths
+from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.step import NewRequest, Row, Step
 from tests.npu.backends.ascend.test_backend import RELAX, equal_to_the_cpu, let_go, load, started
@@ -146,3 +146,9 @@ def test_ascend_failed_length_update_raises_device_error(tmp_path: Path, updater
         runner.collect(launched)
     assert AscendBackend.fault(raised.value) is Fault.NODE
     let_go()
+
+
+def test_native_lengths_of_unexamined_torch_npu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_lengths, "version", lambda name: "2.9.0.post1")
+    with pytest.raises(UnsupportedCall, match=r"torch_npu 2\.9 may record external events in another way"):
+        NativeLengths(None)
