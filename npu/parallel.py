@@ -73,19 +73,29 @@ class Group:
         dist.all_reduce(made, dist.ReduceOp.MIN, group=self._steps)
         return made.tolist()
 
-    def ranks(self, library: str, device: torch.device, capacity: int, *, shared: bool) -> Ranks:
+    def ranks(
+        self, library: str, device: torch.device, capacity: int, *, shared: bool, reduces: bool = False
+    ) -> Ranks:
         """Return the group for kernels, whose buffers on the device are allocated. All ranks call it together.
 
         library: backend of torch.distributed that communicates tensors of `device`.
         capacity: bytes of the largest tensor that a rank communicates.
         shared: the kernels can communicate through the memory that all ranks share.
+        reduces: the kernels add by the library (`Backend.reduces`).
         """
         kernels = dist.new_group(backend=library, timeout=WAIT)  # of the thread that runs the kernels
-        made = Ranks(self.rank, self.size, partial(_gather, kernels, self.size), partial(_reduce, kernels))
+        gather, exchange = (partial(move, kernels, self.size) for move in (_gather, _exchange))
+        made = Ranks(self.rank, self.size, gather, exchange, partial(_reduce, kernels))
         if device.type != "cpu" or not shared:
-            # Libraries connect and allocate at the first collective of a size, which a graph could not capture.
+            # The communicator is created at the first collective, and the ranks connect and allocate at the first of
+            # a kind and size. A graph can capture none of that, so each kind that the kernels call is called here.
             for numbers in (16, -(-capacity // 4)):
-                made.gather(made.reduce(torch.zeros(numbers, dtype=torch.float32, device=device)))
+                x = torch.zeros(-(-numbers // self.size) * self.size, dtype=torch.float32, device=device)
+                made.gather(x)
+                if reduces:
+                    made.reduce(x)
+                elif self.size > 2:
+                    made.exchange(x)
             return made
         if self.memory < 0:
             return made
@@ -106,6 +116,12 @@ def _gather(group: dist.ProcessGroup, size: int, x: Tensor) -> Tensor:
     parts = torch.empty(size * x.numel(), dtype=x.dtype, device=x.device)
     _all_gather_into(parts, x.contiguous().view(-1), group=group)
     return parts.view(size, *x.shape)
+
+
+def _exchange(group: dist.ProcessGroup, size: int, x: Tensor) -> Tensor:
+    parts = torch.empty(size, x.numel() // size, dtype=x.dtype, device=x.device)
+    dist.all_to_all_single(parts.view(-1), x.contiguous().view(-1), group=group)
+    return parts
 
 
 def _reduce(group: dist.ProcessGroup, x: Tensor) -> Tensor:

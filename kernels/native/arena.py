@@ -23,14 +23,14 @@ class Arena:
         process over the same file returns the same contents for the same sequence of allocations.
     """
 
-    CHUNK, SHARED_CHUNK = 256 << 20, 32 << 20
-    """Maximum bytes of a mapping, except for larger tensors. Private mappings reserve only address space: untouched
-    pages use no memory."""
+    CHUNK, SHARED_CHUNK = 256 << 20, 1 << 30
+    """Minimum bytes of a mapping, which are address space. Pages without tensors use no memory."""
 
     def __init__(self, file: int = -1) -> None:
         self._chunk: Callable[[], ctypes.Array[ctypes.c_uint8] | None] = lambda: None
         self._used = 0
         self._file, self._end = file, 0
+        self._filled = 0  # bytes of the chunk that the file is mapped to
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor at a multiple of 64 bytes: zeros, or the contents of the file. Raises MemoryError."""
@@ -38,17 +38,25 @@ class Arena:
         nbytes = count * dtype.itemsize
         chunk = self._chunk()
         if chunk is None or self._used + nbytes > len(chunk):
-            chunk = library().map(max(nbytes, self.CHUNK)) if self._file < 0 else self._map_shared(nbytes)
-            self._chunk, self._used = weakref.ref(chunk), 0
+            chunk = (library().map(max(nbytes, self.CHUNK)) if self._file < 0 else
+                     library().reserve(max(nbytes, self.SHARED_CHUNK)))
+            self._chunk, self._used, self._filled = weakref.ref(chunk), 0, 0
+        if self._file >= 0:
+            self._share(chunk, self._used + nbytes)
         made = torch.frombuffer(chunk, dtype=dtype, count=count, offset=self._used).view(*shape)
         self._used += -(-nbytes // 64) * 64
         return made
 
-    def _map_shared(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-        """Map the next chunk of the file. Chunks grow with the file, so that a small model has a small file."""
+    def _share(self, chunk: ctypes.Array[ctypes.c_uint8], nbytes: int) -> None:
+        """Map the next pages of the file, up to `nbytes` of the chunk.
+
+        Tensors of a chunk follow each other, and the file has no pages beyond them: its pages are all in memory.
+        """
         page = CONSTANTS["LARGE_PAGE"]
-        size = -(-max(nbytes, min(self._end, self.SHARED_CHUNK)) // page) * page
-        begin, self._end = self._end, self._end + size
-        if os.fstat(self._file).st_size < self._end:
-            os.ftruncate(self._file, self._end)
-        return library().share(self._file, begin, size)
+        size = -(-(nbytes - self._filled) // page) * page
+        if size <= 0:
+            return
+        if os.fstat(self._file).st_size < self._end + size:
+            os.ftruncate(self._file, self._end + size)
+        library().share(chunk, self._filled, self._file, self._end, size)
+        self._filled, self._end = self._filled + size, self._end + size

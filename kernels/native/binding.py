@@ -11,16 +11,22 @@ from pathlib import Path
 
 
 def bind(path: Path) -> ctypes.CDLL:
-    """Load the library at `path` and declare the types of its functions (runtime/pool.h).
+    """Load the library at `path` and declare the types of its functions.
 
     Raises OSError for a library of another machine, ImportError for one of older sources.
     """
     lib = ctypes.CDLL(str(path))
     try:
-        lib.npuserve_constant.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
+        _bind_runtime(lib)
         _bind_lengths(lib)
     except AttributeError as error:
         raise ImportError(f"{path} is built from older sources: {error}; install the package again") from None
+    return lib
+
+
+def _bind_runtime(lib: ctypes.CDLL) -> None:
+    """Declare the types of the functions of runtime/pool.h."""
+    lib.npuserve_constant.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
     lib.npuserve_constant.restype = ctypes.c_char_p
     lib.npuserve_isa.restype = ctypes.c_char_p
     lib.npuserve_source.restype = ctypes.c_char_p
@@ -31,11 +37,12 @@ def bind(path: Path) -> ctypes.CDLL:
     lib.npuserve_run.restype = ctypes.c_int
     lib.npuserve_allocate.argtypes = (ctypes.c_size_t,)
     lib.npuserve_allocate.restype = ctypes.c_void_p
-    lib.npuserve_share.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_size_t)
-    lib.npuserve_share.restype = ctypes.c_void_p
+    lib.npuserve_reserve.argtypes = (ctypes.c_size_t,)
+    lib.npuserve_reserve.restype = ctypes.c_void_p
+    lib.npuserve_share.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t)
+    lib.npuserve_share.restype = ctypes.c_int
     lib.npuserve_free.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     lib.npuserve_free.restype = None
-    return lib
 
 
 def _bind_lengths(lib: ctypes.CDLL) -> None:

@@ -85,12 +85,16 @@ class PackedWeight:
         """
         if first < 0 or first + len(rows) > self.n or rows.shape[1:] != (self.k,):
             raise ValueError(f"rows {first} and following, {tuple(rows.shape)}, of a weight of {self.shape}")
+        if not self._pack(first, rows):
+            self._turn_plain()
+            self.write(first, rows)
+
+    def _pack(self, first: int, rows: Tensor) -> bool:
+        """Write rows. Return False if not all could be packed compact."""
         rows = rows.to(self.dtype).contiguous()
         failed = torch.zeros(1, dtype=torch.int32)
         native.call("pack", (self.op("pack"), self.dtype, [rows, self.words, failed], [len(rows), self.k, first]))
-        if failed:
-            self._turn_plain()
-            self.write(first, rows)
+        return not failed
 
     def _turn_plain(self) -> None:
         log.warning("a weight of %d x %d takes 16 bits a number: its exponents differ too much for 12", *self.shape)
@@ -110,6 +114,12 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """Return a copy [n, k]."""
         return self.rows(torch.arange(self.n))
+
+
+def packs_compact(rows: Tensor) -> bool:
+    """Return True if a compact weight can hold rows [m, k]."""
+    m, k = rows.shape
+    return PackedWeight.allocate(m, k, torch.bfloat16, compact=True)._pack(0, rows)
 
 
 Matrix = Tensor | PackedWeight

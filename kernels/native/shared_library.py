@@ -146,14 +146,20 @@ class Library:
         """
         return self._owned(self._lib.npuserve_allocate(nbytes), nbytes)
 
-    def share(self, file: int, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-        """Map the contents of an open file in memory, shared with all processes that map it; otherwise as `map`.
+    def reserve(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Return address space without memory, for `share`; otherwise as `map`."""
+        return self._owned(self._lib.npuserve_reserve(nbytes), nbytes)
 
-        offset, nbytes: multiples of LARGE_PAGE.
+    def share(self, reserved: ctypes.Array[ctypes.c_uint8], begin: int, file: int, offset: int, nbytes: int) -> None:
+        """Map the contents of an open file in memory to reserved address space. All processes that map it share them.
+
+        begin: first byte of the address space.
+        offset: first byte of the file. begin, offset and nbytes are multiples of LARGE_PAGE.
 
         Raises MemoryError, also if the system makes no large pages of files.
         """
-        return self._owned(self._lib.npuserve_share(file, offset, nbytes), nbytes)
+        if self._lib.npuserve_share(ctypes.addressof(reserved) + begin, file, offset, nbytes):
+            raise MemoryError(f"no {nbytes} bytes of memory in large pages of a file")
 
     def _owned(self, address: int | None, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         if not address:

@@ -128,6 +128,7 @@ class Backend(ABC):
     capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
     shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
     collectives: backend of torch.distributed that communicates the device's tensors between ranks; "" for one rank.
+    reduces: that library adds the ranks' tensors, in place; False if the kernels gather and add them.
     place: number of this rank among those of this machine, from 0, and number of them. Each has a device of its own
         where they share no memory: the one with the rank's number among the visible ones.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
@@ -153,6 +154,7 @@ class Backend(ABC):
     capture_chunks: bool = True
     shares_memory: bool = False
     collectives: str = ""
+    reduces: bool = False
     place: tuple[int, int]
     compiles: bool = False
     captures_sampler: bool = False

@@ -81,9 +81,7 @@ def load_runner(
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
     device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels, group)
-    if group:  # an earlier engine's failure to capture is known to rank 0 only
-        capture = msgspec.json.decode(group.broadcast(msgspec.json.encode(capture)))
-    device.capture_mode, device.capture_chunks = capture, capture_chunks
+    device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
     _preflight(device, group.size if group else 1)
     config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(
         Shard(group.rank, group.size) if group else WHOLE)
@@ -110,10 +108,21 @@ def load_runner(
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
         cpu_kernels=chosen, ranks=ranks)
+    if group:
+        group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     # The host's own kernels need all processors.
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
         log.info("%s", said)
     return runner
+
+
+def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
+    """Return the least of the ranks' modes: an earlier failure to capture is known only to the ranks of its host."""
+    modes: tuple[CaptureMode, ...] = ("off", "auto", "on")
+    agreed = modes[group.minimum(modes.index(capture))[0]]
+    if agreed != capture:
+        log.warning("steps run kernel by kernel, which is slower: another rank could not use captured steps")
+    return agreed
 
 
 def _completed(
@@ -153,7 +162,8 @@ def _ranks(
     made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
     rows, width = min(max_num_seqs, max_tokens), config.padded_vocabulary(device.vocabulary_tile) // group.size
     largest = max(max_tokens * config.hidden_size, rows * width) * made.itemsize
-    ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory)
+    ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory,
+                        reduces=device.reduces)
     device.synchronize()
     if device.shares_memory and ranks.region is None:
         device.capture_mode = "off"  # collectives by torch.distributed cannot be recorded

@@ -246,7 +246,7 @@ def _host(
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
     c = config.local
-    gathered = _gathered_bytes(config, backend, tokens * c.hidden_size * itemsize)
+    summed = 0 if backend.reduces else _gathered_bytes(config, backend, tokens * c.hidden_size * itemsize)
     if not _has_own(backend, paged_attention):
         # The larger of attention, which copies a row's keys and values, and the feed-forward layer, beside the residual
         # and its norm.
@@ -255,13 +255,13 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
         # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
         head = _in_float64(tables(config, backend.vocabulary_tile)[-1], backend, 0)
         layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(config, i))
-        return gathered + floats + max(0, layers - head)
+        return summed + floats + max(0, layers - head)
     # Each kernel's output has its own memory, held until the next layer overwrites it. Attention merges the results of
     # threads that computed parts of a context.
     row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
     parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
     panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
-    return gathered + tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+    return summed + tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
 
 
 def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:

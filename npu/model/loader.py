@@ -12,7 +12,7 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from npuserve.kernels.native import LANES
+from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.allocation import FLOATS, Targets, allocate
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.progress import Progress, reporting
+from npuserve.npu.model.storage import StoredMatrix, matrices
 from npuserve.npu.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 8 << 20
 """Maximum resident bytes of a mapped file."""
+
+SAMPLES = 3
+"""Panels of rows of a tensor that `refused_bytes` reads."""
 
 
 def load_weights(
@@ -77,6 +82,38 @@ def load_weights(
                  "its parts", merged)
     made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
     return made.weights
+
+
+def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+    """Estimate `ModelWeights.unplanned_bytes` from SAMPLES panels of rows of each tensor.
+
+    A weight whose sampled rows fit the compact form may still have others that do not.
+
+    Raises ModelError for files that cannot be read.
+    """
+    plain = [(-(-m.rows // LANES) * LANES * m.inputs * dtype.itemsize, m)
+             for m in matrices(config, backend.vocabulary_tile) if m.scheme is None]
+    compact = [(nbytes, m) for nbytes, m in plain if backend.weight_bytes(m.rows, m.inputs, dtype) < nbytes]
+    if not compact:
+        return 0
+    with ExitStack() as stack:
+        files = _open_files(weight_files(Path(folder)), stack)
+        return sum(nbytes for nbytes, m in compact if not all(packs_compact(rows) for rows in _samples(m, files)))
+
+
+def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
+    """Return rows of the matrix at even distances, from each part whose tensor has the expected shape."""
+    columns = matrix.columns
+    for name, rows in matrix.parts.items():
+        tensor = f"{name}.weight"
+        part = files[tensor].get_slice(tensor) if tensor in files else None
+        if part is None or part.get_shape() != [rows.whole, columns.whole]:
+            continue  # the loader reports it
+        last = max(rows.size - LANES, 0)
+        for first in sorted({rows.first + last * i // max(SAMPLES - 1, 1) for i in range(SAMPLES)}):
+            taken = min(LANES, rows.first + rows.size - first)
+            if taken > 0:
+                yield part[first : first + taken, columns.first : columns.first + columns.size]
 
 
 def _open_files(paths: list[Path], stack: ExitStack) -> dict[str, Any]:

@@ -108,11 +108,15 @@ def _scheme(config: ModelConfig, parts: list[str], inputs: int) -> W8A8 | None:
     return scheme
 
 
+def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
+    """Return all matrices of a model."""
+    return [*tables(config, vocabulary_tile), *(w for i in range(config.num_layers) for w in linears(config, i))]
+
+
 def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Return the bytes that `allocate` takes."""
-    c = config
-    matrices = [*tables(c, backend.vocabulary_tile), *(w for i in range(c.num_layers) for w in linears(c, i))]
-    return norm_bytes(c, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in matrices)
+    stored = matrices(config, backend.vocabulary_tile)
+    return norm_bytes(config, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in stored)
 
 
 def norm_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

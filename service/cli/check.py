@@ -25,6 +25,9 @@ from npuserve.service.ranks.world import read_world
 
 if TYPE_CHECKING:
     from npuserve.kernels.native.choice import CpuKernels
+    from npuserve.npu.backends.base import Backend
+    from npuserve.npu.execution.memory_plan import MemoryPlan
+    from npuserve.npu.model.config import ModelConfig
 
 # Flags of /proc/cpuinfo that the kernels use, on x86 and on ARM.
 CPU_FEATURES = (
@@ -176,7 +179,6 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.kernels.native.choice import CpuKernelSettings
     from npuserve.npu.backends import select, select_prefill
     from npuserve.npu.backends.base import BackendError
-    from npuserve.npu.execution.memory_plan import predict
     from npuserve.npu.model.config import ModelConfig, ModelError
     from npuserve.npu.model.shard import Shard
     from npuserve.npu.model.storage import choose_kernels
@@ -197,17 +199,13 @@ def model(config: ServerConfig) -> dict[str, Any]:
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         found["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
-        plan = predict(
-            facts, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
-            kv_cache_dtype=config.kv_cache_dtype,
-            kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            prefill=prefill, reserved=backend.communicator_bytes(shard.size))
+        missing = missing_weights(folder)
+        plan = memory_plan(config, facts, backend, prefill, None if missing else folder)
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}
     return found | {
         "fits": plan.fits,
-        "missing_weights": missing_weights(folder),
+        "missing_weights": missing,
         "architecture": facts.architecture,
         "parameters": facts.num_parameters,
         "backend": backend.name,
@@ -224,6 +222,31 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "available_bytes": plan.available,
         "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
     }
+
+
+def memory_plan(
+    config: ServerConfig, model: ModelConfig, backend: Backend, prefill: Backend | None, folder: Path | None
+) -> MemoryPlan:
+    """Return the plan of a rank.
+
+    folder: of its weights, of which a sample is read; None without weights.
+
+    Raises the errors of `predict` and `refused_bytes`.
+    """
+    import torch
+
+    from npuserve.npu.execution.kv_cache import block_bytes
+    from npuserve.npu.execution.memory_plan import predict
+    from npuserve.npu.model.loader import refused_bytes
+
+    plan = predict(
+        model, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, prefill=prefill,
+        reserved=backend.communicator_bytes(model.shard.size))
+    more = refused_bytes(folder, model, getattr(torch, plan.dtype), backend) if folder else 0
+    cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
+    return plan.grown(more, block_bytes(model, plan.block_size, cached, backend)) if more else plan
 
 
 def missing_weights(folder: Path) -> str | None:

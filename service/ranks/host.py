@@ -1,7 +1,7 @@
 """`npuserve serve` on a host other than the first of a group: it runs the host's ranks, and serves nothing.
 
 The ranks end when one of the group ends. They are then started again and wait for the new group, until SIGTERM. Their
-weights stay in memory meanwhile.
+weights stay in memory meanwhile. If one could not use captured steps, the next group captures none.
 
 After SIGTERM the ranks compute until the group ends, since the first host still drains its streams.
 """
@@ -19,6 +19,7 @@ from typing import Any
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
+from npuserve.service.ranks.faults import CAPTURE_FAILED
 from npuserve.service.ranks.processes import RankArgs, RankProcess, create_shared_memory
 from npuserve.service.ranks.world import World, join_seconds
 
@@ -54,6 +55,7 @@ class Host:
         self._ranks = world.ranks(config)
         self._files = [create_shared_memory() for _ in self._ranks]
         self._contents: list[dict[str, Any] | None] = [None] * len(self._ranks)
+        self._capture_failed = ""  # why a rank could not use captured steps; later groups capture none
         self._processes: list[RankProcess] = []
         self._stopped = threading.Event()
 
@@ -84,7 +86,8 @@ class Host:
         """Start the ranks and run them until one ends. Return the largest exit code, and the error reported, or ""."""
         address, local = self._world.address, len(self._ranks)
         self._processes = [
-            RankProcess(RankArgs(self._config, str(self._folder), rank, address, local, -1, file, content))
+            RankProcess(RankArgs(self._config, str(self._folder), rank, address, local, -1, file, content,
+                                 self._capture_failed))
             for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True)]
         if self._stopped.is_set():  # during the start
             self._kill()
@@ -95,6 +98,8 @@ class Host:
                 process.kill(END_SECONDS)
         for index, process in enumerate(self._processes):
             self._contents[index] = process.shared_weights or self._contents[index]
+            if process.error.get("event") == CAPTURE_FAILED:
+                self._capture_failed = process.error["error"]
         # A rank that is unusable ends the others, which then end with 1.
         code, process = max(((run.result(), process) for run, process in runs.items()), key=lambda end: end[0])
         return code, process.error.get("error", "")

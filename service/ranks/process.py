@@ -51,7 +51,8 @@ def run(args: RankArgs) -> int:
         group = Group(args.rank, size, store, args.memory, args.local)
         check_same(group, args.config, Path(args.folder))
         memory = SharedMemory(args.weights, args.shared_weights) if args.weights >= 0 else None
-        runner = load_model(args.config, args.folder, lambda *_: None, memory, group=group)
+        runner = load_model(args.config, args.folder, lambda *_: None, memory,
+                            capture="off" if args.capture_failed else None, group=group)
     except (ConfigError, MissingRanks, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise

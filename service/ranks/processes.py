@@ -49,6 +49,8 @@ class RankArgs(msgspec.Struct, frozen=True):
     memory: descriptor of the file in memory by which the ranks communicate; -1 for none.
     weights: descriptor of the file in memory for this rank's weights; -1 for none.
     shared_weights: description of its contents by the last process of this rank that was ready.
+    capture_failed: why an earlier rank of this host could not use captured steps, so that the group captures none; ""
+        otherwise, and on the host of rank 0, whose engine knows.
     """
 
     config: ServerConfig
@@ -59,11 +61,12 @@ class RankArgs(msgspec.Struct, frozen=True):
     memory: int = -1
     weights: int = -1
     shared_weights: dict[str, Any] | None = None
+    capture_failed: str = ""
 
     @property
     def may_drop_captures(self) -> bool:
         """Return True if the next group may do without captured steps when this rank cannot capture them."""
-        return self.config.capture == "auto"
+        return self.config.capture == "auto" and not self.capture_failed
 
 
 def create_shared_memory() -> int:

@@ -39,6 +39,8 @@ class Job(msgspec.Struct):
     settings: of `load_runner`.
     prompts, sampling: of the requests, each of `tokens` tokens.
     counts: report the steps.
+    divides: each rank adds a part of each sum (`collectives.divides_sum`).
+    fails: steps cannot be captured.
     """
 
     folder: str
@@ -51,13 +53,15 @@ class Job(msgspec.Struct):
     sampling: list[dict[str, Any]]
     tokens: int
     counts: bool = False
+    divides: bool = False
+    fails: bool = False
 
 
 class StepReport(msgspec.Struct):
     """Step of a rank.
 
     captured: as in `StepResult`.
-    gathers: collectives of torch.distributed during the launch.
+    gathers: collectives of torch.distributed during the launch: all-gathers and all-to-alls.
     kernels: calls of COLLECTIVES, if the kernels were timed.
     """
 
@@ -73,15 +77,23 @@ class Report(msgspec.Struct):
 
 def reports(
     folder: Path, size: int, sampling: list[dict[str, Any]], *, shared: bool = True, tokens: int = TOKENS,
-    counts: bool = False, **settings: Any,
+    counts: bool = False, divides: bool = False, of_last: dict[str, Any] | None = None, **settings: Any,
 ) -> Report:
-    """Return the report of rank 0, which must equal those of the other ranks. shared: the ranks share memory."""
+    """Return the report of rank 0, which must equal those of the other ranks.
+
+    shared: the ranks share memory.
+    counts, divides: see `Job`.
+    of_last: settings of the last rank alone, or {"fails": True}.
+
+    Raises RuntimeError if the ranks failed.
+    """
     store = folder / f"store-{size}-{shared}"
     store.unlink(missing_ok=True)
     defaults = {"backend": "cpu", "block_size": 16, "max_num_seqs": 4, "kv_cache_memory": 8 << 20, "threads": 1,
                 "max_num_batched_tokens": 16, "dtype": "float32"}
-    jobs = [Job(str(folder), rank, size, str(store), shared, {**defaults, **settings}, PROMPTS, sampling, tokens,
-                counts) for rank in range(size)]
+    given = [{**defaults, **settings}] * (size - 1) + [{**defaults, **settings, **(of_last or {})}]
+    jobs = [Job(str(folder), rank, size, str(store), shared, of_rank, PROMPTS, sampling, tokens, counts, divides,
+                of_rank.pop("fails", False)) for rank, of_rank in enumerate(given)]
     process = _ranks()
     assert process.stdin
     assert process.stdout
@@ -89,6 +101,8 @@ def reports(
     made = msgspec.json.decode(process.stdout.readline(), type=list[str])
     assert len(made) == size
     assert len(set(made)) == 1
+    if not made[0]:
+        raise RuntimeError("the ranks failed")
     return msgspec.json.decode(made[0], type=Report)
 
 
@@ -123,11 +137,20 @@ class Counted:
         return result
 
 
+def cannot_capture(*_: Any, **__: Any) -> None:
+    """Stand for `Backend.capture`."""
+    from npuserve.npu.backends.base import CaptureError
+
+    raise CaptureError("no graphs here")
+
+
 def answer(job: Job, memory: int) -> bytes:
     """Return the report of a rank as JSON. memory: descriptor of the shared memory; -1 for none."""
     import torch.distributed as dist
 
+    from npuserve.kernels import collectives
     from npuserve.npu import parallel
+    from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.execution.load import load_runner
     from npuserve.npu.step import SamplingParams
     from tests.support.loop import Ask, serve
@@ -137,11 +160,18 @@ def answer(job: Job, memory: int) -> bytes:
     def observe(kernel: str, *_: object) -> None:
         counted.kernels += kernel in COLLECTIVES
 
-    def gather(*arguments: Any) -> Any:
-        counted.gathers += 1
-        return gather_tensors(*arguments)
+    def counting(move: Any) -> Any:
+        def counts(*arguments: Any) -> Any:
+            counted.gathers += 1
+            return move(*arguments)
 
-    gather_tensors, parallel._gather = parallel._gather, gather
+        return counts
+
+    parallel._gather, parallel._exchange = counting(parallel._gather), counting(parallel._exchange)
+    if job.divides:
+        collectives.MIN_SAVED_BYTES = 0
+    if job.fails:
+        CpuBackend.capture = cannot_capture  # type: ignore[method-assign]
     group = (parallel.Group(job.rank, job.size, dist.FileStore(job.store, job.size), memory)
              if job.size > 1 else None)
     runner: Any = load_runner(

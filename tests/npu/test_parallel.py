@@ -81,6 +81,22 @@ def test_recorded_step_has_two_collectives_a_layer_and_two(folders: dict[str, Pa
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not available(), reason="the native kernels are not built")
+def test_group_captures_no_step_if_one_rank_cannot(folders: dict[str, Path]) -> None:
+    """As a rank of another host that failed before, which rank 0 does not know."""
+    found = reports(model(folders, "qwen3"), 2, GREEDY, counts=True, of_last={"capture": "off"})
+    assert {step.captured for step in found.steps} == {False}
+    assert found.answers == answers(model(folders, "qwen3"), 2, GREEDY)
+
+
+@pytest.mark.slow
+def test_rank_that_cannot_capture_ends_the_load_of_the_others(folders: dict[str, Path]) -> None:
+    """Rank 0 would otherwise be ready before it notices that a rank of another host has ended."""
+    with pytest.raises(RuntimeError, match="the ranks failed"):
+        reports(model(folders, "qwen3"), 2, GREEDY, of_last={"fails": True})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [W8A8(dynamic=False), W8A8(dynamic=False, symmetric_inputs=False, symmetric=False)],
                          ids=["static", "static-zeros"])
 def test_w8a8_with_static_inputs_equals_one_process(

@@ -41,10 +41,15 @@ int npuserve_run(int isa, const npuserve::Op *ops, int64_t count, int64_t rows, 
 // Zeroed memory, in large pages where the system grants them; null if there is none.
 void *npuserve_allocate(size_t bytes);
 
-// Maps the contents of an open file in memory from `offset`, a multiple of 2 MiB. All processes that map the file share
-// it. Uses large pages as far as available. Returns null if the system makes no large pages of files. The file must be
-// at least as long as the end of the last large page.
-void *npuserve_share(int file, int64_t offset, size_t bytes);
+// Address space without memory, which begins at a large page; null if there is none.
+void *npuserve_reserve(size_t bytes);
+
+// Maps the contents of an open file in memory from `offset`, a multiple of 2 MiB, to `memory`, a large page of reserved
+// address space. All processes that map the file share them. Uses large pages as far as available. Returns 0, or 1 if
+// the system makes no large pages of files. The file must be at least as long as the end of the last large page.
+int npuserve_share(void *memory, int file, int64_t offset, size_t bytes);
+
+// Unmaps memory that npuserve_allocate or npuserve_reserve returned.
 void npuserve_free(void *memory, size_t bytes);
 }
 #pragma GCC visibility pop

@@ -81,6 +81,7 @@ class AscendBackend(StreamBackend):
     host_lengths = True
     int8_levels = ascend.LEVELS
     collectives = "hccl"
+    reduces = True
 
     def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
         self.kernels = ascend.LABEL

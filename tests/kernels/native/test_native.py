@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,51 @@ def test_arena_of_file_has_file_contents(lib):
     assert torch.equal(again, first)
     assert not native.Arena().empty((100,), torch.uint8).any()
     assert not hasattr(native.Arena, "zeros")
+
+
+def resident_of(name: str) -> int:
+    """Return the resident bytes of a file in memory, counted once for each mapping of this process."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    return sum(int(size) << 10 for mapping in mappings if f"memfd:{name} " in mapping
+               for size in re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE))
+
+
+def test_arena_of_file_has_no_gaps_between_tensors(lib, monkeypatch):
+    """Sizes around the large page, and two chunks, of which the first is not filled to its end."""
+    page = native.CONSTANTS["LARGE_PAGE"]
+    monkeypatch.setattr(native.Arena, "SHARED_CHUNK", 12 * page)
+    sizes = [100, page - 64, 3 * page + 1, 1, 5 * page // 2, page, 9 * page]
+    pages = -(-sum(sizes[:6]) // page) + 9
+    file = os.memfd_create("arena-test")
+
+    def tensors() -> list[torch.Tensor]:
+        arena = native.Arena(file)
+        return [arena.empty((size,), torch.uint8) for size in sizes]
+
+    try:
+        first = tensors()
+        for number, tensor in enumerate(first, 1):
+            tensor.fill_(number)
+        assert resident_of("arena-test") == os.fstat(file).st_size == pages * page
+        again = tensors()
+        assert os.fstat(file).st_size == pages * page
+    except MemoryError:
+        pytest.skip("this system makes no large pages of a file in memory")
+    finally:
+        os.close(file)
+    assert all((tensor == number).all() and tensor.data_ptr() % 64 == 0 for number, tensor in enumerate(again, 1))
+    assert again[3].data_ptr() - again[0].data_ptr() == 128 + page - 64 + 3 * page + 64
+    assert resident_of("arena-test") == 2 * pages * page
+    del first, tensor
+    gc.collect()
+    assert resident_of("arena-test") == pages * page
+    assert again[-1][-1] == len(sizes)
+    del again[-1]
+    gc.collect()
+    assert resident_of("arena-test") == (pages - 9) * page
+    del again
+    gc.collect()
+    assert resident_of("arena-test") == 0
 
 
 def test_memory_is_unmapped_when_dropped(lib):

@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from npuserve.kernels import native
 from npuserve.kernels.native.packed import dense
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.loader import load_weights, refused_bytes
+from npuserve.npu.model.shard import Shard
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
 
@@ -258,3 +260,21 @@ def test_loader_releases_mapped_pages(tmp_path, monkeypatch, cpu):
     load(folder, cpu, progress=lambda done, total: resident.append(mapped_kib()))
     assert len(resident) > 40
     assert max(resident) - before < size / 3
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_refused_bytes_equal_those_of_the_loaded_weights(tmp_path, monkeypatch):
+    """Of weights whose exponents differ too much for the compact form, in both ranks."""
+    monkeypatch.setattr(native.library(), "compact", True)
+    saved(random_model("qwen3"), tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    assert refused_bytes(tmp_path, config, torch.bfloat16, CpuBackend()) == 0
+    generator = torch.Generator().manual_seed(0)
+    wide = {f"model__layers__{layer}__{name}__weight": torch.exp2(torch.rand(shape, generator=generator) * 200 - 100)
+            for layer, name, shape in ((0, "mlp__down_proj", (32, 48)), (2, "self_attn__k_proj", (32, 32)))}
+    rewrite(tmp_path, **wide)
+    for rank in (Shard(), Shard(0, 2), Shard(1, 2)):
+        of_rank = config.sharded(rank)
+        loaded = load_weights(tmp_path, of_rank, torch.bfloat16, CpuBackend(), lambda done, total: None)
+        assert refused_bytes(tmp_path, of_rank, torch.bfloat16, CpuBackend()) == loaded.unplanned_bytes > 0
+    assert refused_bytes(tmp_path, config, torch.float32, CpuBackend()) == 0

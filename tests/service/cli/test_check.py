@@ -16,6 +16,7 @@ from npuserve.kernels import native
 from npuserve.kernels.native import choice
 from npuserve.npu import storyteller
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.model import loader
 from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli.main import main
@@ -153,6 +154,17 @@ def test_check_compact_weights_are_smaller(folder: Path, capsys: Capture) -> Non
         checked(capsys, str(folder), "--device", "cpu", "--dtype", "bfloat16", "--max-model-len", "64",
                 "--cpu-weights", form)[1]["model"]["bytes"]["weights"] for form in ("plain", "compact"))
     assert compact < plain
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_check_counts_weights_that_cannot_be_compact(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All matrices, each in both forms. The KV cache is as large as before."""
+    arguments = "--device", "cpu", "--dtype", "bfloat16", "--max-model-len", "64", "--cpu-weights"
+    plain, compact = (checked(capsys, *arguments, form)[1]["model"]["bytes"] for form in ("plain", "compact"))
+    monkeypatch.setattr(loader, "packs_compact", lambda rows: False)
+    both = checked(capsys, *arguments, "compact")[1]["model"]["bytes"]
+    assert compact["weights"] + 0.9 * plain["weights"] < both["weights"] < compact["weights"] + plain["weights"]
+    assert both["kv_cache"] == compact["kv_cache"]
 
 
 def test_native_without_built_kernels_is_reported(

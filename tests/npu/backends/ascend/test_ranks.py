@@ -14,7 +14,10 @@ import pytest
 from npuserve.npu import backends, emulator
 from npuserve.npu.backends import select
 from npuserve.npu.backends.base import BackendError, CaptureError, Fault
+from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.shard import Shard
 from npuserve.npu.parallel import Group
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from npuserve.service.ranks.lead import LeadRunner, follow, stop_followers
@@ -149,7 +152,8 @@ def test_a_step_of_l_layers_has_2_l_plus_2_collectives(place: Place, tmp_path: P
     assert decoding(runner, 3).captured
     tasks = Counter(task.name for task in emulator.tasks())
     assert (tasks["HcclAllReduce"], tasks["HcclAllGather"]) == (SUMS, GATHERS)
-    assert not [call for call in emulator.calls() if call.name.startswith("Hccl")]
+    # torch_npu's watchdog asks for errors.
+    assert {call.name for call in emulator.calls() if call.name.startswith("Hccl")} <= {"HcclGetCommAsyncError"}
     group.minimum(0)
 
 
@@ -202,10 +206,25 @@ def test_memory_of_the_communicator_is_planned(place: Place, tmp_path: Path) -> 
     backend = select("npu", place=(place.rank, place.size))
     planned, before = backend.communicator_bytes(2), emulator.memory().used
     assert planned == 60 << 20
-    Group(place.rank, place.size, place.store).ranks(backend.collectives, backend.device, 1 << 16, shared=False)
+    Group(place.rank, place.size, place.store).ranks(
+        backend.collectives, backend.device, 1 << 16, shared=False, reduces=backend.reduces)
     backend.synchronize()
     assert 0 <= emulator.memory().used - before - planned < 8 << 20
     assert backend.communicator_bytes(1) == 0
+
+
+@emulated()
+def test_sums_in_place_take_no_planned_memory(tmp_path: Path) -> None:
+    """The logits of all rows are gathered, the hidden states are not."""
+    config = ModelConfig.from_folder(saved(tmp_path)).sharded(Shard(0, 2))
+    settings: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}
+    backend = select("npu", place=(0, 1))
+    found = predict(config, backend, **settings)
+    backend.reduces = False
+    gathering = predict(config, backend, **settings)
+    assert gathering.activations - found.activations == 2 * 16 * config.hidden_size * 2
+    backend.shares_memory = True
+    assert found.logits - predict(config, backend, **settings).logits == 3 * config.padded_vocabulary(64) * 2
 
 
 @on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from npuserve.kernels import triton
+from npuserve.kernels import collectives, triton
 from npuserve.kernels.collectives import Ranks, all_reduce, linear_argmax_shard
 from npuserve.kernels.linear import linear_argmax
 from npuserve.npu.backends.base import BackendError
@@ -60,6 +60,16 @@ def test_captured_step_has_two_collectives_a_layer_and_two(tmp_path: Path) -> No
     assert found.answers == reports(folder, 1, GREEDY, tokens=6, max_model_len=64).answers
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_divided_sums_give_the_same_tokens(tmp_path: Path, size: int) -> None:
+    """A sum is an all-to-all and an all-gather, within the graphs too."""
+    folder = saved(tmp_path, layers=2)
+    found = reports(folder, size, GREEDY, shared=False, counts=True, divides=True, **CUDA)
+    assert {step.gathers for step in found.steps} == {2 * (2 * 2 + 1) + 1}
+    assert {step.captured for step in found.steps} == {True}
+    assert found.answers == reports(folder, size, GREEDY, shared=False, **CUDA).answers
+
+
 def test_static_w8a8_with_int8_cache_equals_one_process(tmp_path: Path) -> None:
     from tests.support.models import random_model, saved_w8a8
 
@@ -79,6 +89,32 @@ def test_sum_of_ranks_is_that_of_the_golden_function(dtype: torch.dtype) -> None
     parts = torch.randn(3, 5, 700, generator=torch.Generator().manual_seed(1)).to(dtype)
     ranks = Ranks(1, 3, gather=lambda x: parts)
     assert torch.equal(all_reduce.implementations["cuda"].function(parts[1], ranks), all_reduce(parts[1], ranks))
+
+
+def test_large_sums_of_ranks_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank adds its part of all tensors, and gathers the other parts."""
+    parts = torch.randn(3, 4, 750, generator=torch.Generator().manual_seed(1))
+    wanted = all_reduce(parts[1], Ranks(1, 3, gather=lambda _: parts))
+    calls: list[str] = []
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        calls.append("exchange")
+        return parts.view(3, 3, -1)[:, 1].contiguous()
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        calls.append("gather")
+        if x.numel() == parts[1].numel():
+            return parts
+        assert torch.equal(x.view(-1), wanted.view(3, -1)[1])
+        return wanted.view(3, 1, -1)
+
+    ranks, add = Ranks(1, 3, gather, exchange), all_reduce.implementations["cuda"].function
+    saved_bytes = 4 * 750 * 4 * 2 // 3
+    for least, expected in ((saved_bytes, ["exchange", "gather"]), (saved_bytes + 1, ["gather"])):
+        monkeypatch.setattr(collectives, "MIN_SAVED_BYTES", least)
+        calls.clear()
+        assert torch.equal(add(parts[1], ranks), wanted)
+        assert calls == expected
 
 
 def test_argmax_of_ranks_is_the_first_of_equal_values() -> None:

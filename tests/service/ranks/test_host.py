@@ -1,0 +1,55 @@
+"""Ranks of a host that is not the first: what a new group learns from the end of the last one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from npuserve.service.config import ServerConfig
+from npuserve.service.ranks import host, processes
+from npuserve.service.ranks.world import NAMES, World
+
+RANK = """
+import json, sys
+given = json.loads(sys.stdin.readline())
+with open(sys.argv[1], "a") as journal:
+    print(json.dumps([given["rank"], given["capture_failed"]]), file=journal)
+if given["capture_failed"]:
+    print(json.dumps({"event": "unusable", "error": "the end of the test"}))
+    sys.exit(2)
+if given["rank"] == 2:
+    print(json.dumps({"event": "capture_failed", "error": "no graphs here"}))
+    sys.exit(3)
+sys.stdin.read()
+"""
+"""Rank 2 cannot capture; rank 3 waits for its end."""
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each started rank's number, and the reason why it must not capture."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's handlers stay
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", RANK, str(tmp_path / "journal")))
+    monkeypatch.setattr(host, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(host, "END_SECONDS", 0.1)
+    return tmp_path / "journal"
+
+
+def test_group_after_a_failed_capture_captures_no_steps(journal: Path) -> None:
+    world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
+    assert host.run(ServerConfig(tensor_parallel_size=4), Path(), world) == 2
+    started = sorted(json.loads(line) for line in journal.read_text().splitlines())
+    assert started == [[2, ""], [2, "no graphs here"], [3, ""], [3, "no graphs here"]]
+
+
+@pytest.mark.parametrize(("capture", "failed", "may_drop"), [("auto", "", True), ("auto", "why", False),
+                                                             ("on", "", False)])
+def test_rank_reports_a_failed_capture_once(capture: str, failed: str, may_drop: bool) -> None:
+    """A rank that captures nothing has other errors; with capture on the server ends."""
+    config = ServerConfig(tensor_parallel_size=4, capture=capture)  # type: ignore[arg-type]
+    args = processes.RankArgs(config, ".", 2, "127.0.0.1:1", 2, capture_failed=failed)
+    assert args.may_drop_captures is may_drop
