@@ -40,10 +40,10 @@ constexpr int64_t BLOCK_BYTES = sizeof(Header) + BLOCK_WORDS / GROUP_WORDS * GRO
 
 INLINE const Header &header(const char *block) { return *reinterpret_cast<const Header *>(block); }
 
-int64_t compact_panel_bytes(int64_t k) {
-    int64_t words = k / 2;
+INLINE int64_t compact_bytes(int64_t words) {
     return ceil_div(words, BLOCK_WORDS) * int64_t(sizeof(Header)) + words / GROUP_WORDS * GROUP_BYTES;
 }
+int64_t compact_panel_bytes(int64_t k) { return compact_bytes(k / 2); }
 
 // Repeats a table in every 16 bytes of a register.
 INLINE ivec spread_table(const char *table) {
@@ -277,15 +277,24 @@ struct Compact {
     typedef DotBFloat16 Dot;
     static constexpr bool EXPANDS = true;
     static bool expands(const Split &) { return true; }
-    static int64_t block(const Split &) { return BLOCK_WORDS; }
+    // Many words at once, since every block loads and stores all accumulators. Expanded panels stay in the second-level
+    // cache.
+    static int64_t block(const Split &, int64_t words) {
+        constexpr int64_t MOST = Inner<Dot>::WORDS > 1 ? BLOCK_WORDS : 1536;
+        return ceil_div(words, ceil_div(words, MOST) * BLOCK_WORDS) * BLOCK_WORDS;
+    }
     static int64_t panel_bytes(int64_t k) { return compact_panel_bytes(k); }
     static INLINE const char *at(const char *panel, int64_t first) { return panel + first / BLOCK_WORDS * BLOCK_BYTES; }
-    static INLINE int64_t bytes(int64_t words) { return int64_t(sizeof(Header)) + words / GROUP_WORDS * GROUP_BYTES; }
+    static INLINE int64_t bytes(int64_t words) { return compact_bytes(words); }
     static INLINE void expand(const char *block, int64_t words, char *out) {
-        if constexpr (Inner<Dot>::WORDS > 1)
-            expand_wide(block, words, out);
-        else
-            NPUSERVE_ISA::expand(block, words, out);
+        constexpr int64_t WORD_BYTES = Inner<Dot>::WORDS * PANEL_WORD_BYTES;
+        for (int64_t done = 0; done < words; done += BLOCK_WORDS, block += BLOCK_BYTES) {
+            int64_t n = std::min(BLOCK_WORDS, words - done);
+            if constexpr (Inner<Dot>::WORDS > 1)
+                expand_wide(block, n, out + done * WORD_BYTES);
+            else
+                NPUSERVE_ISA::expand(block, n, out + done * WORD_BYTES);
+        }
     }
     static INLINE void once(int rows, int p, const OnceTile<Dot> &tile) { with_tile(rows, p, CompactTile{tile}); }
 };

@@ -74,7 +74,9 @@ Split split_of(const Call &call, bool paired = false) {
 #if defined(__AMX_TILE__)
     if (BY_TILES<typename Of::Dot>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
 #endif
-    return Split(call.rows, words, call.op.n[2], call.threads, paired);
+    Split made(call.rows, words, call.op.n[2], call.threads, paired);
+    made.by_rows = Steps<typename Of::Dot>::COPIES && Of::Panels::block(made, words) >= words;
+    return made;
 }
 
 // Work and memory of a unit, with tiles or with vectors.
@@ -180,13 +182,16 @@ struct LinearArgmax {
     static void run(const Call &call, int64_t unit) {
         const Op &op = call.op;
         Split split = split_of<Of>(call);
-        int64_t row = unit % split.row_groups * split.rows_per_unit;
+        int64_t row = split.row_group(unit) * split.rows_per_unit;
         int64_t rows = std::min(split.rows_per_unit, call.rows - row);
-        float *best = static_cast<float *>(scratch(size_t(rows * LANES * 8 + UnitLayoutOf<Of>(call, split).bytes())));
+        // The product's memory is first: its address must be the same for all units (Call::again).
+        int64_t of_product = UnitLayoutOf<Of>(call, split).bytes();
+        char *memory = static_cast<char *>(scratch(size_t(of_product + rows * LANES * 8)));
+        float *best = reinterpret_cast<float *>(memory + of_product);
         int32_t *ids = reinterpret_cast<int32_t *>(best + rows * LANES);
         for (int64_t i = 0; i < rows * LANES; i++) best[i] = -INFINITY, ids[i] = INT32_MAX;
         KeepLargest<Of> keep{Of(op), best, ids, op.n[3], row, Masks(op, Of::POINTERS, op.n[4])};
-        UnitOf<Of, KeepLargest<Of>>(call, split, unit, keep, reinterpret_cast<char *>(ids + rows * LANES)).run();
+        UnitOf<Of, KeepLargest<Of>>(call, split, unit, keep, memory).run();
         for (int64_t r = 0; r < rows; r++) {
             float largest = -INFINITY;
             int32_t id = INT32_MAX;
@@ -195,7 +200,7 @@ struct LinearArgmax {
                 int32_t c = ids[r * LANES + i];
                 if (b > largest || (b == largest && c < id)) largest = b, id = c;
             }
-            int64_t at = unit / split.row_groups * call.rows + row + r;
+            int64_t at = split.panel_group(unit) * call.rows + row + r;
             op.at<float>(3)[at] = largest;
             op.at<int32_t>(4)[at] = id;
         }

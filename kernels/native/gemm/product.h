@@ -118,7 +118,7 @@ INLINE void with_tile(int r, int p, const Function &f) {
 //
 //   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied
 //   expands      true if they are expanded for the rows of this split
-//   block        maximum words of a block for this split
+//   block        maximum words of a block for this split and this number of words
 //   panel_bytes  bytes of a panel
 //   at, bytes    address of a panel's block from word `first` on, bytes of a block of that many words
 //   expand       writes that block to `out` as words of Inner
@@ -129,8 +129,10 @@ struct Plain {
     static constexpr bool EXPANDS = false;
     // With few rows, words are multiplied unexpanded: each tile widens them in registers.
     static bool expands(const Split &split) { return Inner<Dot>::WORDS > 1 && !split.few; }
-    static int64_t block(const Split &split) {
-        return !Steps<Dot>::COPIES ? INT64_MAX : split.few ? 512 : expands(split) ? 64 : 128;
+    static int64_t block(const Split &split, int64_t) {
+        if (!Steps<Dot>::COPIES) return INT64_MAX;
+        if (Steps<Dot>::X_BYTES == 4) return 1024;  // the copy of x is small, and each block loads all accumulators
+        return split.few ? 512 : expands(split) ? 64 : 128;
     }
     static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * 64; }
     static INLINE const char *at(const char *panel, int64_t first) { return panel + first * 64; }
@@ -159,13 +161,14 @@ struct UnitLayout {
     UnitLayout(const Call &call, const Split &split) {
         int64_t k = call.op.n[1], words = words_of<Dot>(k);
         copies = Steps<Dot>::COPIES || k % Dot::PER_WORD;
-        block = split.once ? words : std::min(Panels::block(split), words);
-        x = copies ? rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
+        block = split.once ? words : std::min(Panels::block(split, words), words);
+        x = copies ? MARK + rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
         panels = !split.once && Panels::expands(split) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
         int64_t kept = split.once ? split.tile_panels : split.panels_per_unit;
         accumulators = split.rows_per_unit * kept * int64_t(sizeof(typename Dot::Acc));
     }
     int64_t bytes() const { return x + panels + accumulators; }
+    static constexpr int64_t MARK = 64;  // bytes before the copy of x; they hold its row
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
 };
 
@@ -188,13 +191,14 @@ struct Unit {
     int64_t k, words, row, rows, first, end, later;
 
     Unit(const Call &call, const Split &split, int64_t unit, const Take &take, char *memory)
-        : call(call), split(split), take(take), layout(call, split), x_copy(memory), expanded(memory + layout.x),
-          acc(reinterpret_cast<Acc *>(expanded + layout.panels)), k(call.op.n[1]), words(words_of<Dot>(k)),
-          row(unit % split.row_groups * split.rows_per_unit), rows(std::min(split.rows_per_unit, call.rows - row)),
-          first(unit / split.row_groups * split.panels_per_unit),
+        : call(call), split(split), take(take), layout(call, split), x_copy(memory + layout.MARK),
+          expanded(memory + layout.x), acc(reinterpret_cast<Acc *>(expanded + layout.panels)), k(call.op.n[1]),
+          words(words_of<Dot>(k)),
+          row(split.row_group(unit) * split.rows_per_unit), rows(std::min(split.rows_per_unit, call.rows - row)),
+          first(split.panel_group(unit) * split.panels_per_unit),
           end(std::min(first + split.panels_per_unit, split.panels)),
           // Other threads take the units between this one and the next.
-          later((unit + call.threads) / split.row_groups * split.panels_per_unit) {}
+          later(split.panel_group(unit + call.threads) * split.panels_per_unit) {}
 
     INLINE void run() const {
         if (split.once)
@@ -219,6 +223,13 @@ struct Unit {
             By::copy(from + r * k, numbers, to);
         }
     }
+    // Copies all words of the unit's rows, unless this thread's last unit had the same rows.
+    INLINE void copy_all() const {
+        int64_t &copied = *reinterpret_cast<int64_t *>(x_copy - layout.MARK);
+        if (call.again && copied == row) return;
+        copy(0, words);
+        copied = row;
+    }
     INLINE const char *x_of(int64_t r, int64_t begin, int64_t count) const {
         if (layout.copies) return x_copy + r * count * By::X_BYTES;
         return reinterpret_cast<const char *>(call.op.at<X>(0) + (row + r) * k) + begin * 4;
@@ -228,7 +239,7 @@ struct Unit {
     }
 
     INLINE void once() const {
-        if (layout.copies) copy(0, words);
+        if (layout.copies) copy_all();
         int most = widest_tile(int(rows));
         for (int64_t panel = first, p; panel < end; panel += p) {
             p = tile_panels(panel);
@@ -241,7 +252,7 @@ struct Unit {
                 Panels::once(int(rows), some, OnceTile<Dot>{{x_of(0, 0, words), x_stride(words), words, panels + j,
                                                              acc + j, int(p)}, next + j});
             }
-            put(panel, int(p), acc);
+            put(panel, int(p), 0, rows, acc);
         }
     }
 
@@ -250,7 +261,7 @@ struct Unit {
         bool expands = Panels::EXPANDS || Panels::expands(split);
         for (int64_t begin = 0, count; begin < words; begin += count) {
             count = std::min(layout.block, words - begin);
-            if (layout.copies) copy(begin, count);
+            if (layout.copies) count == words ? copy_all() : copy(begin, count);
             for (int64_t panel = first, p; panel < end; panel += p) {
                 p = tile_panels(panel);
                 if (expands)
@@ -259,9 +270,12 @@ struct Unit {
                     block<Dot, false>(begin, count, panel, int(p));
             }
         }
-        for (int64_t panel = first, p; panel < end; panel += p) {
-            p = tile_panels(panel);
-            put(panel, int(p), acc_of(panel));
+        for (int64_t begin = 0; begin < rows; begin += TOGETHER) {
+            int64_t count = std::min(TOGETHER, rows - begin);
+            for (int64_t panel = first, p; panel < end; panel += p) {
+                p = tile_panels(panel);
+                put(panel, int(p), begin, count, acc_of(panel) + begin * p);
+            }
         }
     }
 
@@ -300,16 +314,20 @@ struct Unit {
     // Returns the accumulators of a tile's panels, row after row.
     INLINE Acc *acc_of(int64_t panel) const { return acc + (panel - first) * rows; }
 
-    INLINE void put(int64_t panel, int p, Acc *from) const {
+    // Stores `count` rows, from row `begin` of the unit on, of p panels.
+    INLINE void put(int64_t panel, int p, int64_t begin, int64_t count, const Acc *from) const {
         bool whole = (panel + p) * LANES <= call.op.n[2];
         for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
             int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;
             if (whole)
-                take(row, int(rows), column, from + j, p, LANES);
+                take(row + begin, int(count), column, from + j, p, LANES);
             else
-                take(row, int(rows), column, from + j, p, std::min<int64_t>(LANES, call.op.n[2] - column));
+                take(row + begin, int(count), column, from + j, p, std::min<int64_t>(LANES, call.op.n[2] - column));
         }
     }
+
+    // Rows whose outputs are stored for all panels together, since panels share cache lines and pages.
+    static constexpr int64_t TOGETHER = 8;
 };
 
 }  // namespace NPUSERVE_ISA

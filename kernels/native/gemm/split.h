@@ -29,6 +29,7 @@ struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
     bool once, few;
+    bool by_rows = false;  // units of the same rows are adjacent, otherwise those of the same panels
 
     Split() {}
 
@@ -81,6 +82,8 @@ struct Split {
     }
 #endif
     int64_t units() const { return panel_groups * row_groups; }
+    int64_t row_group(int64_t unit) const { return by_rows ? unit / panel_groups : unit % row_groups; }
+    int64_t panel_group(int64_t unit) const { return by_rows ? unit % panel_groups : unit / row_groups; }
     static int tile_panels_of(int rows, bool paired) {
         return paired ? std::max(2, widest_tile(rows) / 2 * 2) : widest_tile(rows);
     }

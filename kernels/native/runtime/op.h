@@ -27,10 +27,12 @@ struct Op {
 static_assert(sizeof(Op) == 8 + 8 * (OP_POINTERS + OP_SIZES + OP_FLOATS), "as Python packs it");
 
 // An op to run: with its number of rows and its maximum number of threads.
+// again: true if this thread's scratch is as an earlier unit of this call left it.
 struct Call {
     const Op &op;
     int64_t rows;
     int threads;
+    bool again = false;
 };
 
 // Kernel: its work is divided into units, which may run in any order and concurrently. No number that a unit writes

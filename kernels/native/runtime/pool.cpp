@@ -103,12 +103,14 @@ struct Job {
             progress[size_t(i)].units = table->kernel(ops[i].kernel).units(call(i));
         }
     }
-    Call call(int64_t i) const { return Call{ops[i], rows < 0 ? ops[i].n[0] : rows, threads}; }
+    Call call(int64_t i, bool again = false) const {
+        return Call{ops[i], rows < 0 ? ops[i].n[0] : rows, threads, again};
+    }
 
-    void run(int64_t i, int64_t unit) {
+    void run(int64_t i, int64_t unit, bool again) {
         if (failed.load(std::memory_order_relaxed)) return;
         try {
-            table->kernel(ops[i].kernel).run(call(i), unit);
+            table->kernel(ops[i].kernel).run(call(i, again), unit);
         } catch (const std::bad_alloc &) {
             failed.store(true, std::memory_order_relaxed);
         }
@@ -118,10 +120,10 @@ struct Job {
         auto before = Clock::now();
         for (int64_t i = 0; i < count; i++) {
             Progress &p = progress[size_t(i)];
-            for (;;) {
+            for (bool again = false;; again = true) {
                 int64_t unit = p.next.fetch_add(1, std::memory_order_acq_rel);
                 if (unit >= p.units) break;
-                run(i, unit);
+                run(i, unit, again);
                 p.done.fetch_add(1, std::memory_order_acq_rel);
             }
             wait_for([&] { return p.done.load(std::memory_order_acquire) >= p.units; });

@@ -26,17 +26,22 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def linear(x: Tensor, weight: Tensor, compact: bool = False) -> Tensor:
     """Return x [T, K] times weight [N, K], [T, N], both int8 or one float dtype; int8 gives exact sums as float32."""
+    out, call = product(x, weight, compact)
+    native.call("linear", call)
+    return out
+
+
+def product(x: Tensor, weight: Tensor, compact: bool = False) -> tuple[Tensor, native.Call]:
+    """Return the output of `linear` and the call that writes it."""
     (rows, k), n = x.shape, len(weight)
     packed = PackedWeight.pack(weight, compact)
-    if x.dtype is torch.int8:
-        out = torch.empty(rows, n)
-        scales = torch.ones(rows), torch.ones(n), weight.sum(1, dtype=torch.int32)
-        tensors = [x, packed.words, None, out, None, *scales, None, None, None]
-        native.call("linear", ("linear_int8", torch.float32, tensors, [rows, k, n]))
-    else:
+    if x.dtype is not torch.int8:
         out = torch.empty(rows, n, dtype=x.dtype)
-        native.call("linear", (packed.op("linear"), x.dtype, [x, packed.words, None, out, None], [rows, k, n]))
-    return out
+        return out, (packed.op("linear"), x.dtype, [x, packed.words, None, out, None], [rows, k, n])
+    out = torch.empty(rows, n)
+    scales = torch.ones(rows), torch.ones(n), weight.sum(1, dtype=torch.int32)
+    tensors = [x, packed.words, None, out, None, *scales, None, None, None]
+    return out, ("linear_int8", torch.float32, tensors, [rows, k, n])
 
 
 def operands(k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -51,7 +56,7 @@ def operands(k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return numbers(max(ROWS)), numbers(n)
 
 
-@pytest.mark.parametrize(("k", "n"), [(8, 5), (40, 33), (96, 48), (1096, 80), (2112, 49)])
+@pytest.mark.parametrize(("k", "n"), [(8, 5), (40, 33), (96, 48), (1096, 80), (2112, 49), (4168, 33)])
 @pytest.mark.parametrize(("dtype", "compact"), [
     (torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.int8, False)])
 def test_linear_row_bits_are_independent_of_other_rows(
@@ -66,6 +71,35 @@ def test_linear_row_bits_are_independent_of_other_rows(
     for rows in ROWS:
         first = x[len(x) - rows :].contiguous()
         assert torch.equal(linear(first, weight, compact), together[len(x) - rows :]), rows
+
+
+@pytest.mark.parametrize("rows", [1, 32, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_linear_consecutive_calls_copy_their_own_x(isa: str, dtype: torch.dtype, rows: int) -> None:
+    """A thread copies x once for consecutive units of a call, but not for the units of the next call."""
+    x, weight = operands(40, 400, dtype)
+    x = x[:rows].contiguous()
+    other = x.flip(1).contiguous()
+    first, second = product(x, weight), product(other, weight)
+    native.call("linear", first[1], second[1])
+    assert torch.equal(first[0], linear(x, weight))
+    assert torch.equal(second[0], linear(other, weight))
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("rows", [12, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_linear_argmax_equals_largest_output_for_many_rows(isa: str, dtype: torch.dtype, rows: int) -> None:
+    x, weight = operands(40, 400, dtype)
+    x, best, ids = x[:rows].contiguous(), torch.empty(25, rows), torch.empty(25, rows, dtype=torch.int32)
+    out, (name, of, tensors, sizes) = product(x, weight)
+    found = torch.empty(rows, dtype=torch.int64)
+    native.call(
+        "linear_argmax",
+        (name, of, tensors, sizes),
+        (name.replace("linear", "linear_argmax"), of, [*tensors[:3], best, ids, *tensors[5:]], [*sizes, 400, 0]),
+        (name.replace("linear", "argmax_of_units"), of, [best, ids, found, None], [*sizes, 0]))
+    assert torch.equal(found, out.argmax(1))
 
 
 @pytest.mark.skipif("avx512_amx" not in ISAS, reason=(
