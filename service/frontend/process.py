@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc.aio
 import msgspec
 
 from npuserve.service import clock, logs
@@ -37,6 +36,7 @@ from npuserve.service.frontend.server import MessageLimit, Servers, Servicers
 from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.requests.preparation import Preparation
+from npuserve.service.rpc import poller
 from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.text.model_folder import ModelFolder, open_folder
 
@@ -52,8 +52,6 @@ log = logging.getLogger("npuserve.service.frontend.process")
 HEARTBEAT_SECONDS = 0.5
 STALL_SHARE = 0.5
 """Share of hang_seconds after which a silent engine gets no new requests. Its requests are kept: it may recover."""
-POLLER_SLICE_SECONDS = 0.003
-"""Time slice of gRPC's thread: longer than the default, so that it waits until a step's messages are written."""
 
 SWITCH_SECONDS = 0.0005
 """Interval after which a thread that prepares a request releases the interpreter lock to the event loop. With the
@@ -227,29 +225,6 @@ def _check_kv_events(config: ServerConfig) -> None:
         raise ConfigError("kv_events: grpc needs smg-grpc-proto; pip install 'npuserve[gateway]'")
 
 
-def _start_poller() -> None:
-    """Start gRPC's poller thread as a batch thread, so that it does not preempt the event loop.
-
-    gRPC wakes this thread after each write. By default the thread would preempt ours, which still has the messages of
-    other streams to write: that is a quarter of the cost of a message (bench/serving/stream_cost.py). As a batch
-    thread, it takes an idle processor or waits. Its time slice is longer than ours, which is the default. With a
-    shorter slice it would be scheduled sooner, and preempted as soon.
-
-    gRPC has no option for this, but a thread inherits the scheduling policy and the slice of the thread that starts it.
-    """
-    if sys.platform != "linux":
-        return  # gRPC starts the thread together with the server
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    process_control.request_slice(POLLER_SLICE_SECONDS)  # kept when the policy changes
-    with contextlib.suppress(OSError):  # forbidden in a sandbox
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        try:
-            grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]
-        finally:
-            os.sched_setscheduler(0, policy, parameters)
-    process_control.request_slice(0)
-
-
 async def serve(args: FrontendArgs) -> None:
     """Serve until SIGTERM or an order to drain.
 
@@ -277,7 +252,7 @@ async def serve(args: FrontendArgs) -> None:
         folder.set_result(Path(args.folder))
     loop.add_signal_handler(signal.SIGTERM, drain, args.config.drain_seconds)
     child.listen(handle_in_loop)
-    _start_poller()
+    poller.start()
     frontend = Frontend(args)
     child.report("listening", port=await frontend.start())
 

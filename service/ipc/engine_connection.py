@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 from npuserve.service.ipc import framing, messages
 
+READ_BYTES = 1 << 16
 
-class EngineConnection(asyncio.Protocol):
+
+class EngineConnection(asyncio.BufferedProtocol):
     """Protocol that passes each received message, with itself, to `on_message`.
+
+    It reads into one buffer. Otherwise asyncio would allocate 256 KiB for each read, which glibc maps and unmaps
+    (LARGE_BLOCK_BYTES in frontend/process.py).
 
     ended: done when the connection has ended; holds the error if `on_message` raised one.
     """
@@ -18,6 +23,7 @@ class EngineConnection(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_message = on_message
         self._received = framing.Splitter()
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -45,9 +51,12 @@ class EngineConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, size_hint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, size: int) -> None:
         try:
-            for message in self._received.feed(data):
+            for message in self._received.feed(self._buffer[:size]):
                 self._on_message(message, self)
         except Exception as error:
             self._fail(error)

@@ -11,7 +11,7 @@ class Splitter:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Append `data` and return the completed messages, without their lengths."""
         self._data += data
         found, start = [], 0

@@ -19,6 +19,7 @@ import grpc
 from npuserve.client import Tls
 from npuserve.client.channel import auth_metadata, open_aio_channel
 from npuserve.service.cli.bench.workload import Prompts, TimedRequest
+from npuserve.service.rpc.poller import joined_wakeups
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2
 
 INTERRUPTED = "INTERRUPTED"
@@ -68,7 +69,8 @@ class Load:
         timeout: Callable[[TimedRequest], float | None] = lambda request: None,
         tls: Tls | None = None, api_key: str | None = None,
     ):
-        self._channels = [open_aio_channel(target, tls) for _ in range(channels)]
+        with joined_wakeups():
+            self._channels = [open_aio_channel(target, tls) for _ in range(channels)]
         self._metadata = auth_metadata(api_key)
         self._stubs = [inference_service_pb2_grpc.InferenceServiceStub(c) for c in self._channels]
         self._temperature = temperature
