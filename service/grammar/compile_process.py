@@ -19,7 +19,6 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -175,10 +174,13 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _compile(tokenizer: Any, special: Mapping[str, int], constraint: Constraint) -> Compiled:
+def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint) -> Compiled:
     before = _resident_bytes()
     try:
-        grammar = translate(constraint, special)
+        grammar = translate(constraint, vocabulary.special, vocabulary.end_ids)
+        if '"oneOf"' in grammar and '"format"' in constraint.text:  # its schemas exclude each other without formats too
+            annotated = translate(constraint, vocabulary.special, vocabulary.end_ids, formats_apply=False)
+            build_library_matcher(tokenizer, annotated, constraint.kind)
         matcher = build_library_matcher(tokenizer, grammar, constraint.kind)
     except ConstraintError as error:
         text = str(error)
@@ -203,7 +205,6 @@ def main() -> int:
     start = msgspec.msgpack.decode(data, type=Start)
     process_control.set_dumpable(start.dumpable)
     tokenizer = build_tokenizer(start.vocabulary)
-    special = start.vocabulary.special
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + start.max_bytes, size + start.max_bytes))
     _write(stdout, b"ready")
@@ -212,7 +213,7 @@ def main() -> int:
         signal.setitimer(signal.ITIMER_PROF, start.seconds)
         signal.setitimer(signal.ITIMER_REAL, MAX_WALL_RATIO * start.seconds)
         try:
-            reply = msgspec.msgpack.encode(_compile(tokenizer, special, constraint))
+            reply = msgspec.msgpack.encode(_compile(tokenizer, start.vocabulary, constraint))
         except (MemoryError, RecursionError):
             return 1
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -46,14 +46,14 @@ def encode(text: str) -> list[int]:
 def matcher(kind: Kind, value: Any) -> Matcher:
     """Return a new matcher of a constraint, compiled in this process. value: text, or what JSON text is made from."""
     text = value if isinstance(value, str) else json.dumps(value)
-    grammar = translate(Constraint(kind, text), vocabulary().data.special)
+    grammar = translate(Constraint(kind, text), vocabulary().data.special, [END])
     return Matcher(vocabulary(), build_library_matcher(vocabulary().library, grammar, kind))
 
 
 @functools.cache
 def compilation(constraint: Constraint) -> Compilation:
     """Return the result of a constraint, compiled in this process."""
-    grammar = translate(constraint, vocabulary().data.special)
+    grammar = translate(constraint, vocabulary().data.special, [END])
     found = Compilation(vocabulary())
     found._finish(build_library_matcher(vocabulary().library, grammar, constraint.kind), None)
     return found

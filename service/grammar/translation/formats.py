@@ -28,9 +28,19 @@ _IPV6 = "(?:" + "|".join([
     rf"(?:{_GROUP}:){{1,7}}:",
     "::",
 ]) + ")"
-_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_TOP_LABEL = r"[a-zA-Z](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_HOSTNAME = rf"(?:{_LABEL}\.){{0,3}}{_TOP_LABEL}"
+_INNER, _OUTER = "[a-zA-Z0-9-]", "[a-zA-Z0-9]"
+
+
+def _label(first: str, most: int) -> str:
+    """Return the expression of a host name's label of 1 to `most` characters, without "--" at the third place.
+
+    Two hyphens there mark Punycode (RFC 5891), which would have to be valid.
+    """
+    ends = rf"(?:{_INNER}{{0,{most - 4}}}{_OUTER})?", rf"(?:{_INNER}{{0,{most - 5}}}{_OUTER})?"
+    return rf"{first}(?:{_OUTER}|{_INNER}{_OUTER}{ends[0]}|{_INNER}-{_OUTER}{ends[1]})?"
+
+
+_HOSTNAME = rf"(?:{_label(_OUTER, 63)}\.){{0,3}}{_label('[a-zA-Z]', 61)}"
 """At most 4 labels, so that it has at most 253 characters."""
 _UNRESERVED = r"a-zA-Z0-9._~!$&'()*+,;=\-"
 _PERCENT = r"%[0-9a-fA-F]{2}"

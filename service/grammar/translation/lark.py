@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from npuserve.service.grammar.translation import schema
+from npuserve.service.grammar.translation.analysis import has_exclusive_choices
 from npuserve.service.grammar.translation.errors import ConstraintError
 from npuserve.service.grammar.translation.pattern import PatternError, translate
 
@@ -30,10 +31,15 @@ class GrammarBuilder:
     """Grammar of rules, with subgrammars of JSON schemas and of grammars that clients wrote.
 
     special: text to id of the special tokens. Their ids are not text, and so they are not part of a terminal.
+    end_ids: tokens that end an answer, and so are not part of it; their text is spelled out.
+    formats_apply: whether `format` in a JSON schema restricts a value.
     """
 
-    def __init__(self, special: Mapping[str, int] | None = None):
-        self._special = {text: i for text, i in (special or {}).items() if text}
+    def __init__(
+        self, special: Mapping[str, int] | None = None, end_ids: Collection[int] = (), *, formats_apply: bool = True
+    ):
+        self.formats_apply, self.end_ids = formats_apply, end_ids
+        self._special = {text: i for text, i in (special or {}).items() if text and i not in end_ids}
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) + ")"
                                  if self._special else r"(?!)()")
         self._lines: list[str] = []
@@ -60,12 +66,12 @@ class GrammarBuilder:
     def json_schema(self, value: dict[str, Any], whitespace: str = WHITESPACE) -> str:
         """Add a translated schema and return an expression for it."""
         options = {"whitespace_pattern": whitespace, "whitespace_flexible": True, "lenient": False,
-                   "coerce_one_of": False, "json_allowed_escapes": ESCAPES}
+                   "coerce_one_of": has_exclusive_choices(value), "json_allowed_escapes": ESCAPES}
         return self._subgrammar({"json_schema": {**value, "x-guidance": options}})
 
     def json_schema_text(self, text: str) -> str:
         """Add a JSON schema as a client wrote it and return an expression for it. Raise ConstraintError."""
-        return self.json_schema(schema.translate(text))
+        return self.json_schema(schema.translate(text, formats_apply=self.formats_apply))
 
     def lark(self, text: str) -> str:
         """Add a grammar in Lark's syntax and return an expression for it."""
@@ -93,13 +99,27 @@ class GrammarBuilder:
 
     def free_text(self, excluded: Collection[str] = (), max_chars: int | None = None) -> str:
         """Return an expression of terminals for any text without the excluded ones."""
-        if len(excluded) > MAX_EXCLUDES:
-            raise ConstraintError(f"must exclude at most {MAX_EXCLUDES} texts")
-        length = "*" if max_chars is None else f"{{0,{max_chars}}}"
-        body = f"/(?s:.){length}/"
-        if excluded:
-            body += f" & ~/(?s:.*)(?:{'|'.join(regex_literal(text) for text in excluded)})(?s:.*)/"
-        return self.terminal(body)
+        return self.terminal(_any_text(max_chars) + _without(excluded, "*"))
+
+    def text_until(self, end: str, others: Collection[str] = (), max_chars: int | None = None) -> str:
+        """Return an expression for any text and its end. Neither `end` nor one of `others` is complete earlier.
+
+        max_chars: of the text before the end.
+        """
+        whole = self.terminal(f"{_any_text(max_chars)} {quote(end)}")
+        return self.rule(self.terminal(whole + _without([end, *others], "+")), "[lazy]")
+
+
+def _any_text(max_chars: int | None) -> str:
+    return "/(?s:.)*/" if max_chars is None else f"/(?s:.){{0,{max_chars}}}/"
+
+
+def _without(excluded: Collection[str], count: str) -> str:
+    """Return the suffix of a terminal without the excluded texts; count: "*", or "+" if they may be at its end."""
+    if len(excluded) > MAX_EXCLUDES:
+        raise ConstraintError(f"must exclude at most {MAX_EXCLUDES} texts")
+    texts = "|".join(map(regex_literal, excluded))
+    return f" & ~/(?s:.*)(?:{texts})(?s:.){count}/" if excluded else ""
 
 
 def quote(text: str) -> str:

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from npuserve.service.grammar.translation import formats, pattern
+from npuserve.service.grammar.translation.analysis import is_exact, require_finite_value
 from npuserve.service.grammar.translation.errors import ConstraintError
-from npuserve.service.grammar.translation.reachable import require_finite_value
 
 MAX_DEPTH = 64
 """Nesting of subschemas."""
 MAX_INTEGER = 1 << 53
 """Larger integers are not exact in the library."""
+MIN_BOUND = 1e-12
+"""Smallest magnitude of a bound that is not 0."""
 MAX_COUNT = 100_000
 """Bound of minLength, minItems and so on. A larger maxLength or maxItems is reduced to it."""
 
@@ -39,25 +42,28 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OLD_DRAFTS = ("http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-06/schema",
                "http://json-schema.org/draft-07/schema")
+_LITERALS = re.compile(r"\^(?:(\w+)|\((?:\?:)?(\w+(?:\|\w+)*)\))\$")
+"""Expressions of given names, such as "^(a|b)$"."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
-def translate(text: str) -> dict[str, Any]:
-    """Return the schema for the library. Raise ConstraintError."""
+def translate(text: str, *, formats_apply: bool = True) -> dict[str, Any]:
+    """Return the schema for the library. Raise ConstraintError. See `translate_value`."""
     try:
         root = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(f"json_schema: malformed JSON: {error}") from error
-    return translate_value(root)
+    return translate_value(root, formats_apply=formats_apply)
 
 
-def translate_value(root: Any) -> dict[str, Any]:
-    """Return the schema for the library, of a schema that is parsed already. Raise ConstraintError."""
+def translate_value(root: Any, *, formats_apply: bool = True) -> dict[str, Any]:
+    """Return the schema for the library, of a schema that is parsed already. Raise ConstraintError.
+
+    formats_apply: whether `format` restricts a value; otherwise it is an annotation.
+    """
     if root is False or not isinstance(root, dict | bool):
         raise ConstraintError("json_schema: must be an object or true")
-    if root is True:
-        root = {}
-    return _Schema(root).translate()
+    return _Schema(root if isinstance(root, dict) else {}, formats_apply).translate()
 
 
 def _refuse_constant(name: str) -> None:
@@ -76,17 +82,19 @@ def _error(path: str, message: str) -> ConstraintError:
 class _Schema:
     """Walk of one schema."""
 
-    def __init__(self, root: dict[str, Any]):
-        self._root = root
+    def __init__(self, root: dict[str, Any], formats_apply: bool):
+        self._root, self._formats_apply = root, formats_apply
         draft = root.get("$schema")
         name = draft.rstrip("#") if isinstance(draft, str) else ""
         if "draft-03" in name:
             raise _error("/$schema", "draft 3 is not supported")
         self._is_old = name in _OLD_DRAFTS
         self._id = "id" if "draft-04" in name else "$id"
+        self._has_prefix = not self._is_old and "2019-09" not in name  # otherwise `prefixItems` is an unknown keyword
         self._documents: dict[str, tuple[Any, str]] = {}  # URI -> subschema and its base
         self._definitions: dict[tuple[int, str], str] = {}  # subschema and base -> its name in the result
         self._ahead: list[tuple[Any, str, str, str]] = []  # subschema, base, path, name
+        self._bounds: list[float] = []  # of numbers, of all subschemas
 
     def translate(self) -> dict[str, Any]:
         base = self._base_of(self._root, "")
@@ -119,12 +127,14 @@ class _Schema:
                     self._documents.setdefault(f"{base}#{anchor}", (value, base))
             if isinstance(own := value.get(self._id), str) and own.startswith("#"):
                 self._documents.setdefault(f"{base}{own}", (value, base))
-        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            self._bounds += [value[keyword] for keyword in (*_LOWER, *_UPPER) if _is_number(value.get(keyword))]
+            value = [item for keyword, item in value.items() if keyword not in ("const", "enum")]
+        for item in value if isinstance(value, list) else ():
             self._find_documents(item, base, depth + 1)
 
     def _base_of(self, schema: Any, base: str) -> str:
         own = schema.get(self._id) if isinstance(schema, dict) else None
-        if not isinstance(own, str) or own.startswith("#"):
+        if not isinstance(own, str) or own.startswith("#") or (self._is_old and "$ref" in schema):
             return base
         try:
             return urldefrag(urljoin(base, own))[0]
@@ -159,12 +169,13 @@ class _Schema:
             elif keyword in ("items", "prefixItems", "additionalItems"):
                 pass  # below
             elif keyword == "format":
-                added += _format(value, here)
+                added += _format(value, here) if self._formats_apply else ()
             else:
                 _copy(keyword, value, here, out)
         self._items(schema, base, path, depth, out)
-        _bounds(schema, path, out)
+        _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
+        _declare_matched_names(schema, out)
         if added:
             out.setdefault("allOf", []).extend(added)
         return out or True
@@ -186,12 +197,17 @@ class _Schema:
     def _properties(self, keyword: str, value: Any, base: str, path: str, depth: int) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise _error(path, f"'{keyword}' must be an object")
-        names = {name: _pattern(name, pointer(path, name)) if keyword == "patternProperties" else name
-                 for name in value}
-        return {names[name]: self._walk(inner, base, pointer(path, name), depth + 1) for name, inner in value.items()}
+        out: dict[str, Any] = {}
+        for source, inner in value.items():
+            here = pointer(path, source)
+            name = _pattern(source, here) if keyword == "patternProperties" else source
+            found = self._walk(inner, base, here, depth + 1)
+            out[name] = {"allOf": [out[name], found]} if name in out else found  # "(a)" and "(?:a)" are one pattern
+        return out
 
     def _items(self, schema: Mapping[str, Any], base: str, path: str, depth: int, out: dict[str, Any]) -> None:
-        items, prefix, rest = schema.get("items", True), schema.get("prefixItems"), "items"
+        items, rest = schema.get("items", True), "items"
+        prefix = schema.get("prefixItems") if self._has_prefix else None
         if isinstance(items, list):
             items, prefix, rest = schema.get("additionalItems", True), items, "additionalItems"
         if prefix:
@@ -268,7 +284,8 @@ def _copy(keyword: str, value: Any, path: str, out: dict[str, Any]) -> None:
     if keyword == "pattern":
         out[keyword] = _pattern(value, path)
     elif keyword == "type":
-        for name in value if isinstance(value, list) else [value]:
+        names = value if isinstance(value, list) else [value]
+        for name in names or [None]:
             if not isinstance(name, str) or name not in _TYPES:
                 raise _error(path, f"'type' must be one or several of {', '.join(sorted(_TYPES))}")
         out[keyword] = value
@@ -301,8 +318,10 @@ def _check_value(value: Any, path: str, depth: int) -> None:
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             _check_value(item, path, depth + 1)
-    elif _is_number(value) and abs(value) > MAX_INTEGER:
+    elif isinstance(value, int | float) and abs(value) > MAX_INTEGER:  # also infinity, for numbers such as 1e400
         raise _error(path, f"a number must be at most {MAX_INTEGER}")
+    elif isinstance(value, float) and not is_exact(value):
+        raise _error(path, "a number must have at most 15 digits, and a decimal exponent within 22")
     for text in [value] if isinstance(value, str) else value if isinstance(value, dict) else ():
         if any((ord(c) < 32 and c not in "\b\t\n\f\r") or 0xD800 <= ord(c) < 0xE000 or c == "\x7f" for c in text):
             raise _error(path, "control characters without an escape of one letter are not supported")
@@ -312,8 +331,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any]) -> None:
-    """Enter the bounds of numbers, tightened to what a double holds."""
+def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any], others: Sequence[float]) -> None:
+    """Enter the bounds of numbers, tightened to what a double holds.
+
+    others: bounds of all subschemas, some of which may apply to the same numbers.
+    """
     for (inclusive, exclusive), is_lower in ((_LOWER, True), (_UPPER, False)):
         for keyword in (inclusive, exclusive):
             value = schema.get(keyword)
@@ -324,6 +346,8 @@ def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any]) -> None:
                 if not _is_number(value):
                     raise _error(f"{path}/{keyword}", f"'{keyword}' must be a number")
                 out[keyword] = _tightened(value, is_lower, f"{path}/{keyword}")
+        if (value := out.get(exclusive)) is not None:
+            out[exclusive] = _inside(value, 1 if is_lower else -1, others)
 
 
 def _tightened(value: float, is_lower: bool, path: str) -> float:
@@ -332,10 +356,40 @@ def _tightened(value: float, is_lower: bool, path: str) -> float:
         return inside
     if abs(value) > MAX_INTEGER:
         raise _error(path, f"a bound must be within {MAX_INTEGER} of 0")
-    if 0 < abs(value) < 1e-12:
-        raise _error(path, "a bound must be 0 or at least 1e-12 away from it")
+    if 0 < abs(value) < MIN_BOUND:
+        raise _error(path, f"a bound must be 0 or at least {MIN_BOUND} away from it")
     assert Fraction(float(value)) == Fraction(value)
     return value
+
+
+def _inside(value: float, sign: int, others: Sequence[float]) -> float:
+    """Return the exclusive bound, or a close one inside it that the library honours.
+
+    sign: 1 for a lower bound, -1 for an upper one.
+    others: bounds of all subschemas.
+
+    Between an integer and a bound less than 1 away from it, the library includes the integer.
+    """
+    if value != int(value) or not any(0 < sign * (other - value) < 1 for other in others):
+        return value
+    return float(value + sign * max(MIN_BOUND, 10.0 ** (len(str(int(abs(value)))) - 15)))
+
+
+def _declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Move patterns that match only declared names to 'properties'.
+
+    The library would begin one more property for such a pattern, and find no name for it.
+    """
+    declared = {*out.get("properties", ()), *out.get("required", ())}
+    for source in schema.get("patternProperties", ()):
+        found = _LITERALS.fullmatch(source)
+        names = (found[1] or found[2]).split("|") if found else []
+        pattern_name = pattern.translate(source, quoted=True) if names else ""
+        if pattern_name not in out["patternProperties"] or not declared.issuperset(names):
+            continue
+        inner, properties = out["patternProperties"].pop(pattern_name), out.setdefault("properties", {})
+        for matched in names:
+            properties[matched] = {"allOf": [properties[matched], inner]} if matched in properties else inner
 
 
 def _check_properties(out: Mapping[str, Any], path: str) -> None:

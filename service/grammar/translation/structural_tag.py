@@ -113,7 +113,7 @@ class _Translator:
         whitespace = WHITESPACE if blanks is None else rf"[ \n]{{1,{min(blanks, 40)}}}" if blanks else "[a&&b]"
         field = value.get("x-field")
         try:
-            inner = schema.translate_value(value.get("json_schema"))
+            inner = schema.translate_value(value.get("json_schema"), formats_apply=self._builder.formats_apply)
         except ConstraintError as error:
             if isinstance(field, str):
                 raise ConstraintError(str(error).removeprefix("json_schema: "), field) from error
@@ -126,8 +126,8 @@ class _Translator:
         found = token if isinstance(token, int) and not isinstance(token, bool) else None
         if isinstance(token, str):
             found = self._builder.special_id(token)
-        if found is None or found < 0:
-            raise _error(path, "'token' must be the id or the text of a special token")
+        if found is None or found < 0 or found in self._builder.end_ids:
+            raise _error(path, "'token' must be the id or the text of a special token that does not end an answer")
         return f"<[{found}]>"
 
     def _or(self, value: Any, path: str, ends: Any, depth: int) -> str:
@@ -176,9 +176,7 @@ class _Translator:
             token = self._builder.special_id(end)
             if token is not None:
                 options.append(f"{text} <[{token}]>")
-            options.append(self._builder.rule(f"{self._builder.terminal(f'/(?s:.*)/ {quote(end)}')}", "[lazy]")
-                           if not excluded and limit is None else
-                           self._builder.rule(self._builder.terminal(f"{text} {quote(end)}"), "[lazy]"))
+            options.append(self._builder.text_until(end, [*excluded, *(e for e in ends if e != end)], limit))
         return self._builder.rule(" | ".join(options))
 
     def _tag(self, value: Any, path: str, ends: Any, depth: int, begin: str | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from npuserve.service.grammar.translation import structural_tag
 from npuserve.service.grammar.translation.ebnf import to_lark
@@ -16,15 +16,19 @@ MAX_TEXT_BYTES = 1 << 20
 MAX_CHOICES = 10_000
 
 
-def translate(constraint: Constraint, special: Mapping[str, int]) -> str:
+def translate(
+    constraint: Constraint, special: Mapping[str, int], end_ids: Collection[int] = (), *, formats_apply: bool = True
+) -> str:
     """Return the grammar of a constraint. Raise ConstraintError.
 
     special: text to id of the special tokens.
+    end_ids: tokens that end an answer.
+    formats_apply: whether `format` in a JSON schema restricts a value; otherwise it is an annotation.
     """
     kind, text = constraint.kind, constraint.text
     if len(text.encode(errors="replace")) > MAX_TEXT_BYTES:
         raise ConstraintError(f"{kind}: must be at most {MAX_TEXT_BYTES} bytes")
-    builder = GrammarBuilder(special)
+    builder = GrammarBuilder(special, end_ids, formats_apply=formats_apply)
     if kind == "json_schema":
         return builder.text(builder.json_schema_text(text))
     if kind == "json_object":

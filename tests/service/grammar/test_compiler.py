@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +55,23 @@ def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: Gram
     good = compiler.submit(GOOD)
     assert good.wait(SECONDS)
     assert good.error is None
+
+
+@pytest.mark.parametrize(("schemas", "is_exclusive"), [
+    (({"type": "string", "format": "date"}, {"type": "string", "format": "email"}), False),
+    (({"type": "integer", "format": "int32"}, {"type": "string", "format": "date"}), True),
+])
+def test_one_of_must_exclude_without_formats_too(
+    compiler: GrammarCompiler, schemas: Sequence[Any], is_exclusive: bool
+) -> None:
+    """Validators that read a format as an annotation would count both schemas as satisfied."""
+    schema = json.dumps({"oneOf": schemas})
+    tag = json.dumps({"format": {"type": "json_schema", "json_schema": {"oneOf": schemas}}})
+    for constraint in (Constraint("json_schema", schema), Constraint("structural_tag", tag)):
+        found = compiler.submit(constraint)
+        assert found.wait(SECONDS)
+        assert (found.error is None) is is_exclusive
+        assert is_exclusive or "'oneOf' is supported only if its schemas exclude each other" in str(found.error)
 
 
 def test_cache_is_bounded_by_bytes():

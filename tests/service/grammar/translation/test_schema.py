@@ -24,6 +24,9 @@ SCHEMAS: dict[str, Any] = {
                    "additionalProperties": {"type": "boolean"}},
     "pattern properties": {"type": "object", "patternProperties": {"^x": {"type": "integer"}, "^y": {"type": "null"}},
                            "additionalProperties": False},
+    "patterns of declared names": {
+        "type": "object", "patternProperties": {"^(lat|lon)$": {"type": "integer"}, "^x$": {"maximum": 3}},
+        "properties": {"x": {"type": "integer"}}, "required": ["lat", "lon"], "additionalProperties": False},
     "counts": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1, "maxProperties": 2},
     "array": {"type": "array", "items": {"type": "integer", "minimum": -3, "maximum": 12}, "minItems": 1,
               "maxItems": 3},
@@ -39,10 +42,19 @@ SCHEMAS: dict[str, Any] = {
     "strings": {"type": "string", "minLength": 2, "maxLength": 4},
     "pattern": {"type": "string", "pattern": '^[^"\\\\]{1,3}$'},
     "enum": {"enum": [1, "a", None, True, [1, {"b": 2}], "é\"\\\n", 2.5]},
+    "fractions": {"enum": [3.141592653589793, 1e-07, -0.1, 123456.789012345, -2.5e-10, 0.0]},
     "const": {"const": {"a": [1, 2], "b": {}}},
     "any of": {"anyOf": [{"type": "integer", "maximum": 5}, {"type": "string", "maxLength": 2}, OBJECT]},
     "all of": {"allOf": [OBJECT, {"properties": {"a": {"minimum": 3}}, "required": ["b"]}]},
     "one of": {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
+    "discriminated union, recursive": {
+        "oneOf": [{"$ref": "#/$defs/leaf"}, {"$ref": "#/$defs/branch"}], "discriminator": {"propertyName": "kind"},
+        "$defs": {
+            "leaf": {"type": "object", "properties": {"kind": {"const": "leaf"}}, "required": ["kind"],
+                     "additionalProperties": False},
+            "branch": {"type": "object", "required": ["kind"], "additionalProperties": False, "properties": {
+                "kind": {"enum": ["twig", "bough"]},
+                "next": {"oneOf": [{"$ref": "#/$defs/branch"}, {"$ref": "#/$defs/leaf"}, {"type": "null"}]}}}}},
     "recursive": {"$ref": "#/$defs/n",
                   "$defs": {"n": {"type": "object",
                                   "properties": {"next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
@@ -107,6 +119,40 @@ def test_json_object_accepts_any_object_only():
         assert not accepts(matcher("json_object", ""), text)
 
 
+OLD = "http://json-schema.org/draft-07/schema#"
+STRING, NUMBER = {"type": "string"}, {"type": "number"}
+ID = "https://example.com/"
+EDGES: dict[str, tuple[Any, str, str]] = {
+    "open interval from 0": ({**NUMBER, "exclusiveMinimum": 0, "maximum": 0.5}, "0.25", "0"),
+    "open interval to -5": ({**NUMBER, "exclusiveMaximum": -5, "minimum": -5.5}, "-5.25", "-5"),
+    "open interval of two subschemas": (
+        {**NUMBER, "allOf": [{"exclusiveMinimum": 12.0}, {"exclusiveMaximum": 12.75}]}, "12.5", "12"),
+    "prefixItems is unknown in draft 7": ({"$schema": OLD, "prefixItems": [STRING], "items": NUMBER}, "[1]", '["a"]'),
+    "prefixItems is unknown in draft 2019-09": (
+        {"$schema": "https://json-schema.org/draft/2019-09/schema", "prefixItems": [STRING], "items": NUMBER}, "[1]",
+        '["a"]'),
+    "$id beside $ref has no effect in draft 7": (
+        {"$schema": OLD, "$id": f"{ID}a/", "allOf": [{"$id": f"{ID}b/", "$ref": "x"}], "definitions": {
+            "a": {"$id": "x", **NUMBER}, "b": {"$id": f"{ID}b/x", **STRING}}}, "1", '"a"'),
+    "patterns that are written in two ways": (
+        {"patternProperties": {"(a)": STRING, "(?:a)": {"maxLength": 1}}}, '{"a":"x"}', '{"a":1}'),
+    "$id in a constant is none": (
+        {"$id": ID, "$ref": "x", "$defs": {"a": {"const": {"$id": "x", **STRING}}, "b": {"$id": "x", **NUMBER}}}, "1",
+        '"a"'),
+}
+"""Schema, a text that it accepts, and one that it refuses."""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edge_of_a_keyword_is_honoured(name: str) -> None:
+    schema, good, bad = EDGES[name]
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    assert kind(schema).is_valid(json.loads(good))
+    assert not kind(schema).is_valid(json.loads(bad))
+    assert accepts(matcher("json_schema", schema), good)
+    assert not accepts(matcher("json_schema", schema), bad)
+
+
 CHECKS: dict[str, Any] = {
     "date": datetime.date.fromisoformat,
     "date-time": lambda text: datetime.datetime.fromisoformat(text.replace("Z", "+00:00")),
@@ -116,8 +162,9 @@ CHECKS: dict[str, Any] = {
 EXAMPLES = {
     "date": ["2024-02-29", "1999-12-31"], "date-time": ["2024-01-02T03:04:05Z", "2024-01-02T03:04:05.123+01:00"],
     "time": ["03:04:05Z"],
-    "duration": ["P1Y2M3DT4H", "PT5M", "P3W"], "email": ["a.b@example.com"], "hostname": ["example.com", "localhost"],
-    "ipv4": ["127.0.0.1"],
+    "duration": ["P1Y2M3DT4H", "PT5M", "P3W"], "email": ["a.b@example.com"],
+    "hostname": ["example.com", "localhost", ".".join(["a" * 63] * 3 + ["a-" * 30 + "b"])],
+    "idn-hostname": ["a--b.abc--d"], "ipv4": ["127.0.0.1"],
     "ipv6": ["::1", "2001:db8::1", "::", "1:2:3:4:5:6:7:8"], "uuid": ["123e4567-e89b-12d3-a456-426614174000"],
     "uri": ["https://example.com/a?b=c#d", "mailto:a@b.c"], "uri-reference": ["../a", "/a/b?c", ""],
     "json-pointer": ["", "/a~1b/0"],
@@ -126,7 +173,8 @@ EXAMPLES = {
 WRONG = {"date": ["2023-02-29", "1900-02-29", "0000-01-01", "2024-13-01", "2024-1-1"], "time": ["24:00:00Z",
     "03:04:05"], "ipv4": ["256.1.1.1", "01.1.1.1"],
          "ipv6": ["1::2::3", ":1", "1:2:3:4:5:6:7:8:9"], "email": ["a@", "a b@c.d"], "uuid": ["123"],
-         "hostname": ["-a"], "duration": ["P", "PT", "1D"]}
+         "hostname": ["-a", "xn--x", "a.b2--c", "a" * 64, ".".join(["a" * 63] * 4)],
+         "idn-hostname": ["ab--c"], "duration": ["P", "PT", "1D"]}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -165,9 +213,11 @@ REFUSED = [
     ({"type": "string", "minLength": 5, "maxLength": 3}, "minLength"),
     ({"type": "string", "pattern": "^a{5}$", "maxLength": 3}, "empty"),
     ({"type": "integer", "const": "a"}, "nsatisfiable"), ({"enum": []}, "at least one value"), ({"type": "foo"},
-        "'type' must be"), (False, "must be an object"), ([], "must be"),
+        "'type' must be"), ({"type": []}, "'type' must be"), (False, "must be an object"), ([], "must be"),
     ({"minLength": -1}, "minLength"), ({"minimum": "1"}, "minimum"), ({"multipleOf": 0}, "multipleOf"),
     ({"const": 2**53 + 1}, "at most 9007199254740992"),
+    ('{"const": 1e400}', "at most 9007199254740992 at /const"), ('{"enum": [[-1e400]]}', "at /enum"),
+    ({"const": 0.19559076106322826}, "at most 15 digits"), ({"enum": [{"a": 1.5e-30}]}, "at most 15 digits"),
     ({"const": "\x01"}, "control characters"), ({"required": "a"}, "required"), ({"properties": []}, "properties"),
     ({"anyOf": []}, "at least one"),
     ({"type": "object", "minProperties": 3}, "minProperties"), ({"minimum": 1e300}, "must be within"), ({"items": 3},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from npuserve.service.grammar.translation.errors import ConstraintError
-from tests.support.grammars import CALL, accepts, encode, matcher
+from tests.support.grammars import CALL, END, accepts, allowed, encode, matcher
 
 CALL_F = {"begin": '<tool>{"f": ', "content": {"type": "json_schema",
                                                "json_schema": {"type": "integer", "maximum": 9}}, "end": "}</tool>"}
@@ -86,6 +86,10 @@ FORMATS: dict[str, tuple[Any, list[str], list[str]]] = {
     "repeat": (tag({"type": "repeat", "min": 1, "max": 2, "content": CONST}), ["ab", "abab"], ["", "ababab"]),
     "dispatch": (tag({"type": "dispatch", "rules": [["<f>", CONST]]}), ["x<f>aby<f>ab", "x"], ["<f>x"]),
     "dispatch once": (tag({"type": "dispatch", "rules": [["<f>", CONST]], "loop": False}), ["x<f>ab", "x"], ["<f>abx"]),
+    "overlapping triggers": (tag({"type": "dispatch", "rules": [["ab", CONST], ["bc", ANY]], "loop": False}),
+                             ["abab", "xabab", "bcx", "xbcx", "a"], ["abcx", "xabcx", "ab", "abb"]),
+    "trigger that ends another one": (tag({"type": "dispatch", "rules": [["cab", CONST], ["ab", CONST]]}),
+                                      ["cabab", "abab", "xababy"], ["cab", "ab", "abx"]),
     "grammar": (tag({"type": "grammar", "grammar": 'root ::= "(" root ")" | "a"'}), ["((a))"], ["(a"]),
     "tags in a tag": (tag({"type": "tag", "begin": "[", "content": TAGS, "end": "]"}), ["[]", "[x" + F + "y]"],
                       ["[x]y", "["]),
@@ -111,6 +115,16 @@ def test_text_of_a_special_token_may_be_the_token():
                                                  {"type": "token", "token": CALL}]})
     assert accepts(matcher("structural_tag", only), "", [CALL, CALL])
     assert not accepts(matcher("structural_tag", only), "<call><call>")
+
+
+def test_end_token_is_not_part_of_a_tag():
+    """It would end the answer. Its text can be spelled out."""
+    value = tag({"type": "tag", "begin": "<end>", "content": CONST, "end": "<end>"})
+    assert accepts(matcher("structural_tag", value), "<end>ab<end>")
+    assert allowed(matcher("structural_tag", value)) == [ord("<")]
+    for token in (END, "<end>"):
+        with pytest.raises(ConstraintError, match="a special token that does not end an answer at /format"):
+            matcher("structural_tag", tag({"type": "token", "token": token}))
 
 
 @pytest.mark.parametrize(("value", "message"), [

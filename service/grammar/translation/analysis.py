@@ -1,0 +1,184 @@
+"""Analysis of schemas: values that are infinite, alternatives that exclude each other, and exact numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from npuserve.service.grammar.translation.errors import ConstraintError
+
+_SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
+_TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+"""Types that exclude each other: an integer, also one written as 1.0, is no fraction. "number" is both."""
+
+
+def require_finite_value(schema: Mapping[str, Any]) -> None:
+    """Raise ConstraintError if every value of the schema is infinite.
+
+    schema: translated schema, whose references are "#/$defs/NAME".
+
+    The set of definitions with a finite value is the least fixed point: it grows until no definition is added.
+    """
+    definitions = schema.get("$defs", {})
+    finite: set[str] = set()
+    while True:
+        found = {name for name, inner in definitions.items() if name not in finite and _has_value(inner, finite)}
+        if not found:
+            break
+        finite |= found
+    if not _has_value(schema, finite):
+        raise ConstraintError("json_schema: '$ref' is recursive, and no finite value satisfies the schema at /")
+
+
+def _has_value(schema: Any, finite: set[str]) -> bool:
+    if isinstance(schema, bool):
+        return True  # `false` is found by the library, which knows the path
+    if "$ref" in schema and schema["$ref"].rpartition("/")[2] not in finite:
+        return False
+    if not all(_has_value(inner, finite) for inner in schema.get("allOf", ())):
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema and not any(_has_value(inner, finite) for inner in schema[keyword]):
+            return False
+    if "enum" in schema or "const" in schema:
+        return True
+    types = schema.get("type", "null")
+    types = {types} if isinstance(types, str) else set(types)
+    return bool(types & _SCALARS) or any(
+        (name == "object" and _has_object(schema, finite)) or (name == "array" and _has_array(schema, finite))
+        for name in types)
+
+
+def _has_object(schema: Mapping[str, Any], finite: set[str]) -> bool:
+    properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    return all(_has_value(properties.get(name, other), finite) for name in schema.get("required", ()))
+
+
+def _has_array(schema: Mapping[str, Any], finite: set[str]) -> bool:
+    prefix = schema.get("prefixItems", [])
+    return all(_has_value(prefix[i] if i < len(prefix) else schema.get("items", True), finite)
+               for i in range(min(schema.get("minItems", 0), len(prefix) + 1)))
+
+
+def has_exclusive_choices(schema: Mapping[str, Any]) -> bool:
+    """Return whether no value can satisfy two alternatives of any `oneOf`, which is then an `anyOf`.
+
+    schema: translated schema, see `require_finite_value`.
+
+    Alternatives exclude each other by their types, by the values of `const` and `enum`, or by these values of a
+    required property. The library does not follow references to find that out.
+    """
+    definitions = schema.get("$defs", {})
+    for part in _parts(schema):
+        if "oneOf" not in part:
+            continue
+        types = _facts({**part, "oneOf": []}, definitions, False).types
+        choices = [_facts(inner, definitions) for inner in part["oneOf"]]
+        values = [value for choice in choices for value in choice.values or ()]
+        if all(choice.values for choice in choices) and len(values) == len(set(values)):
+            continue  # thousands of constants are compared in linear time
+        if not all(_exclude(one, other, types) for one, other in combinations(choices, 2)):
+            return False
+    return True
+
+
+def is_exact(number: float) -> bool:
+    """Return whether the library reads a number of JSON text exactly.
+
+    It multiplies the digits by a power of 10. The result is exact if both are, which doubles hold.
+    """
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    return int("".join(map(str, digits))) <= 1 << 53 and abs(int(exponent)) <= 22
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and the schemas in it."""
+    ahead = [schema]
+    while ahead:
+        part = ahead.pop()
+        if not isinstance(part, Mapping):
+            continue
+        yield part
+        for keyword in ("properties", "patternProperties", "$defs"):
+            ahead += part.get(keyword, {}).values()
+        for keyword in ("anyOf", "allOf", "oneOf", "prefixItems"):
+            ahead += part.get(keyword, ())
+        ahead += [part[keyword] for keyword in ("items", "additionalProperties") if keyword in part]
+
+
+class _Facts(NamedTuple):
+    """What is known of the values of a schema.
+
+    types: types of its values.
+    values: its values, in a form in which equal JSON values are equal; None if they are not listed.
+    properties: listed values of required properties, if the value is an object.
+    """
+
+    types: frozenset[str] = _TYPES
+    values: frozenset[Any] | None = None
+    properties: Mapping[str, frozenset[Any]] = {}
+
+
+def _facts(schema: Any, definitions: Mapping[str, Any], has_properties: bool = True) -> _Facts:
+    """Return what is known. has_properties: whether required properties are read too."""
+    types, values = _TYPES, None
+    required, properties = set[str](), dict[str, list[Any]]()
+    for part in _conjuncts(schema, definitions, set()):
+        if part is False:
+            return _Facts(frozenset())
+        if part is True:
+            continue
+        if "type" in part:
+            types &= _expanded([part["type"]] if isinstance(part["type"], str) else part["type"])
+        listed = part.get("enum", [part["const"]] if "const" in part else None)
+        if listed is not None:
+            found = frozenset(map(_comparable, listed))
+            values = found if values is None else values & found
+            types &= _expanded([name for name, _ in found])
+        required.update(part.get("required", ()))
+        for name, inner in part.get("properties", {}).items():
+            properties.setdefault(name, []).append(inner)
+    known = {name: _facts({"allOf": properties[name]}, definitions, False).values
+             for name in required & properties.keys()} if has_properties else {}
+    return _Facts(types, values, {name: found for name, found in known.items() if found is not None})
+
+
+def _conjuncts(schema: Any, definitions: Mapping[str, Any], seen: set[str]) -> Iterator[Any]:
+    """Yield schemas that all apply to a value of the schema. seen: references that were followed."""
+    yield schema
+    if isinstance(schema, bool):
+        return
+    for part in schema.get("allOf", ()):
+        yield from _conjuncts(part, definitions, seen)
+    name = schema.get("$ref", "").rpartition("/")[2]
+    if name and name not in seen:
+        seen.add(name)
+        yield from _conjuncts(definitions[name], definitions, seen)
+
+
+def _expanded(types: Sequence[str]) -> frozenset[str]:
+    return frozenset(types) - {"number"} | ({"integer", "fraction"} if "number" in types else set())
+
+
+def _comparable(value: Any) -> tuple[str, Any]:
+    """Return the type of a JSON value, and a form in which equal values are equal: 1 is 1.0, and not true."""
+    if value is None or isinstance(value, bool | str):
+        return {type(None): "null", bool: "boolean"}.get(type(value), "string"), value
+    if isinstance(value, int | float):
+        number = Fraction(value)
+        return "integer" if number.denominator == 1 else "fraction", number
+    if isinstance(value, list):
+        return "array", tuple(map(_comparable, value))
+    return "object", frozenset((name, _comparable(inner)) for name, inner in value.items())
+
+
+def _exclude(one: _Facts, other: _Facts, types: frozenset[str]) -> bool:
+    """Return whether no value of these types satisfies both."""
+    shared = one.types & other.types & types
+    if not shared or (one.values is not None and other.values is not None and not one.values & other.values):
+        return True
+    return shared == {"object"} and any(
+        not one.properties[name] & other.properties[name] for name in one.properties.keys() & other.properties.keys())
