@@ -4,7 +4,7 @@
     python docker/sbom.py npuserve-VERSION-….whl
 
 Needs cyclonedx-python-lib and packaging, in an environment beside the image's. System packages of the base image are
-not included. A wheel's SBOM lists the compiled library; its dependencies are those of the wheel's metadata.
+not included. A wheel's SBOM lists the compiled library, and the dependencies that the wheel's metadata name.
 """
 
 from __future__ import annotations

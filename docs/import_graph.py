@@ -72,12 +72,17 @@ def graph() -> dict[str, set[str]]:
                    if not any(target in reached[other] for other in edges[name] - {target})} for name in order}
 
 
+def node(name: str) -> str:
+    """Return a folder as a node of the graph."""
+    return f"{name.replace('/', '_')}[{name}]"
+
+
 def mermaid() -> str:
     """Return the graph as a block of Markdown."""
     lines = ["```mermaid", "flowchart TD"]
     for source, targets in sorted(graph().items()):
-        lines += [f"    {source.replace('/', '_')}[{source}] --> {target.replace('/', '_')}[{target}]"
-                  for target in sorted(targets)]
+        if targets:
+            lines.append(f"    {node(source)} --> {' & '.join(map(node, sorted(targets)))}")
     return "\n".join([*lines, "```", ""])
 
 

@@ -290,8 +290,8 @@ def _attend_int8(q: Tensor, k_cache: Int8, v_cache: Int8, metadata: AttentionMet
     """Attend over an int8 cache, laid out as by `ascend.by_head`.
 
     Leading rows of one query are one call of fused attention, which multiplies by the scales (antiquant mode 5: per
-    token and head, in blocks). The mode takes one query a row and not the layout TND, so the blocks of the other rows
-    are dequantized into a temporary cache in q's dtype, for as many rows at once as `GATHERED_TOKENS` allows.
+    token and head, in blocks). The mode takes one query a row and not the layout TND. Therefore the blocks of the other
+    rows are dequantized into a temporary cache in q's dtype, for as many rows at once as `GATHERED_TOKENS` allows.
     """
     _, kv_heads, size, dim = k_cache.values.shape
     starts, contexts = metadata.host_cu_seqlens_q, metadata.host_context_lens

@@ -174,7 +174,7 @@ def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, o
     """Return the calls of a native product whose results go to `out`.
 
     sizes: further sizes after T, K, N.
-    more: further tensors after those of the product.
+    more: further tensors after the product's.
     """
     n, k = weight.shape
     p: list[Tensor | None] = [bias, *out, *[None] * (2 - len(out))]

@@ -45,7 +45,7 @@ if sys.version_info < (3, 11):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a test. test: node id, that of the module for a skipped module. reason: of a skip, "" for a pass."""
+    """Outcome of a test. test: node id; the module's id for a skipped module. reason: of a skip, "" for a pass."""
 
     test: str
     reason: str

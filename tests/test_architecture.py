@@ -312,6 +312,13 @@ def test_generated_code_is_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_import_graph_is_up_to_date():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    done = subprocess.run([sys.executable, ROOT / "docs" / "import_graph.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"-->\n{done.stdout}<!--" in page, "run python docs/import_graph.py --write"
+
+
 def text_files() -> Iterator[Path]:
     """Yield the text files of the repository: tracked, or new and not ignored."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():

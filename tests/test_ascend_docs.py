@@ -1,4 +1,4 @@
-"""Names and numbers in docs/ascend.md equal those of the code."""
+"""Names and numbers in docs/ascend.md equal the code's."""
 
 from __future__ import annotations
 

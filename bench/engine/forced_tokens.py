@@ -3,12 +3,12 @@
     python bench/engine/forced_tokens.py MODEL [--rows 8] [--tokens 128] [--rounds 3] [--depth 2] [--temperature 1]
         [--schemas people order report] [--dtype auto] [--json]
 
-The schemas are those of bench/engine/schemas.py. Prompts are random ids, and all answers have `--tokens` tokens. Both
-ways must give the same tokens, else the program ends with an error.
+bench/engine/schemas.py has the schemas. Prompts are random ids, and all answers have `--tokens` tokens. Both
+must give the same tokens, else the program ends with an error.
 
-Printed by schema, for both ways: steps, tokens per step and row, share of forced tokens, and milliseconds per answer
-token. Counts are exact. Rounds alternate. `chunks` is the median duration of steps with a chunk of n tokens, divided by
-the median of the steps without one.
+Printed by schema, with chunks and token by token: steps, tokens per step and row, share of forced tokens, and
+milliseconds per answer token. Counts are exact. Rounds alternate. `chunks` is the median duration of steps with a chunk
+of n tokens, divided by the median of the steps without one.
 """
 
 from __future__ import annotations

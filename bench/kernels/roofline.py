@@ -158,7 +158,7 @@ def sampler(config: ModelConfig, rows: int) -> int:
 
 
 def captures(config: ModelConfig, batches: Sequence[int], bandwidth: float) -> str:
-    """Return the table of the designs of captures, and that of the sampler, as Markdown."""
+    """Return the tables of the designs of captures and of the sampler, as Markdown."""
     rows = []
     for batch in batches:
         unsorted, values = sampler(config, batch), batch * config.vocab_size

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.quality.quality import Bench, Way, held_out
+from bench.quality.quality import Bench, Format, held_out
 from tests.support.quantized import save_quantized, scheme
 
 
@@ -50,7 +50,7 @@ def main() -> None:
         made = save_quantized(AutoModelForCausalLM.from_pretrained(args.model), Path(name) / "made", scheme("dynamic"))
         for folder, by in ((args.quantized, "npuserve quantize"), (made, "compressed-tensors")):
             bench = Bench({"model": folder}, {}, 512, Path(name))
-            ours = torch.cat(list(bench.logits(Way("", "model", "float32"), sequences)))
+            ours = torch.cat(list(bench.logits(Format("", "model", "float32"), sequences)))
             theirs = transformers_logits(folder, sequences)
             print(json.dumps({"made_by": by, "positions": len(ours), "ours_theirs": gap(ours, theirs),
                               "theirs_unquantized": gap(theirs, whole)}), flush=True)

@@ -39,8 +39,8 @@ MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "in
 
 
 @dataclass(frozen=True)
-class Way:
-    """Format to measure. checkpoint: its name. dtype: of activations."""
+class Format:
+    """Types of weights, KV cache and LM head to measure. checkpoint: its name. dtype: of activations."""
 
     name: str
     checkpoint: str
@@ -49,15 +49,15 @@ class Way:
     lm_head: str = "auto"
 
 
-WAYS = (
-    Way("bf16", "model"),
-    Way("bf16, int8 KV", "model", kv_cache="int8"),
-    Way("bf16, int8 LM head", "model", lm_head="int8"),
-    Way("W8A8 rounded", "rounded"),
-    Way("W8A8", "balanced"),
-    Way("W8A8, int8 KV", "balanced", kv_cache="int8"),
-    Way("W8A8, int8 LM head", "balanced", lm_head="int8"),
-    Way("W8A8, int8 KV and LM head", "balanced", kv_cache="int8", lm_head="int8"),
+FORMATS = (
+    Format("bf16", "model"),
+    Format("bf16, int8 KV", "model", kv_cache="int8"),
+    Format("bf16, int8 LM head", "model", lm_head="int8"),
+    Format("W8A8 rounded", "rounded"),
+    Format("W8A8", "balanced"),
+    Format("W8A8, int8 KV", "balanced", kv_cache="int8"),
+    Format("W8A8, int8 LM head", "balanced", lm_head="int8"),
+    Format("W8A8, int8 KV and LM head", "balanced", kv_cache="int8", lm_head="int8"),
 )
 
 
@@ -99,29 +99,29 @@ class Bench:
     scratch: Path
     exact: dict[str, Sums] = field(default_factory=dict)
 
-    def logits(self, way: Way, sequences: list[list[int]]) -> Iterator[Tensor]:
+    def logits(self, format: Format, sequences: list[list[int]]) -> Iterator[Tensor]:
         backend = CpuBackend()
-        config = ModelConfig.from_folder(self.folders[way.checkpoint], way.lm_head)  # type: ignore[arg-type]
-        weights = load_weights(self.folders[way.checkpoint], config, getattr(torch, way.dtype), backend,
+        config = ModelConfig.from_folder(self.folders[format.checkpoint], format.lm_head)  # type: ignore[arg-type]
+        weights = load_weights(self.folders[format.checkpoint], config, getattr(torch, format.dtype), backend,
                                lambda *_: None)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max(map(len, sequences)), backend.device)
         model = Model(config, weights, cos_sin, KernelSet(backend.kernels))
-        cache = torch.int8 if way.kv_cache == "int8" else None
+        cache = torch.int8 if format.kv_cache == "int8" else None
         yield from forced_logits(model, backend, sequences, self.budget, cache_dtype=cache)
 
     def keep_exact(self) -> None:
         """Write float32's logits to files, since they may be larger than memory."""
         for text, sequences in self.texts.items():
             sums = self.exact[text] = Sums()
-            for index, logits in enumerate(self.logits(Way("float32", "model", "float32"), sequences)):
+            for index, logits in enumerate(self.logits(Format("float32", "model", "float32"), sequences)):
                 sums.add(logits, logits, sequences[index])
                 torch.save(logits, self.scratch / f"{text}-{index}.pt")
 
-    def run(self, way: Way) -> dict[str, Any]:
-        report: dict[str, Any] = {"way": way.name}
+    def run(self, format: Format) -> dict[str, Any]:
+        report: dict[str, Any] = {"format": format.name}
         for text, sequences in self.texts.items():
             sums = Sums()
-            for index, logits in enumerate(self.logits(way, sequences)):
+            for index, logits in enumerate(self.logits(format, sequences)):
                 sums.add(logits, torch.load(self.scratch / f"{text}-{index}.pt"), sequences[index])
             report[text] = sums.report(self.exact[text])
         return report
@@ -146,7 +146,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounded", type=Path)
     parser.add_argument("--balanced", type=Path)
-    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], default=[way.name for way in WAYS])
+    names = [format.name for format in FORMATS]
+    parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--budget", type=int, default=512)
@@ -163,19 +164,19 @@ def main() -> None:
         bench = Bench(folders, held_out(args.model, args.tokens, args.length), args.budget, scratch)
         bench.keep_exact()
         exact = {text: sums.report(sums) for text, sums in bench.exact.items()}
-        show({"way": "float32"} | exact, args.json)
-        for way in WAYS:
-            if way.name in args.ways:
-                show(bench.run(way), args.json)
+        show({"format": "float32"} | exact, args.json)
+        for format in FORMATS:
+            if format.name in args.formats:
+                show(bench.run(format), args.json)
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(report), flush=True)
         return
-    print(report["way"])
+    print(report["format"])
     for text, found in report.items():
-        if text != "way":
+        if text != "format":
             parts = (f"{key.replace('_', ' ')} {value}" for key, value in found.items())
             print(f"  {text:5}", *parts, sep="  ", flush=True)
 

@@ -1,4 +1,4 @@
-"""Dashboard panels without Grafana: queries sent to a Prometheus, and pictures of their results. Used by watched.py."""
+"""Dashboard panels without Grafana: queries sent to a Prometheus, and pictures of the results. For monitoring.py."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _embedding_shard(ids: Tensor, table: Weight, first: int, count: int) -> Cost
 
 
 def _all_reduce(x: Tensor, ranks: Ranks) -> Cost:
-    """Return the cost of writing the part of this rank and reading those of all."""
+    """Return the cost of writing this rank's part and reading the parts of all ranks."""
     return Cost((2 + 1 + ranks.size) * x.nbytes, ranks.size * x.numel(), "fp32")
 
 

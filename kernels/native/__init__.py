@@ -4,10 +4,16 @@ The library holds every kernel once for each instruction set. The process uses t
 choice.py selects another. Without the library, `available()` is False and no kernel of this backend is registered. The
 golden functions are used then.
 
-C++ sources: runtime (interface, thread pool, vectors), gemm (products with weights), attention (KV cache and
-attention), rows (kernels that compute each row from one row), ascend (no kernels: the thread that updates the lengths
-of captured attention, npu/backends/ascend/native_lengths.py). `gemm`, `attention` and `rows` include `runtime`;
-`attention` also includes `gemm`. Python here imports only `npuserve.kernels.registry` from the other folders.
+C++ sources; `gemm`, `attention` and `rows` include `runtime`:
+
+    runtime      interface, thread pool, vectors
+    gemm         products with weights
+    attention    KV cache and attention; includes `gemm`
+    rows         kernels that compute each row from one row
+    ascend       no kernels: the thread that updates the lengths of captured attention
+                 (npu/backends/ascend/native_lengths.py)
+
+Python here imports only `npuserve.kernels.registry` from the other folders.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PackedWeight:
         if first < 0 or first + len(rows) > self.n or rows.shape[1:] != (self.k,):
             raise ValueError(f"rows {first} and following, {tuple(rows.shape)}, of a weight of {self.shape}")
         if not self._pack(first, rows):
-            self._turn_plain()
+            self._store_plain()
             self.write(first, rows)
 
     def _pack(self, first: int, rows: Tensor) -> bool:
@@ -96,7 +96,7 @@ class PackedWeight:
         native.call("pack", (self.op("pack"), self.dtype, [rows, self.words, failed], [len(rows), self.k, first]))
         return not failed
 
-    def _turn_plain(self) -> None:
+    def _store_plain(self) -> None:
         log.warning("a weight of %d x %d takes 16 bits a number: its exponents differ too much for 12", *self.shape)
         plain = PackedWeight.pack(self.dense(), compact=False)
         self.words, self.compact, self.refused = plain.words, False, True

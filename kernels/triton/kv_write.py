@@ -39,27 +39,28 @@ def kv_write_kernel(
 
     source = qkv + token * qkv_stride
     if group < Q_GROUPS:
-        a, b, offsets, inside = _turned(source, q_gamma, eps, cos, sin, group * HEADS, Q_HEADS, HALF, HALF_BLOCK, HEADS)
+        a, b, offsets, inside = _rotated_heads(
+            source, q_gamma, eps, cos, sin, group * HEADS, Q_HEADS, HALF, HALF_BLOCK, HEADS)
         target = q_out + token.to(tl.int64) * (Q_HEADS * 2 * HALF) + offsets
         tl.store(target, a.to(q_out.dtype.element_ty), mask=inside)
         tl.store(target + HALF, b.to(q_out.dtype.element_ty), mask=inside)
     elif slot >= 0:
         if group < Q_GROUPS + KV_GROUPS:
             first = (group - Q_GROUPS) * HEADS
-            a, b, offsets, inside = _turned(
+            a, b, offsets, inside = _rotated_heads(
                 source + Q_HEADS * 2 * HALF, k_gamma, eps, cos, sin, first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
-            _keep(a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty), offsets, inside, k_cache, k_scale, slot,
+            _store(a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty), offsets, inside, k_cache, k_scale, slot,
                   first, KV_HEADS, HALF, HEADS)
         else:
             first = (group - Q_GROUPS - KV_GROUPS) * HEADS
-            offsets, inside = _own(first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
+            offsets, inside = _head_offsets(first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
             values = source + (Q_HEADS + KV_HEADS) * 2 * HALF + offsets
-            _keep(tl.load(values, mask=inside, other=0.0), tl.load(values + HALF, mask=inside, other=0.0), offsets,
+            _store(tl.load(values, mask=inside, other=0.0), tl.load(values + HALF, mask=inside, other=0.0), offsets,
                   inside, v_cache, v_scale, slot, first, KV_HEADS, HALF, HEADS)
 
 
 @triton.jit
-def _own(first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr):
+def _head_offsets(first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr):
     """Return the offsets [HEADS, HALF_BLOCK] of the first halves of heads from `first` on, and their mask."""
     heads = first + tl.arange(0, HEADS)
     places = tl.arange(0, HALF_BLOCK)
@@ -67,12 +68,12 @@ def _own(first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexp
 
 
 @triton.jit
-def _turned(
+def _rotated_heads(
     source, gamma, eps, cos, sin, first,
     COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
     """Return both halves of the heads in float32, normalized if there is a gamma, and rotated."""
-    offsets, inside = _own(first, COUNT, HALF, HALF_BLOCK, HEADS)
+    offsets, inside = _head_offsets(first, COUNT, HALF, HALF_BLOCK, HEADS)
     a = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
     if gamma is not None:
@@ -94,7 +95,7 @@ def _scaled(x, scale, gamma):
 
 
 @triton.jit
-def _keep(
+def _store(
     a, b, offsets, inside, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):
     """Write both halves to the cache. Quantization to int8 is bit-identical to `quantize_heads`."""

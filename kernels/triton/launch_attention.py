@@ -142,7 +142,7 @@ def paged_attention(
     for chunked, chosen in ((False, decode), (True, chunks)):
         if not tokens or (chunked and one_each):
             continue
-        made = cut(
+        made = plan_launch(
             chosen or config(chunked, dim, q.dtype, keys.dtype, tokens), chunked, tokens, rows, q_heads, kv_heads, dim,
             size, block_tables.shape[1] * size, _processors(q.device))
         lines = made.constants["BLOCK_M"] // group * group if chunked else group
@@ -156,7 +156,7 @@ def paged_attention(
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LaunchPlan:
     """Grid of a launch, slots for the parts to merge, and compile-time constants."""
 
     programs: int
@@ -165,10 +165,10 @@ class Cut:
     options: dict[str, int]
 
 
-def cut(
+def plan_launch(
     chosen: Config, chunks: bool, tokens: int, rows: int, q_heads: int, kv_heads: int, dim: int, size: int, reach: int,
     processors: int,
-) -> Cut:
+) -> LaunchPlan:
     """Divide a launch into programs, by shapes only.
 
     reach: maximum context that the blocks of a row can hold, in tokens.
@@ -182,7 +182,7 @@ def cut(
     # A tile has at most the parts of its share of the work, plus one; none is far below `least`.
     items = min(parts // kv_heads + tiles, tiles * max(1, (reach + chosen.least // 2) // chosen.least))
     merged_rows = min(8, power(a_tile * group))
-    return Cut(
+    return LaunchPlan(
         (items + chunks) * kv_heads, min(4 * parts // 3, items * kv_heads),
         {"CHUNKS": chunks, "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "D_BLOCK": wide, "SIZE": size,
          "ROWS": _rows(rows), "BLOCK_M": height, "BLOCK_N": chosen.keys, "PROGRAMS": parts,

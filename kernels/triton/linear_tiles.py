@@ -65,7 +65,7 @@ BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 bucket compiles everything."""
 
 _FLOAT32 = (32, 32, 32, 4, 3)
-_REASONED: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] = {
+_CALCULATED: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] = {
     (False, 4): ((32, 16, 32, 4, 3), *[_FLOAT32] * 6),
     (True, 4): ((32, 16, 32, 4, 3), *[_FLOAT32] * 6),
     (False, 2): ((64, 16, 128, 4, 3), (64, 32, 128, 4, 3), (64, 64, 64, 4, 4), (128, 128, 64, 8, 4),
@@ -101,7 +101,7 @@ def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int
         return MEASURED[entry]
     if itemsize > 1 and rows > LIBRARY_ROWS:
         return None
-    return reasoned(kind, itemsize, rows, n, k, processors)
+    return calculated(kind, itemsize, rows, n, k, processors)
 
 
 def takes_int8(rows: int, n: int, k: int) -> bool:
@@ -109,9 +109,9 @@ def takes_int8(rows: int, n: int, k: int) -> bool:
     return rows > 16 and n % 8 == 0 and k % 8 == 0
 
 
-def reasoned(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> Tiles:
+def calculated(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> Tiles:
     """Return the tiles of `choose` by calculation, without MEASURED."""
-    tile_n, m, tile_k, warps, stages = _REASONED[kind == "linear_swiglu", itemsize][BUCKETS.index(bucket(rows))]
+    tile_n, m, tile_k, warps, stages = _CALCULATED[kind == "linear_swiglu", itemsize][BUCKETS.index(bucket(rows))]
     tiles = Tiles(tile_n, m, tile_k, 1, warps, stages)
     return replace(tiles, split=split(tiles, kind, itemsize, rows, n, k, processors))
 
@@ -138,7 +138,7 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
     best: result of a previous sweep, to refine. None takes the calculated tiles, and adds the library if it supports
         the shape.
     """
-    centre = best or reasoned(kind, itemsize, rows, n, k, processors)
+    centre = best or calculated(kind, itemsize, rows, n, k, processors)
     near = [replace(centre, **{name: value}) for name, value in (
         ("n", centre.n * 2), ("n", centre.n // 2), ("m", centre.m // 2), ("k", centre.k * 2), ("k", centre.k // 2),
         ("stages", centre.stages + 1), ("stages", centre.stages - 1), ("stages", centre.stages + 2),

@@ -133,12 +133,12 @@ def _part(
     if CHUNKS:
         # Whole blocks of keys that all of the queries see.
         seen = start + tl.maximum(tl.minimum(stop, context - n + query + 1) - start, 0) // BLOCK_N * BLOCK_N
-        peak, total, acc = _stretch(
+        peak, total, acc = _accumulate(
             peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start, seen,
             False, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
     else:
         seen = start
-    peak, total, acc = _stretch(
+    peak, total, acc = _accumulate(
         peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, seen, stop,
         True, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
 
@@ -162,7 +162,7 @@ def _part(
 
 
 @triton.jit
-def _stretch(
+def _accumulate(
     peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start, stop,
     MASKED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WIDE: tl.constexpr,

@@ -26,19 +26,19 @@ def qk_norm_rope_kv_write_kernel(
         cos = tl.load(angles, mask=places < HALF, other=0.0)
         sin = tl.load(angles + HALF, mask=places < HALF, other=0.0)
         q = qkv + token * qkv_stride
-        _turn(q, q_gamma, eps, cos, sin, q_out + token * q_stride, Q_HEADS, HALF, HALF_BLOCK, HEADS)
+        _rotate_heads(q, q_gamma, eps, cos, sin, q_out + token * q_stride, Q_HEADS, HALF, HALF_BLOCK, HEADS)
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
             size: tl.constexpr = KV_HEADS * 2 * HALF
             k = q + Q_HEADS * 2 * HALF
-            _turn(k, k_gamma, eps, cos, sin, k_cache + slot * size, KV_HEADS, HALF, HALF_BLOCK, HEADS)
+            _rotate_heads(k, k_gamma, eps, cos, sin, k_cache + slot * size, KV_HEADS, HALF, HALF_BLOCK, HEADS)
             for start in range(0, size, HEADS * HALF_BLOCK):
                 x = start + tl.arange(0, HEADS * HALF_BLOCK)
                 tl.store(v_cache + slot * size + x, tl.load(k + size + x, mask=x < size), mask=x < size)
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     source, gamma, eps, cos, sin, target,
     COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):

@@ -91,7 +91,7 @@ class Queue:
 
     def start(self) -> None:
         """Start the thread."""
-        self.thread = threading.Thread(target=self.work_off, name="npuserve-cpu", daemon=True)
+        self.thread = threading.Thread(target=self.run_tasks, name="npuserve-cpu", daemon=True)
         self.live.add(self)
         self.thread.start()
 
@@ -101,7 +101,7 @@ class Queue:
         self.tasks.put(None)
 
     @torch.inference_mode()
-    def work_off(self) -> None:
+    def run_tasks(self) -> None:
         while True:
             if self.tasks.empty():
                 self.release()
@@ -171,7 +171,7 @@ class CpuBackend(Backend):
         self.deterministic = native
         self._arena = Arena() if native else None
         self._queue = Queue()
-        self._settle: Callable[[], None] = lambda: None  # first task of the thread
+        self._set_up_thread: Callable[[], None] = lambda: None  # first task of the thread
         self.block_multiple = LANES if native else 1
         self.threads = self._threads(0)
 
@@ -192,9 +192,9 @@ class CpuBackend(Backend):
         # Little work is left to torch beside native kernels, and its threads would compete for the cores.
         of_torch = self.threads if self._arena is None else 1
         torch.set_num_threads(of_torch)
-        self._settle = partial(_settle, of_torch, own[:1] or everywhere)
+        self._set_up_thread = partial(_set_up_thread, of_torch, own[:1] or everywhere)
         if self._queue.thread is not None:  # a running thread keeps its settings otherwise
-            self.enqueue(self._settle).wait()
+            self.enqueue(self._set_up_thread).wait()
 
     def choose_kernels(self, wanted: CpuKernelSettings, inputs: int) -> CpuKernels | None:
         if self._arena is None:
@@ -212,7 +212,7 @@ class CpuBackend(Backend):
         return count or max(1, min(_TORCH_THREADS, usable_cores()) // self.place[1])
 
     def _cores(self) -> list[int]:
-        """Return the cores of this rank: a part of those that this process may use."""
+        """Return the cores of this rank: its part of the cores that this process may use."""
         cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.place
         each = max(1, len(cores) // size)
         return cores if size == 1 else cores[rank * each % len(cores):][:each]
@@ -285,7 +285,7 @@ class CpuBackend(Backend):
         if self._queue.thread is None:
             self._queue.start()
             weakref.finalize(self, self._queue.tasks.put, None)
-            self._queue.tasks.put(Task(self._settle))
+            self._queue.tasks.put(Task(self._set_up_thread))
         task = Task(work)
         self._queue.tasks.put(task)
         return task
@@ -309,7 +309,7 @@ class CpuBackend(Backend):
 BACKEND = CpuBackend
 
 
-def _settle(threads: int, cpus: Sequence[int]) -> None:
+def _set_up_thread(threads: int, cpus: Sequence[int]) -> None:
     """Set torch's number of threads and the affinity of the calling thread."""
     torch.set_num_threads(threads)
     with suppress(OSError):  # forbidden in some sandboxes

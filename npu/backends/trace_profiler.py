@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 1 << 30
 
 
 def cuda_kernels(events: Sequence[Event]) -> list[Event]:
-    """Return the kernels of torch.profiler's trace, also those of replayed graphs, in their order."""
+    """Return the kernels of torch.profiler's trace in their order, also from replayed graphs."""
     found = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
     return sorted(found, key=lambda event: float(event["ts"]))
 

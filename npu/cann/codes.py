@@ -1,10 +1,11 @@
 """Table of CANN's error codes that the operator of a server meets: name, meaning, advice.
 
-Errors at the start, the log line `device fault`, `npuserve check --explain CODE` and docs/ascend.md use them. Names and
-numbers are those of acl/error_codes/rt_error_codes.h and acl/acl_base_rt.h. Issues 2629, 8393, 6002 and 7227 and pull
-request 10555 of https://github.com/vllm-project/vllm-ascend name an old driver as the cause of 207005, 207008, 107030
-and "Alloc sq cq fail" in a capture. After a successful start the cause is another: streams and their queues belong to
-the device and not to a process. Another server takes them (issue 5213), or a virtual device has few (issue 8585).
+Errors at the start, the log line `device fault`, `npuserve check --explain CODE` and docs/ascend.md use them. CANN's
+headers acl/error_codes/rt_error_codes.h and acl/acl_base_rt.h have the names and numbers. Issues 2629, 8393, 6002 and
+7227 and pull request 10555 of https://github.com/vllm-project/vllm-ascend name an old driver as the cause of 207005,
+207008, 107030 and "Alloc sq cq fail" in a capture. After a successful start the cause is another: streams and their
+queues belong to the device and not to a process. Another server takes them (issue 5213), or a virtual device has few
+(issue 8585).
 """
 
 from __future__ import annotations

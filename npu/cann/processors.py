@@ -38,7 +38,7 @@ def make_plan(host: Readings, allowed: Collection[int], index: int = 0) -> Plan 
     """Return the plan for a visible NPU, or why there is none.
 
     allowed: processors that this process may use.
-    index: number of the NPU among those that are visible.
+    index: number of the NPU among the visible ones.
     """
     npu = visible_npu(host.environ.get("ASCEND_RT_VISIBLE_DEVICES", ""), index)
     near = topology(host.npu_smi("info", "-t", "topo"))
@@ -66,7 +66,7 @@ def bind(host: Readings, lengths: int, set_affinity: SetAffinity = os.sched_seta
     set_affinity: as os.sched_setaffinity, for a thread id.
     allowed: processors that this process may use; None: as the system says.
     machine: architecture; "": this machine's.
-    index: number of the NPU among those that are visible.
+    index: number of the NPU among the visible ones.
     """
     if not (machine or platform.machine()).startswith(("aarch64", "arm")):
         return "threads are not bound to processors: only on ARM hosts"

@@ -9,8 +9,8 @@ yields wrong data (see `activate`). Calls that a device refuses are refused. Cal
 error that names them.
 
 `activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
-(build.py): runtime/ holds the sources of libascendcl, hccl/ those of libhccl, ops/ those of libopapi. If
-EMULATED_NPU_LOG is set, torch_npu logs to stderr.
+(build.py): libascendcl from runtime/, libhccl from hccl/, libopapi from ops/. If EMULATED_NPU_LOG is set, torch_npu
+logs to stderr.
 
 The machine has 8 devices, of which a process uses one. Processes communicate by HCCL through memory that they share. A
 device also runs its part of a collective when another device waits for it. Imports of `npu`: `backends`.

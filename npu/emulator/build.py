@@ -51,7 +51,7 @@ class EmulatorError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Packages:
     """Folders and versions of the installed torch and torch_npu."""
 
     torch: Path
@@ -66,7 +66,7 @@ def _package(name: str, advice: str) -> tuple[Path, str]:
     return Path(spec.origin).parent, importlib.metadata.version(name)
 
 
-def find() -> Place:
+def find() -> Packages:
     """Locate the installed torch and torch_npu without importing them.
 
     Raises EmulatorError if one is missing or the versions do not match.
@@ -83,7 +83,7 @@ def find() -> Place:
                             f"is installed: pip install torch=={needs}")
     if not (torch_npu / "include" / "third_party" / "acl" / "inc").is_dir():
         raise EmulatorError(f"emulated NPU: torch_npu {version} came without its headers: install its published wheel")
-    return Place(torch, torch_npu, (torch_version, version))
+    return Packages(torch, torch_npu, (torch_version, version))
 
 
 def _run(command: list[str]) -> str:
@@ -173,7 +173,7 @@ def _precompiled(compiler: list[str], flags: tuple[str, ...], files: int) -> Ite
 
 
 def _build(
-    place: Place, compiler: list[str], runtime: list[_Unit], ops: list[_Unit], home: Path, libraries: Path
+    place: Packages, compiler: list[str], runtime: list[_Unit], ops: list[_Unit], home: Path, libraries: Path
 ) -> None:
     begun = time.monotonic()
     log.warning("building the emulated NPU, which is done once for torch_npu %s", place.versions[1])

@@ -29,7 +29,7 @@ launches its kernels one by one: that takes as long as two or three captured ste
 class CapturableSteps:
     """Steps as a backend captures them: functions of a number of rows or tokens that read and write fixed memory.
 
-    Their batches are those of `buffers`, and their sampled ids are then the first of `last` [R] int64.
+    They read batches from `buffers` and write the sampled ids to the beginning of `last` [R] int64.
 
     hidden: computes a batch up to the final norm.
     """
@@ -58,7 +58,7 @@ class CapturableSteps:
         return self._hidden(self._buffers.decode(rows))
 
     def mixed(self, tokens: int) -> Tensor:
-        """Return the hidden states of a batch of any rows; select those of the rows that yield a token."""
+        """Return the hidden states of a batch of any rows, and keep a copy of the rows that yield a token."""
         batch = self._buffers.tokens(tokens)
         hidden = self._hidden(batch)
         if self._selected is not None:
@@ -203,7 +203,7 @@ class Dispatch:
     def head(self, part: Part, captured: Captured | None, *, argmax: bool, fixed: bool) -> Captured | None:
         """Return the dispatch of LM head and sampler that follows `captured`; None for kernel by kernel.
 
-        The arguments are those of `select`, and its first result.
+        captured: the first result of `select`, whose arguments the others are.
         """
         if captured is None or captured is not self.mixed:
             return None

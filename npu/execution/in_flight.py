@@ -17,7 +17,7 @@ from npuserve.kernels.registry import HostSpan, Span, Timings
 from npuserve.npu.backends.base import Captured, Event, Pending
 from npuserve.npu.execution.batch import Part, Phase, phase_of
 from npuserve.npu.execution.host_prefill import Chunk
-from npuserve.npu.execution.masks import Constrained, StagedMasks
+from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan
 from npuserve.npu.step import NewRequest, Step, StepResult
 
@@ -195,7 +195,7 @@ class Waiting:
 
     launched: Launched
     begun: Pending[Ran]
-    constrained: list[Constrained]
+    constrained: list[ConstrainedRow]
     last: Tensor
     phase: Phase | None
     hosted: tuple[Work, Pending[Chunk]] | None = None

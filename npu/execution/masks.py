@@ -38,7 +38,7 @@ class RowMasks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Constrained:
+class ConstrainedRow:
     """Row whose token is sampled under a mask.
 
     index: of its token among the tokens that the step samples.
@@ -81,10 +81,10 @@ class MaskBuffers:
         self._last_word = np.uint32(0xFFFFFFFF >> self._words * BITS - vocabulary).astype(np.int32)
         self._hosts: list[Tensor] = []
         self._device: Tensor | None = None
-        self._turn = 0
+        self._current = 0
 
     def fill(
-        self, rows: Sequence[Constrained], masks: Mapping[int, Array], restrict: Callable[[int, int, Array], None]
+        self, rows: Sequence[ConstrainedRow], masks: Mapping[int, Array], restrict: Callable[[int, int, Array], None]
     ) -> StagedMasks | None:
         """Write the masks of a step to the next host buffer; return None if no row has one.
 
@@ -101,7 +101,7 @@ class MaskBuffers:
             size = self._first + self._rows * self._words
             self._hosts = [self._backend.host_buffer(size, dtype=torch.int32) for _ in range(2)]
             self._device = self._backend.empty((size,), torch.int32)
-        source = self._hosts[1 - self._turn]
+        source = self._hosts[1 - self._current]
         array = source.numpy()
         mask_of_row, bits = array[: self._first], array[self._first :].reshape(-1, self._words)
         self._write(found, bits[: len(found)])
@@ -109,12 +109,12 @@ class MaskBuffers:
         mask_of_row[[row.index for row, _ in found]] = np.arange(len(found))
         for number, (row, _) in enumerate(found):
             restrict(row.request_id, row.position, bits[number])
-        self._turn = 1 - self._turn
+        self._current = 1 - self._current
         used = self._first + len(found) * self._words
         to = self._device[:used]
         return StagedMasks(to, source[:used], RowMasks(to[self._first :].view(-1, self._words), to[: self._first]))
 
-    def _write(self, found: list[tuple[Constrained, Array]], to: Array) -> None:
+    def _write(self, found: list[tuple[ConstrainedRow, Array]], to: Array) -> None:
         """Write the masks of rows to `to` [rows, words]. All at once: a call costs more than the copy of a mask."""
         for row, mask in found:
             if mask.shape != to.shape[1:] or mask.dtype != to.dtype:

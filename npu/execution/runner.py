@@ -4,10 +4,10 @@
 2. The step's rows are written to a host buffer that is copied to the device in one copy, and the step's work is
    enqueued behind the previous step's. Nothing blocks.
 3. `Dispatch` selects how the rows are computed. If the backend can capture steps, the decoder is one dispatch, which
-   reads the batch at fixed addresses. LM head and sampler follow; they are part of the dispatch if all rows are decode
-   rows with argmax sampling or, where the backend can capture its sampler, with parameters that are inputs of a step
-   (`SamplingInputs`). A step with chunks is one dispatch too, up to the number of tokens that are captured; LM head and
-   sampler of its rows that yield a token are a second one where the backend can capture its sampler.
+   reads the batch at fixed addresses. LM head and sampler follow. They are part of the dispatch if all rows are decode
+   rows with argmax sampling. Where the backend can capture its sampler, other parameters that are inputs of a step
+   (`SamplingInputs`) are possible too. A step with chunks is one dispatch as well, up to the number of captured tokens.
+   LM head and sampler of its rows that yield a token are a second one where the backend can capture its sampler.
    If the backend captures only decode steps, it is one dispatch for the decode rows, followed by the kernels of the
    chunks.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
@@ -46,7 +46,7 @@ from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Recording, Waiting, Work, prompt_rows
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
-from npuserve.npu.execution.masks import Constrained, MaskBuffers, StagedMasks
+from npuserve.npu.execution.masks import ConstrainedRow, MaskBuffers, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Sampler
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
@@ -176,11 +176,11 @@ class Runner:
         staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
         works: list[Work] = []
         requests: list[int] = []
-        constrained: list[Constrained] = []
+        constrained: list[ConstrainedRow] = []
         is_constrained = any(part.constrained for part in staged.parts)
         for part in staged.parts:
             works.append(self._plan(part, len(requests), staged, is_constrained))
-            constrained += [Constrained(len(requests) + i, *part.samples[i]) for i in part.constrained]
+            constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
         phase = phase_of(step.rows) if timed else None

@@ -37,54 +37,54 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 @dataclass(slots=True)
-class Ledger:
+class CostRecorder:
     """Kernels that record their costs and return tensors of the right shape. dtype: of the activations."""
 
     dtype: torch.dtype
     costs: Costs = field(default_factory=lambda: defaultdict(list))
 
-    def _note(self, name: str, *args: Any) -> None:
+    def _record(self, name: str, *args: Any) -> None:
         self.costs[name].append(cost(name, args))
 
-    def _made(self, shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
+    def _output(self, shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
         if scheme is None:
             return meta(*shape, dtype=self.dtype)
         return Int8(meta(*shape, dtype=torch.int8), meta(shape[0], dtype=torch.float32))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        self._note("embedding", ids, table)
+        self._record("embedding", ids, table)
         return meta(len(ids), table.shape[1], dtype=self.dtype)
 
     def rms_norm(self, x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
-        self._note("rms_norm", x, gamma, eps, scheme)
-        return self._made(x.shape, scheme)
+        self._record("rms_norm", x, gamma, eps, scheme)
+        return self._output(x.shape, scheme)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
     ) -> tuple[Tensor | Int8, Tensor]:
-        self._note("add_rms_norm", x, residual, gamma, eps, scheme)
-        return self._made(x.shape, scheme), residual
+        self._record("add_rms_norm", x, residual, gamma, eps, scheme)
+        return self._output(x.shape, scheme), residual
 
     def linear(self, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-        self._note("linear", x, weight, bias)
+        self._record("linear", x, weight, bias)
         return meta(len(x), weight.shape[0], dtype=self.dtype)
 
     def linear_swiglu(
         self, x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None
     ) -> Tensor | Int8:
-        self._note("linear_swiglu", x, weight, bias, scheme)
-        return self._made((len(x), weight.shape[0] // 2), scheme)
+        self._record("linear_swiglu", x, weight, bias, scheme)
+        return self._output((len(x), weight.shape[0] // 2), scheme)
 
     def qk_norm_rope_kv_write(self, qkv: Tensor, *args: Any) -> Tensor:
-        self._note("qk_norm_rope_kv_write", qkv, *args)
+        self._record("qk_norm_rope_kv_write", qkv, *args)
         return meta(len(qkv), args[-1], args[3].shape[1], dtype=self.dtype)
 
     def paged_attention(self, q: Tensor, *args: Any) -> Tensor:
-        self._note("paged_attention", q, *args)
+        self._record("paged_attention", q, *args)
         return q.flatten(1)
 
     def linear_argmax(self, x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
-        self._note("linear_argmax", x, weight, bias, vocabulary)
+        self._record("linear_argmax", x, weight, bias, vocabulary)
         return meta(len(x), 1, dtype=torch.int64)
 
 
@@ -117,7 +117,7 @@ class MetaModel:
         rows: (tokens, length of the context after the step) of each row.
         sampled: number of tokens that it samples, by argmax.
         """
-        ledger, starts = Ledger(self._dtype), [0]
+        recorder, starts = CostRecorder(self._dtype), [0]
         for tokens, _ in rows:
             starts.append(starts[-1] + tokens)
         contexts = [context for _, context in rows]
@@ -126,7 +126,7 @@ class MetaModel:
             meta(len(rows), blocks, dtype=torch.int32), meta(len(rows), dtype=torch.int32),
             meta(len(rows) + 1, dtype=torch.int32), contexts, starts)
         ids = meta(starts[-1], dtype=torch.int64)
-        kernels: Any = ledger
+        kernels: Any = recorder
         batch: Any = SimpleNamespace(ids=ids, positions=ids, slot_mapping=ids, attention=metadata)
         cos_sin = meta(self.config.context_length, self.config.head_dim, dtype=torch.float32)
         model = Model(self.config, self.weights, cos_sin, kernels)
@@ -134,7 +134,7 @@ class MetaModel:
         hidden = model.hidden(batch, cache)
         if sampled:
             model.argmax(hidden[:sampled])
-        return dict(ledger.costs)
+        return dict(recorder.costs)
 
     def nbytes(self, steps: Sequence[StepRecord]) -> dict[str, float]:
         """Return the bytes that all steps have to move, by kernel.

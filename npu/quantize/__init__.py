@@ -1,4 +1,4 @@
-"""Conversion of a float checkpoint to W8A8: reading, balance of each layer, quantization, writing.
+"""Conversion of a float checkpoint to W8A8: reading, smoothing of each layer, quantization, writing.
 
 Imports of `npu`: top level and `model`.
 """

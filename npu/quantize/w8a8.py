@@ -3,7 +3,7 @@
 One layer is in memory at a time, with the hidden states of the calibration texts:
 
     embedding ──► hidden states ──► layer 0, exact ──► layer 1, exact ──► ...
-                                    │ its inputs balance it (balance.py)
+                                    │ its inputs smooth it (smoothing.py)
                                     └► rounded to int8, written
 
 Each row of a weight has a scale and is rounded to nearest. Inputs are quantized dynamically when the model is served.
@@ -26,8 +26,8 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
-from npuserve.npu.quantize.balance import balance
 from npuserve.npu.quantize.layer import Layer, to_int8
+from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.source import Source, TensorSpec
 from npuserve.npu.quantize.writer import Writer, replaced_folder, write_json
 
@@ -41,7 +41,7 @@ class Written:
 
     int8: number of int8 linear layers of the decoder; linears: number of all.
     source_bytes, nbytes: bytes of the tensors before and after.
-    strengths: of each layer, as `balance` returns them.
+    strengths: of each layer, as `smooth` returns them.
     """
 
     int8: int
@@ -62,9 +62,9 @@ def quantize_checkpoint(
 ) -> Written:
     """Quantize the model in `folder` to the folder `out`, which is replaced when the result is complete.
 
-    sequences: token ids of the calibration texts; empty for no balance.
+    sequences: token ids of the calibration texts; empty for no smoothing.
     ignore: names of layers to skip, or "re:" and a regular expression.
-    strength: strength of the balance, in [0, 1]; None searches it.
+    strength: strength of the smoothing, in [0, 1]; None searches it.
     progress: called with (layers done, all layers).
 
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
@@ -107,7 +107,7 @@ def _layer(
     strengths: dict[str, float] = {}
     if hidden:
         layer = Layer(config, weights, {name: spec.dtype for name, spec in short.items()}, cos_sin)
-        strengths = balance(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
+        strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
         weights = layer.weights
     for name, weight in weights.items():
         whole, dtype = prefix + name, short[name].dtype

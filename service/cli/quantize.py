@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", help="folder to create")
     add("--scheme", choices=["w8a8"], default="w8a8", help="int8 weights and activations (default: %(default)s)")
     add("--calibration", metavar="FILE", default="",
-        help="calibration text for balancing the layers: a text file, or .jsonl with a \"text\" per line; none rounds "
-             "the weights without balancing (default: a text that is part of Python)")
+        help="calibration text for smoothing the layers: a text file, or .jsonl with a \"text\" per line; none rounds "
+             "the weights without smoothing (default: a text that is part of Python)")
     add("--samples", type=number(int, 1, 65536), metavar="N",
         help=f"number of calibration samples (default: {SAMPLES})")
     add("--sample-tokens", type=number(int, 16, 65536), metavar="N",
         help=f"tokens of each sample (default: {SAMPLE_TOKENS}, or the model's context if shorter)")
     add("--smoothing", type=_smoothing, metavar="S",
-        help="balancing strength in [0, 1], or auto (default: auto, the strength with the least error of each layer)")
+        help="smoothing strength in [0, 1], or auto (default: auto, the strength with the least error of each layer)")
     add("--ignore", nargs="+", default=[], metavar="NAME",
         help='linear layers to leave unquantized: names in the checkpoint, or "re:" and a regular expression')
     add("--overwrite", action="store_true", help="replace an existing OUT")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.calibration == "none":
         for option in ("samples", "sample_tokens", "smoothing"):
             if getattr(args, option) is not None:
-                raise ConfigError(f"{option}: nothing is balanced with --calibration none")
+                raise ConfigError(f"{option}: nothing is smoothed with --calibration none")
 
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.model.config import ModelConfig, ModelError
@@ -233,6 +233,6 @@ def _summary(out: Path, written: Written, seconds: float) -> str:
     norms = {norm for strengths in written.strengths for norm in strengths}
     for norm in sorted(norms):
         found = [strengths[norm] for strengths in written.strengths if norm in strengths]
-        lines.append(f"  balanced after {norm}: strength {min(found):g} to {max(found):g}, "
+        lines.append(f"  smoothed after {norm}: strength {min(found):g} to {max(found):g}, "
                      f"median {statistics.median(found):g}")
     return "\n".join(lines)

@@ -65,7 +65,7 @@ class KvEventLog:
         self.is_recording = True
 
     def stop(self) -> None:
-        """Record no changes, and drop those that were not taken."""
+        """Record no further changes, and drop the recorded ones."""
         self.is_recording = False
         self._changes.clear()
 

@@ -10,7 +10,7 @@ restart. The first batch is a snapshot, which begins with AllBlocksCleared. A re
 snapshot: its first number shows the gap.
 
 The publisher is a thread of the engine process and a subscriber of the engine's local socket (kv_event_stream.py), so
-that encoding, order and bounds are those of all subscribers. It subscribes only while it has a subscriber itself.
+it gets the same encoding, order and bounds as other subscribers. It subscribes only while it has a subscriber itself.
 """
 
 from __future__ import annotations
@@ -263,8 +263,7 @@ class KvEventPublisher:
                 self._send_frames(call, replay)
 
     def _send_frames(self, call: int, replay: _Replay) -> None:
-        """Send what fits the client's socket. End the replay after its end marker, or if its client is gone or stuck.
-        """
+        """Send what fits the client's socket. End the replay after its end marker, or if its client left or hangs."""
         sent, is_over = 0, False
         try:
             while replay.unsent and not is_over:

@@ -55,7 +55,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     epoch: increases with each start of the engine.
     heartbeat: True to send heartbeats.
     memory: descriptor of the file in memory for the model's weights; -1 for none.
-    rank_memory: descriptors of those of the other ranks of this host; empty for none.
+    rank_memory: descriptors of the files in memory of the other ranks of this host; empty for none.
     shared_weights: description of the files' contents by the last engine that was ready (`shared_weights`).
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
@@ -153,7 +153,7 @@ def build_engine(
 
 
 def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any] | None:
-    """Return the description of the weights in memory, with those of the ranks of this host; None if none are kept."""
+    """Return the description of the weights in memory, also of this host's ranks; None if none are kept."""
     if runner.shared_weights is None:
         return None
     return {**runner.shared_weights, **({"ranks": ranks.shared_weights()} if ranks else {})}

@@ -55,7 +55,7 @@ class ParsedStream:
         return self._delta(self._parser.take(), self._pushed)
 
     def _take(self, parts: Parts, tokens: int) -> None:
-        """Add the parser's new parts, which end after so many tokens, unless the client has them."""
+        """Add the parser's new parts unless the client has them. tokens: number of tokens up to their end."""
         found = self._parser.take()
         if tokens > self._client_tokens:
             parts.add(found)

@@ -22,7 +22,7 @@ The life of a request (states: sequence.py):
    blocks are free at once. `Step.ended` of the next step makes the runner forget it. Results of steps in flight for it
    are discarded.
 
-Deadlines. A request ends a margin before its deadline, with the tokens that it has; the margin follows the measured gap
-between tokens (pace.py). A request without tokens ends when its prompt cannot be computed in time, as far as steps were
-measured, and is not admitted then.
+Deadlines (deadlines.py, `Scheduler.expire`). A request ends a margin before its deadline, with the tokens that it has;
+the margin follows the measured gap between tokens (latency_estimator.py). A request without tokens ends when its prompt
+cannot be computed in time, as far as steps were measured, and is not admitted then.
 """

@@ -3,10 +3,10 @@
 1. A request that could never fit the KV cache is invalid.
 2. A client has at most `client_limit` live requests, if it has a limit. Each sample of a call is a request. The first
    one is refused unless all of them are within the limit.
-3. A request whose first token would miss its deadline, as far as anything was measured (pace.py), is refused before
-   anything is queued or computed for it.
-4. If the queue is full, the newest request of the client with the most requests is displaced by that of a client with
-   fewer. Otherwise the new request is refused. Both errors carry a time to retry.
+3. A request whose first token would miss its deadline, as far as anything was measured (latency_estimator.py), is
+   refused before anything is queued or computed for it.
+4. If the queue is full, a request of a client with fewer requests displaces the newest request of the client with the
+   most. Otherwise the new request is refused. Both errors carry a time to retry.
 
 A request that an earlier engine had accepted is always accepted.
 """
@@ -22,7 +22,7 @@ from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.deadlines import Dropped
 from npuserve.service.scheduling.fair_queue import FairQueue
-from npuserve.service.scheduling.pace import Pace
+from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Sequence
 
@@ -58,17 +58,17 @@ class Occupancy(NamedTuple):
 
 
 class Admission:
-    """Reads the waiting requests, the block counts and the measured pace of the scheduler. Changes none of them."""
+    """Checks of new requests. Reads the scheduler's queue, block counts and latency estimator; changes none of them."""
 
     def __init__(
         self, queue: FairQueue, samples: SampleGroups, compiling: Mapping[int, Sequence], blocks: BlockManager,
-        pace: Pace, max_num_seqs: int, max_queue: int,
+        estimator: LatencyEstimator, max_num_seqs: int, max_queue: int,
     ):
         self._queue = queue
         self._samples = samples
         self._compiling = compiling
         self._blocks = blocks
-        self._pace = pace
+        self._estimator = estimator
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
 
@@ -87,13 +87,13 @@ class Admission:
             raise QueueFull(
                 f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
                 f"{account.live} requests of this client have not ended{_more(request)}",
-                self._pace.retry_seconds(now, account.live), "client_limit")
+                self._estimator.retry_seconds(now, account.live), "client_limit")
         if request.deadline is not None:
             self._check_deadline(request, request.deadline - now, account, occupancy)
         waiting = len(self._queue) + len(self._samples) + len(self._compiling)
         if occupancy.running + waiting + occupancy.paused < self._max_num_seqs + self._max_queue:
             return None
-        retry = self._pace.retry_seconds(now, occupancy.running)
+        retry = self._estimator.retry_seconds(now, occupancy.running)
         displaced = self._queue.displaced_by(account, chain(self._samples, self._compiling.values()))
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
@@ -118,10 +118,10 @@ class Admission:
 
     def _check_deadline(self, request: Request, left: float, account: Account, occupancy: Occupancy) -> None:
         wait = self._first_token_seconds(request, account, occupancy)
-        if wait + self._pace.margin > max(0.0, left):
+        if wait + self._estimator.margin > max(0.0, left):
             raise DeadlineExceeded(
                 f"deadline: in {max(0.0, left):.3f} s; the first token would take about {wait:.3f} s, and the margin "
-                f"before a deadline is {self._pace.margin:.3f} s")
+                f"before a deadline is {self._estimator.margin:.3f} s")
 
     def _first_token_seconds(self, request: Request, account: Account, occupancy: Occupancy) -> float:
         """Estimate the time to a new request's first token.
@@ -131,16 +131,17 @@ class Admission:
         followers before it, too, and computes only the part of the prompt that it does not share.
         """
         followers, shared = self._samples.sharing(request)
-        pace, running = self._pace, occupancy.running
+        estimator, running = self._estimator, occupancy.running
         known = len(request.prompt_ids) + len(request.output_ids) - shared
-        requests, tokens = self._queue.ahead(account, request.priority, pace.answer_tokens)
+        requests, tokens = self._queue.ahead(account, request.priority, estimator.answer_tokens)
         requests += followers
         counts = self._blocks.counts
         blocks = max(0, counts.free + counts.cached + occupancy.paused_blocks - running)  # one is left to each running
         slots = blocks * self._blocks.block_size
         fitting = min(self._max_num_seqs - running, (requests + 1) * slots / (tokens + known))
-        drain = pace.drain_seconds(max(0.0, requests + 1 - fitting), running)
-        return max(drain, pace.prefill_seconds(tokens + occupancy.prefill_tokens)) + pace.prefill_seconds(known)
+        drain = estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
+        prefill = estimator.prefill_seconds(tokens + occupancy.prefill_tokens)
+        return max(drain, prefill) + estimator.prefill_seconds(known)
 
 
 def _more(request: Request) -> str:

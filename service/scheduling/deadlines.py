@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right, insort
 from typing import NamedTuple
 
 from npuserve.service.errors import DeadlineExceeded, ServeError
-from npuserve.service.scheduling.pace import Pace
+from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.sequence import Sequence
 
 
@@ -24,15 +24,15 @@ class Dropped(NamedTuple):
 class Deadlines:
     """Order in which requests are checked against their deadlines. Sequence owns the deadline itself.
 
-    A request is due `Pace.margin` seconds before the moment that was set for it. The order does not depend on the
-    margin, which may change at any time. Moments and `now` are seconds of the same clock.
+    A request is due `LatencyEstimator.margin` seconds before the moment that was set for it. The order does not depend
+    on the margin, which may change at any time. Moments and `now` are seconds of the same clock.
 
     tokens_in_vain: tokens computed for requests that expired without a generated token.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, estimator: LatencyEstimator) -> None:
         self.tokens_in_vain = 0
-        self._pace = pace
+        self._estimator = estimator
         self._moments: dict[int, tuple[float, Sequence]] = {}
         self._order: list[tuple[float, int]] = []
 
@@ -43,12 +43,12 @@ class Deadlines:
     @property
     def next(self) -> float | None:
         """Latest time for the next call of `Scheduler.expire`; None without deadlines."""
-        return self._order[0][0] - self._pace.margin if self._order else None
+        return self._order[0][0] - self._estimator.margin if self._order else None
 
     def set(self, sequence: Sequence) -> None:
         """Set or replace the moment of a request. One without a deadline has none."""
         self.forget(sequence.id)
-        moment = self._pace.due_moment(sequence)
+        moment = self._estimator.due_moment(sequence)
         if moment < math.inf:
             self._moments[sequence.id] = moment, sequence
             insort(self._order, (moment, sequence.id))
@@ -61,9 +61,9 @@ class Deadlines:
     def late(self, now: float) -> list[Sequence]:
         """Return the requests whose deadlines are due or cannot be met, the earliest first."""
         late: list[Sequence] = []
-        for _, id in self._order[: bisect_right(self._order, (now + self._pace.margin, math.inf))]:
+        for _, id in self._order[: bisect_right(self._order, (now + self._estimator.margin, math.inf))]:
             sequence = self._moments[id][1]
-            if self._pace.last_moment(sequence) > now:
+            if self._estimator.last_moment(sequence) > now:
                 self.set(sequence)  # its first token needs less time now
             else:
                 late.append(sequence)

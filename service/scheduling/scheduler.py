@@ -33,7 +33,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.deadlines import Deadlines, Dropped
 from npuserve.service.scheduling.fair_queue import FairQueue
-from npuserve.service.scheduling.pace import Pace
+from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Progress, Sequence, State
@@ -53,7 +53,7 @@ class Scheduler:
 
     All times are seconds of the clock of Request.arrival.
 
-    preemptions, forced_tokens: number since the start. Forced tokens are those that no step sampled.
+    preemptions, forced_tokens: number since the start. No step sampled a forced token.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache, once per request.
     deadlines, quarantine: of the requests.
     """
@@ -77,10 +77,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
         self._ended: list[int] = []  # not yet reported to the runner
-        self._pace = Pace(max_num_batched_tokens)
-        self.deadlines = Deadlines(self._pace)
+        self._estimator = LatencyEstimator(max_num_batched_tokens)
+        self.deadlines = Deadlines(self._estimator)
         self._admission = Admission(
-            self._queue, self._samples, self._compiling, blocks, self._pace, self._max_num_seqs, max_queue)
+            self._queue, self._samples, self._compiling, blocks, self._estimator, self._max_num_seqs, max_queue)
 
     @property
     def num_running(self) -> int:
@@ -103,7 +103,7 @@ class Scheduler:
     @property
     def expected_seconds(self) -> float:
         """Estimated duration of the oldest step in flight; 0 until a step was measured."""
-        return self._pace.expected_seconds
+        return self._estimator.expected_seconds
 
     def sequence(self, sequence_id: int) -> Sequence:
         """Return a request. KeyError if it has ended."""
@@ -207,14 +207,14 @@ class Scheduler:
             self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
-        self._pace.step_planned(decodes, self._max_num_batched_tokens - plan.budget - decodes, now)
+        self._estimator.step_planned(decodes, self._max_num_batched_tokens - plan.budget - decodes, now)
         return Plan(Step(plan.rows, plan.new, self.take_ended()), plan.dropped, plan.constrained)
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
         """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
         progress: list[Progress] = []
         if step.rows:
-            self._pace.step_applied(now)
+            self._estimator.step_applied(now)
         sequences, register, leaders = self._sequences, self.blocks.register, self._samples.leaders
         for row in step.rows:
             sequence = sequences.get(row.request_id)
@@ -232,7 +232,7 @@ class Scheduler:
             progress.append(made)
             self.forced_tokens += max(0, len(made.token_ids) - 1)
             if made.reason is not None:
-                self._pace.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
+                self._estimator.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
                 self._end(sequence)
             elif made.error is not None:
                 self._end(sequence)
@@ -308,7 +308,7 @@ class Scheduler:
             sequence = self._queue.next(may_run)
             if sequence is None:
                 break
-            if self._pace.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
+            if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
                 continue
             is_new = not sequence.was_admitted

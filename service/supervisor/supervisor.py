@@ -4,8 +4,8 @@
    ends, then the engine (child_process.py). It imports neither grpc nor torch, and never forks. A further process
    downloads a model from the hub. Front ends answer health checks meanwhile; they and the engine then get its folder.
 2. Each child reads one JSON line on stdin, which stays open for orders, and reports events as JSON lines on stdout
-   (ipc/child.py): front ends report their port, all children that they are ready. When the supervisor dies, the kernel
-   kills the children.
+   (ipc/child.py). Front ends report their port, and all children report that they are ready. When the supervisor dies,
+   the kernel kills the children.
 3. A child that dies is restarted after a growing pause (restart_policy.py). The watchdog (watchdog.py) kills a child
    whose main loop sends no heartbeat for hang_seconds, and an engine that reloads for longer than `load_limit`. A
    restarted engine reuses the weights in shared memory if possible (npu/execution/load.py). Exit code 4 is a

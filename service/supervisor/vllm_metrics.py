@@ -3,8 +3,8 @@
 The gauges by which an endpoint picker chooses a server are always on the page, while an engine runs. The others are for
 dashboards and autoscalers made for vLLM (--metrics-vllm-aliases).
 
-Names, types and labels are those of vLLM's V1 engine, and older names if vLLM's dashboards still use them. Labels that
-vLLM does not have are summed over.
+Names, types and labels follow vLLM's V1 engine. Older names are added if vLLM's dashboards still use them. Labels that
+vLLM lacks are summed over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Watchdog of the child processes: kills those that hang, and reports how long the engine has been loading."""
+"""Watchdog of the child processes: kills hanging ones, and reports how long the engine has been loading."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ class ChatTemplate:
         template_args: variables of the template, such as enable_thinking; add_generation_prompt is true by default.
         tools: JSON schemas.
 
-        Raises InvalidField for a key of template_args that is in REFUSED_ARGS or names a token, for a conversation that
-        the template refuses or fails on, for a text above MAX_CHARACTERS, and after MAX_SECONDS.
+        Raises InvalidField for a key of template_args that is in REFUSED_ARGS or names a token, and for a conversation
+        that the template refuses or fails on. Also for a text above MAX_CHARACTERS, and after MAX_SECONDS.
         """
         if not messages:
             raise InvalidField("chat.messages", "must have at least one message")

@@ -25,7 +25,7 @@ class Delta(NamedTuple):
 
     num_tokens: tokens that this part's text covers.
     matched_stop: the stop string that ended the answer.
-    keep: with a matched stop string, number of the answer's tokens up to the one that completed it.
+    keep: with a matched stop string, number of the answer's tokens up to its end.
     boundaries: positions within this part where it could have ended, as (characters, tokens) of this part, ascending.
     """
 

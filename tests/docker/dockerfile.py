@@ -43,7 +43,7 @@ WHOLE_TREE = Instruction("COPY", ". .")
 
 
 def read(file: Path) -> list[list[Instruction]]:
-    """Return the instructions before the first FROM, then those of each stage, its FROM first."""
+    """Return the instructions before the first FROM, then each stage's, its FROM first."""
     text = re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
     stages: list[list[Instruction]] = [[]]

@@ -39,7 +39,7 @@ PRODUCTION: Object = {
 
 
 def completed(presets: tuple[str, ...], values: Object | None = None) -> Object:
-    """Return values with those that the presets require."""
+    """Return `values` with the values that the presets require."""
     return merged(PRODUCTION if "prod" in presets else {}, values or {})
 
 
@@ -114,7 +114,7 @@ def workload(objects: list[Object]) -> Object:
 
 
 def templates(made: Object) -> list[Object]:
-    """Return the templates of a workload's pods: one, or those of the leaders and the workers of groups."""
+    """Return the templates of a workload's pods: one, or two for the leaders and the workers of groups."""
     spec = made["spec"]
     if made["kind"] != "LeaderWorkerSet":
         return [spec["template"]]

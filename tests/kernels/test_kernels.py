@@ -26,7 +26,7 @@ from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.comparison import compare
-from tests.kernels.ways import implementation, ways
+from tests.kernels.variants import implementation, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -41,21 +41,22 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def cases() -> Iterator[Any]:
     for k in KERNELS.values():
-        for way in ways(k):
+        for variant in variants(k):
             for case in k.cases:
-                if way == "cuda" and case.zeros and k.name.startswith("linear"):
+                if variant == "cuda" and case.zeros and k.name.startswith("linear"):
                     continue  # zero points are not supported: see tests/kernels/triton/test_linear.py
+                has_int8_cache = variant.partition("/")[0] in (GOLDEN, "cpu", "cuda")
                 for dtype in k.dtypes:
-                    if not case.benchmark and (not case.int8_cache or way.partition("/")[0] in (GOLDEN, "cpu", "cuda")):
-                        name = f"{k.name}-{way}-{case.name}-{str(dtype).removeprefix('torch.')}"
-                        yield pytest.param(k, way, case, dtype, id=name)
+                    if not case.benchmark and (not case.int8_cache or has_int8_cache):
+                        name = f"{k.name}-{variant}-{case.name}-{str(dtype).removeprefix('torch.')}"
+                        yield pytest.param(k, variant, case, dtype, id=name)
 
 
-@pytest.mark.parametrize(("k", "way", "case", "dtype"), list(cases()))
+@pytest.mark.parametrize(("k", "variant", "case", "dtype"), list(cases()))
 def test_implementation_against_golden_in_float64(
-    k: Kernel[..., Any], way: str, case: Case, dtype: torch.dtype
+    k: Kernel[..., Any], variant: str, case: Case, dtype: torch.dtype
 ) -> None:
-    with implementation(k, way) as made:
+    with implementation(k, variant) as made:
         compare(k, made, case, dtype)
 
 

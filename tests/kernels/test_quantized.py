@@ -21,7 +21,7 @@ from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, scheme_of
 from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
-from tests.kernels.ways import ISAS, implementation, ways
+from tests.kernels.variants import ISAS, implementation, variants
 
 DTYPES = (torch.float32, torch.bfloat16)
 ASYMMETRIC = Scheme(symmetric=False)
@@ -39,20 +39,20 @@ def randint8(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-128, 128, shape, generator=generator(seed), dtype=torch.int8)
 
 
-class Way:
+class Variant:
     """A kernel as one backend or golden function serves it; takes the golden function's arguments."""
 
-    def __init__(self, way: str):
-        self._way = way
+    def __init__(self, variant: str):
+        self._variant = variant
 
     def __call__(self, kernel: Kernel[..., Any], *args: Any) -> Any:
-        with implementation(kernel, self._way) as made:
+        with implementation(kernel, self._variant) as made:
             return made.function(*made.adapt(args))
 
 
-@pytest.fixture(params=ways(quantize))
-def way(request: pytest.FixtureRequest) -> Way:
-    return Way(request.param)
+@pytest.fixture(params=variants(quantize))
+def variant(request: pytest.FixtureRequest) -> Variant:
+    return Variant(request.param)
 
 
 def same(got: Int8, want: Int8) -> bool:
@@ -66,11 +66,11 @@ def same(got: Int8, want: Int8) -> bool:
 @pytest.mark.parametrize("levels", [127.0, 127.5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
-def test_quantize_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, levels: float) -> None:
+def test_quantize_symmetric_formula(variant: Variant, dtype: torch.dtype, hidden: int, levels: float) -> None:
     """Against numpy, which also rounds halves to even."""
     x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     x[3] = 0
-    got = way(quantize, x, Scheme(levels=levels))
+    got = variant(quantize, x, Scheme(levels=levels))
     assert (got.values.dtype, got.scale.dtype, got.zero) == (torch.int8, torch.float32, None)
     wide = x.float().numpy()
     expected = np.abs(wide).max(axis=1) / np.float32(levels)
@@ -82,11 +82,11 @@ def test_quantize_symmetric_formula(way: Way, dtype: torch.dtype, hidden: int, l
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [1, 16, 45, 600])
-def test_quantize_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) -> None:
+def test_quantize_asymmetric_formula(variant: Variant, dtype: torch.dtype, hidden: int) -> None:
     """Rows of both signs, of one sign, and of zeros: 0 stays 0, and the range ends at -128 and 127."""
     x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
-    got = way(quantize, x, ASYMMETRIC)
+    got = variant(quantize, x, ASYMMETRIC)
     assert got.zero.dtype == torch.int32
     wide = x.float().numpy()
     low, high = np.minimum(wide.min(axis=1), 0), np.maximum(wide.max(axis=1), 0)
@@ -104,11 +104,11 @@ def test_quantize_asymmetric_formula(way: Way, dtype: torch.dtype, hidden: int) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero", [None, 0, -128, 127, 9])
-def test_quantize_static_formula(way: Way, dtype: torch.dtype, zero: int | None) -> None:
+def test_quantize_static_formula(variant: Variant, dtype: torch.dtype, zero: int | None) -> None:
     """Numbers outside the range are clamped, to -128 too."""
     x = randn(30, 45).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
     scale = torch.tensor([0.0123])
-    got = way(quantize, x, Scheme(scale, None if zero is None else torch.tensor([zero], dtype=torch.int32)))
+    got = variant(quantize, x, Scheme(scale, None if zero is None else torch.tensor([zero], dtype=torch.int32)))
     assert got.scale.tolist() == scale.tolist() * 30
     assert got.zero is None if zero is None else got.zero.tolist() == [zero] * 30
     values = np.clip(np.rint(x.float().numpy() / scale.numpy()) + (zero or 0), -128, 127)
@@ -116,29 +116,29 @@ def test_quantize_static_formula(way: Way, dtype: torch.dtype, zero: int | None)
     assert (got.values.min(), got.values.max()) == (-128, 127)
 
 
-def test_quantize_against_torch(way: Way) -> None:
-    """torch multiplies by 1 / scale, so halves may round the other way."""
+def test_quantize_against_torch(variant: Variant) -> None:
+    """torch multiplies by 1 / scale, so halves may round in the other direction."""
     x, scale, zero = randn(20, 77), 0.03, 5
-    got = way(quantize, x, Scheme(torch.tensor([scale]), torch.tensor([zero], dtype=torch.int32)))
+    got = variant(quantize, x, Scheme(torch.tensor([scale]), torch.tensor([zero], dtype=torch.int32)))
     theirs = (torch.fake_quantize_per_tensor_affine(x, scale, zero, -128, 127) / scale).round().int() + zero
     assert (got.values.int() - theirs).abs().max() <= 1
     assert (got.values != theirs).float().mean() < 0.01
 
 
-def test_quantize_rounds_halves_to_even_and_keeps_whole_numbers(way: Way) -> None:
+def test_quantize_rounds_halves_to_even_and_keeps_whole_numbers(variant: Variant) -> None:
     x = torch.arange(-127.0, 128)[None]
     halves = x.sign() * (x.abs() - 0.5).clamp(min=0)
-    got = way(quantize, torch.cat([x, halves], dim=1), Scheme(levels=127))
+    got = variant(quantize, torch.cat([x, halves], dim=1), Scheme(levels=127))
     assert got.scale.tolist() == [1.0]
     assert torch.equal(got.values[:, :255].float(), x)
     np.testing.assert_array_equal(got.values[:, 255:].numpy(), np.rint(halves.numpy()).astype(np.int8))
 
 
 @pytest.mark.parametrize("scheme", [DYNAMIC, ASYMMETRIC])
-def test_quantize_of_extremes(way: Way, scheme: Scheme) -> None:
+def test_quantize_of_extremes(variant: Variant, scheme: Scheme) -> None:
     """Numbers too small for a scale become 0 or whole numbers; the largest float does not overflow."""
     x = torch.tensor([[1e-45, 0.0], [-3e-43, 1e-45], [3.4e38, -3.4e38], [0.0, -0.0]])
-    got = way(quantize, x, scheme)
+    got = variant(quantize, x, scheme)
     values = got.values.int() - (0 if got.zero is None else got.zero[:, None])
     assert values.tolist()[2:] == [[127, -128], [0, 0]]
     assert (got.scale > 0).all()
@@ -151,13 +151,15 @@ def test_quantize_of_extremes(way: Way, scheme: Scheme) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("hidden", [1, 16, 77, 1024])
-def test_norms_with_scheme_equal_norm_and_quantize(way: Way, hidden: int, scheme: str, dtype: torch.dtype) -> None:
+def test_norms_with_scheme_equal_norm_and_quantize(
+    variant: Variant, hidden: int, scheme: str, dtype: torch.dtype
+) -> None:
     """Bit for bit."""
     x, residual = randn(2, 19, hidden).to(dtype)
     gamma, s = torch.rand(hidden, generator=generator(1)).add(0.5).to(dtype), scheme_of(scheme, generator(2))
-    assert same(way(rms_norm, x, gamma, 1e-6, s), quantize(way(rms_norm, x, gamma, 1e-6), s))
-    normed, total = way(add_rms_norm, x, residual, gamma, 1e-6)
-    narrow, also = way(add_rms_norm, x, residual, gamma, 1e-6, s)
+    assert same(variant(rms_norm, x, gamma, 1e-6, s), quantize(variant(rms_norm, x, gamma, 1e-6), s))
+    normed, total = variant(add_rms_norm, x, residual, gamma, 1e-6)
+    narrow, also = variant(add_rms_norm, x, residual, gamma, 1e-6, s)
     assert torch.equal(total, also)
     assert same(narrow, quantize(normed, s))
 
@@ -166,14 +168,16 @@ def test_norms_with_scheme_equal_norm_and_quantize(way: Way, hidden: int, scheme
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("half", [3, 16, 80])
 @pytest.mark.parametrize("of_floats", [False, True])
-def test_linear_swiglu_equals_its_parts(way: Way, half: int, scheme: str, dtype: torch.dtype, of_floats: bool) -> None:
+def test_linear_swiglu_equals_its_parts(
+    variant: Variant, half: int, scheme: str, dtype: torch.dtype, of_floats: bool
+) -> None:
     """Bit for bit, also with a weight of floats."""
     x, weight, bias = randn(9, 40).to(dtype), randn(2 * half, 40, seed=1) / 6, randn(2 * half, seed=2).to(dtype)
     s = scheme_of(scheme, generator(3))
     w = weight.to(dtype) if of_floats else int8_weight(weight, dtype)
-    gated = way(linear_swiglu, x, w, bias)
-    assert torch.equal(gated, way(swiglu, way(linear, x, w, bias)))
-    assert same(way(linear_swiglu, x, w, bias, s), quantize(gated, s))
+    gated = variant(linear_swiglu, x, w, bias)
+    assert torch.equal(gated, variant(swiglu, variant(linear, x, w, bias)))
+    assert same(variant(linear_swiglu, x, w, bias, s), quantize(gated, s))
 
 
 # Products
@@ -212,12 +216,12 @@ def exact(x: Int8, weight: Int8Weight) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "k", "n"), [(1, 1, 1), (3, 5, 18), (9, 7, 16), (40, 131, 70), (2, 4096, 33)])
 def test_linear_sums_are_exact_before_scales(
-    way: Way, tokens: int, k: int, n: int, dtype: torch.dtype, zeros: tuple[bool, bool], bias: bool
+    variant: Variant, tokens: int, k: int, n: int, dtype: torch.dtype, zeros: tuple[bool, bool], bias: bool
 ) -> None:
     """Against numpy's int64, within four roundings to float32 (of the sum and of three operations) and one to dtype."""
     x, weight = operands(tokens, k, n, dtype, x_zeros=zeros[0], w_zeros=zeros[1])
     b = randn(n, seed=3).mul(1000).to(dtype) if bias else None
-    got = way(linear, x, weight, b)
+    got = variant(linear, x, weight, b)
     assert got.dtype == dtype
     product = exact(x, weight) * x.scale.double().numpy()[:, None] * weight.scale.double().numpy()
     expected = product + (b.double().numpy() if b is not None else 0)
@@ -228,53 +232,53 @@ def test_linear_sums_are_exact_before_scales(
 
 @pytest.mark.parametrize("rows", [1, 7, 13, 40])
 @pytest.mark.parametrize("k", [2, 3, 64, 1000])
-def test_linear_of_whole_numbers_equals_torch(way: Way, rows: int, k: int) -> None:
+def test_linear_of_whole_numbers_equals_torch(variant: Variant, rows: int, k: int) -> None:
     """All sums are below 2**24, which float32 holds exactly: no tolerance."""
     x, weight = operands(rows, k, 35, torch.float32, unit=True)
     sums = torch._int_mm(torch.cat([x.values, x.values.new_zeros(32, k)]), weight.values.T)[:rows]
-    assert torch.equal(way(linear, x, weight, None).int(), sums)
+    assert torch.equal(variant(linear, x, weight, None).int(), sums)
     x, weight = operands(rows, k, 35, torch.float32, x_zeros=True, w_zeros=True, unit=True)
     wide = (x.values.double() - x.zero[:, None]) @ (weight.values.double() - weight.zero[:, None]).T
-    assert torch.equal(way(linear, x, weight, None), wide.float())
+    assert torch.equal(variant(linear, x, weight, None), wide.float())
 
 
 @given(
     tokens=st.integers(1, 70), k=st.integers(1, 300), n=st.integers(1, 300), seed=st.integers(0, 99),
-    x_zeros=st.booleans(), w_zeros=st.booleans(), dtype=st.sampled_from(DTYPES), name=st.sampled_from(ways(linear)))
+    x_zeros=st.booleans(), w_zeros=st.booleans(), dtype=st.sampled_from(DTYPES), name=st.sampled_from(variants(linear)))
 def test_linear_any_shape_is_near_golden(
     tokens: int, k: int, n: int, seed: int, x_zeros: bool, w_zeros: bool, dtype: torch.dtype, name: str
 ) -> None:
     """Within the roundings of both orders of operations, one of them to dtype."""
     x, weight = operands(tokens, k, n, dtype, x_zeros=x_zeros, w_zeros=w_zeros)
     x = replace(x, values=x.values.roll(seed, 1))
-    got, want = Way(name)(linear, x, weight, None), linear(x, weight, None)
+    got, want = Variant(name)(linear, x, weight, None), linear(x, weight, None)
     torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 2**-21, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_linear_quantizes_floats_by_weight_inputs(way: Way, dtype: torch.dtype, scheme: str) -> None:
+def test_linear_quantizes_floats_by_weight_inputs(variant: Variant, dtype: torch.dtype, scheme: str) -> None:
     x, inputs = randn(9, 40).to(dtype), scheme_of(scheme, generator(1))
     weight = int8_weight(randn(35, 40, seed=1), dtype, inputs)
-    assert torch.equal(way(linear, x, weight, None), way(linear, quantize(x, inputs), weight, None))
+    assert torch.equal(variant(linear, x, weight, None), variant(linear, quantize(x, inputs), weight, None))
 
 
-def test_linear_int8_x_with_float_weight_raises(way: Way) -> None:
+def test_linear_int8_x_with_float_weight_raises(variant: Variant) -> None:
     x, _ = operands(3, 8, 5, torch.float32)
     with pytest.raises(TypeError, match="x is int8, the weight is not"):
-        way(linear, x, randn(5, 8), None)
+        variant(linear, x, randn(5, 8), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 8, 7), (5, 33, 101), (40, 64, 300)])
 def test_linear_argmax_equals_greedy_of_logits(
-    way: Way, rows: int, k: int, n: int, dtype: torch.dtype, bias: bool
+    variant: Variant, rows: int, k: int, n: int, dtype: torch.dtype, bias: bool
 ) -> None:
     x, weight = randn(rows, k).to(dtype), int8_weight(randn(n, k, seed=1), dtype)
     b = randn(n, seed=2).to(dtype) if bias else None
-    logits = way(linear, x, weight, b)
-    assert torch.equal(way(linear_argmax, x, weight, b, n - 3), greedy(logits, n - 3))
+    logits = variant(linear, x, weight, b)
+    assert torch.equal(variant(linear_argmax, x, weight, b, n - 3), greedy(logits, n - 3))
 
 
 # Tables and packed weights
@@ -283,11 +287,11 @@ def test_linear_argmax_equals_greedy_of_logits(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("hidden", [1, 4, 33, 64])
-def test_embedding_equals_rows_in_dtype(way: Way, hidden: int, zeros: bool, dtype: torch.dtype) -> None:
+def test_embedding_equals_rows_in_dtype(variant: Variant, hidden: int, zeros: bool, dtype: torch.dtype) -> None:
     _, table = operands(1, hidden, 70, dtype, w_zeros=zeros)
     ids = torch.tensor([3, 69, 0, 3, 16, 15])
     values = table.values[ids].float() - (table.zero[ids][:, None] if zeros else 0)
-    assert torch.equal(way(embedding, ids, table), (values * table.scale[ids][:, None]).to(dtype))
+    assert torch.equal(variant(embedding, ids, table), (values * table.scale[ids][:, None]).to(dtype))
 
 
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")

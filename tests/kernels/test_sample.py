@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from npuserve.kernels.sample import largest, likeliest, sample
-from tests.kernels.ways import implementation, ways
+from tests.kernels.variants import implementation, variants
 
 Serve = Callable[..., Tensor]
 
@@ -31,7 +31,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator(seed))
 
 
-@pytest.fixture(params=ways(sample))
+@pytest.fixture(params=variants(sample))
 def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
     """The kernel, as each of its implementations."""
     with implementation(sample, request.param) as made:

@@ -34,7 +34,7 @@ def test_uniform_depends_only_on_seed_and_position() -> None:
 
 
 def test_uniform_equals_philox() -> None:
-    """Also those of the native kernels."""
+    """Also with the native kernels."""
     random = np.random.default_rng(0)
     seeds, positions = (random.integers(0, 2**63, 500, dtype=np.uint64) * np.uint64(2) for _ in range(2))
     positions[:100] = np.arange(100)

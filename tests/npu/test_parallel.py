@@ -111,7 +111,7 @@ def test_w8a8_with_static_inputs_equals_one_process(
 
 @pytest.mark.slow
 def test_w8a8_with_dynamic_inputs_is_as_close_to_the_float_model_as_one_process(tmp_path: Path) -> None:
-    """Each rank quantizes its own columns by their own scale, so the numbers differ from those of one process."""
+    """Each rank quantizes its own columns by their own scale, so the numbers differ from one process's."""
     from tests.support.models import random_model, saved, saved_w8a8
 
     reported = [{"temperature": 0.0, "prompt_logprobs": 1}] * len(PROMPTS)

@@ -3,7 +3,7 @@
 First, single prompts are prefilled alone, each several times. Then, for each context and batch size, a batch of
 requests is prefilled to the context, and all its rows decode together. Each step is launched before the previous step
 is collected, except with --no-double-buffering. With --json each line is one object; otherwise the output is a table.
-With --tensor-parallel-size the steps are those of a group of ranks, and bytes and kernels those of rank 0.
+With --tensor-parallel-size a group of ranks runs the steps; bytes and kernels are of rank 0 alone.
 
 With --layers, --lm-head or --dump, the kernels of a step are checked instead: see trace.py.
 """
@@ -106,7 +106,7 @@ def _rows(bench: Bench, args: argparse.Namespace, ceilings: Ceilings | None) -> 
 
 def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
     products = "int8" if bench.runner.config.quantization else bench.runner.dtype_name
-    samples, peak = _beside(lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
+    samples, peak = _measure_with_ceiling(lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
                             lambda: ceilings.peak_of(products) if ceilings else 0.0)
     seconds = statistics.median(samples)
     speed = bench.prefill_operations(tokens) / seconds
@@ -116,7 +116,7 @@ def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
 
 
 def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceilings | None) -> Row:
-    steps, ceiling = _beside(lambda: bench.decode(batch, context, tokens),
+    steps, ceiling = _measure_with_ceiling(lambda: bench.decode(batch, context, tokens),
                              lambda: ceilings.read() if ceilings else 0.0)
     timed = [step for step in steps if step.in_kernels]
     plain = [step for step in steps if not step.in_kernels] or steps
@@ -138,7 +138,7 @@ def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceili
     return row | {"read_ceiling_gbs": ceiling / 1e9, "read_share": None if cached else speed / ceiling}
 
 
-def _beside(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[Any, float]:
+def _measure_with_ceiling(measure: Callable[[], Any], ceiling: Callable[[], float]) -> tuple[Any, float]:
     """Return the measurement, and the best ceiling measured directly before and after it."""
     before = [ceiling() for _ in range(CEILING_PASSES)]
     measured = measure()

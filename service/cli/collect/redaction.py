@@ -27,7 +27,7 @@ _OUTPUT = re.compile(r"\w+(-\d+)? said$")
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
-    """Return the settings; those that are secret are "removed" if they are set."""
+    """Return the settings, with "removed" in place of secrets."""
     found: dict[str, Any] = msgspec.to_builtins(config)
     return {name: REMOVED if name in SECRET_SETTINGS and value else _USER.sub(r"\1removed@", value)
             if isinstance(value, str) else value for name, value in found.items()}

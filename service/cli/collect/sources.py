@@ -22,9 +22,9 @@ from npuserve.service.cli.collect.archive import Part
 
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_ERROR_BYTES = 2000
-"""Of the end of a failed command's stderr."""
+"""Maximum length of the kept end of a failed command's stderr."""
 MAX_LOG_BYTES = 1 << 20
-"""Of the end of one file of CANN's log."""
+"""Maximum length of the kept end of one file of CANN's log."""
 MAX_LOGS_BYTES = 16 << 20
 
 NPU_COMMANDS: dict[str, tuple[str, ...]] = {

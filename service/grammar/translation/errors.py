@@ -8,7 +8,7 @@ class ConstraintError(ValueError):
 
     The client gets INVALID_ARGUMENT with this message.
 
-    field: path of the client's field; "" for that of the whole constraint.
+    field: path of the client's field; "" for the constraint's own field.
     """
 
     def __init__(self, message: str, field: str = ""):

@@ -18,7 +18,7 @@ from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
-from tests.kernels.ways import ISAS
+from tests.kernels.variants import ISAS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 DTYPES = (torch.float32, torch.bfloat16)

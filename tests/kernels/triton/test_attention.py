@@ -152,7 +152,7 @@ def test_grids_depend_on_shapes_and_hold_all_parts(launch: ModuleType) -> None:
         tokens = max(1, sum(queries) + r.choice([0, 0, 3]))
         kv_heads, group = r.choice([1, 2, 8]), r.choice([1, 2, 5])
         config = launch.config(chunks, 128, torch.bfloat16, torch.bfloat16, tokens)
-        made = launch.cut(config, chunks, tokens, rows, kv_heads * group, kv_heads, 128, 32, longest, 132)
+        made = launch.plan_launch(config, chunks, tokens, rows, kv_heads * group, kv_heads, 128, 32, longest, 132)
         c = made.constants
         a_tile = c["BLOCK_M"] // group if chunks else 1
         tiles = [-(-n // a_tile) if (n > 1 if chunks else n == 1) else 0 for n in queries]
@@ -328,7 +328,7 @@ def test_hopper_attention_has_no_spills_and_uses_tensor_cores(launch: ModuleType
     launches = []
     for (q_heads, kv_heads, dim), (chunks, tokens), int8 in chosen:
         config = launch.config(chunks, dim, torch.bfloat16, torch.int8 if int8 else torch.bfloat16, tokens)
-        made = launch.cut(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
+        made = launch.plan_launch(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
         types, scales = caches(int8, "*i32")
         launches.append(Launch(
             "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Kind, Tiles, candidates, choose, reasoned
+from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Kind, Tiles, calculated, candidates, choose
 from tests.kernels.triton.hopper import Compiled, Launch, compiled
 
 SHAPES: tuple[tuple[Kind, int, int], ...] = (
@@ -46,7 +46,7 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
 def own(kind: Kind, name: str, rows: int, n: int, k: int) -> Tiles:
     """Return the tiles of the table, or where it has the library, the tiles that would replace it."""
     size = ITEMSIZES[name]
-    return choose(kind, size, rows, n, k, 132) or reasoned(kind, size, rows, n, k, 132)
+    return choose(kind, size, rows, n, k, 132) or calculated(kind, size, rows, n, k, 132)
 
 
 CASES = {

@@ -55,7 +55,7 @@ SAMPLING = [
 
 
 def mixed(every: int = 2, **more: Any) -> list[Ask]:
-    """Return requests with different sampling, which arrive one after the other. Every so many is constrained."""
+    """Return requests with different sampling, which arrive one after the other. One of `every` is constrained."""
     return [
         Ask(ids_of(3 + 9 * i, i), 7 + i, SamplingParams(seed=i, **({"temperature": 0.0} | sampling | more)), at=i,
             mask=masked(i) if i % every == 0 else None)
@@ -92,7 +92,7 @@ def test_constrained_tokens_depend_on_request_alone(load: Any, kind: str, every:
 
 @EACH_BACKEND
 def test_constrained_rows_leave_other_rows_unchanged(load: Any, kind: str) -> None:
-    """Their tokens and reports are bit-identical, and those of constrained rows are in their masks."""
+    """Other rows' tokens and reports are bit-identical, and constrained rows' tokens are in their masks."""
     runner = load(kind)
     found = []
     for constrained in (False, True):

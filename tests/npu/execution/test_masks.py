@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.masks import Constrained, MaskBuffers, mask_of, restrict
+from npuserve.npu.execution.masks import ConstrainedRow, MaskBuffers, mask_of, restrict
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 100, 128])
@@ -33,10 +33,10 @@ def test_mask_buffers_copy_constrained_rows_only() -> None:
             return super().host_buffer(*shape, dtype=dtype)
 
     buffers = MaskBuffers(20, 100, Counting())
-    assert buffers.fill([Constrained(0, 5, 9)], {}, lambda *_: None) is None
+    assert buffers.fill([ConstrainedRow(0, 5, 9)], {}, lambda *_: None) is None
     assert allocated == []
     seen = []
-    rows = [Constrained(3, 5, 9), Constrained(1, 6, 4), Constrained(19, 7, 1)]
+    rows = [ConstrainedRow(3, 5, 9), ConstrainedRow(1, 6, 4), ConstrainedRow(19, 7, 1)]
     masks = {5: np.full(4, -1, np.int32), 7: np.array([0, 7, 0, 0], np.int32)}
     for turn in range(3):
         staged = buffers.fill(rows, masks, lambda request, position, mask: seen.append((request, position)))

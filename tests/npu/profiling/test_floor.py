@@ -21,7 +21,7 @@ def record(tokens: int, context: int, samples: int) -> StepRecord:
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8])
 def test_bytes_of_steps_are_the_sum_of_each_steps_bytes(cache: torch.dtype) -> None:
-    """They are found from two traces of sums, and equal those of one trace a step."""
+    """Two traces of sums give the same bytes as one trace for each step."""
     model = MetaModel(ModelConfig.from_dict(CONFIG), torch.bfloat16, vocabulary_tile=64, int8_levels=127,
                       cache_dtype=cache)
     steps = [(5, 5, 0), (9, 14, 1), (1, 15, 1), (1, 16, 1)]

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantization import Quantization
-from npuserve.npu.quantize.balance import balance
 from npuserve.npu.quantize.layer import MAPPINGS, Layer, to_int8
+from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
@@ -94,7 +94,7 @@ def test_layer_output_equals_transformers(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-bias", "qwen2", "llama-bias"])
-def test_balance_does_not_change_layer_output(kind, dtype):
+def test_smooth_does_not_change_layer_output(kind, dtype):
     model = outlying(kind, dtype)
     config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
     layer = layer_of(model, config, 1, dtype)
@@ -103,7 +103,7 @@ def test_balance_does_not_change_layer_output(kind, dtype):
     exact = layer.attention(x), layer.mlp(x)
     names = {name for mapping in MAPPINGS for name in (mapping.before, *mapping.after) if name.endswith("proj")}
     hidden = [x.clone()]
-    strengths = balance(layer, hidden, names, strength=0.5)
+    strengths = smooth(layer, hidden, names, strength=0.5)
     assert strengths == dict.fromkeys((mapping.before for mapping in MAPPINGS), 0.5)
     for mapping in MAPPINGS:
         assert not torch.equal(layer.weights[f"{mapping.before}.weight"], before[f"{mapping.before}.weight"])
@@ -115,13 +115,13 @@ def test_balance_does_not_change_layer_output(kind, dtype):
     torch.testing.assert_close(hidden[0], x + layer.mlp(x), rtol=1e-3, atol=1e-2)
 
 
-def test_balance_only_mappings_with_int8_on_both_sides():
+def test_smooth_only_mappings_with_int8_on_both_sides():
     model = outlying("qwen3")
     config = ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
     x = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1))
     layer = layer_of(model, config, 0, BF16)
     before = dict(layer.weights)
-    assert balance(layer, [x], {"self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj"}, 0.5) == {
+    assert smooth(layer, [x], {"self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj"}, 0.5) == {
         "post_attention_layernorm": 0.5}
     changed = {name for name, weight in layer.weights.items() if not torch.equal(weight, before[name])}
     assert changed == {"post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"}
@@ -145,7 +145,7 @@ def test_to_int8_rounds_rows_to_nearest(n, k, seed, size, dtype):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
-    """Without rounded inputs the balanced model equals the model except for the rounding of its weights."""
+    """Without rounded inputs the smoothed model equals the model except for the rounding of its weights."""
     model = outlying(kind)
     folder = saved(model, tmp_path / "model", max_shard_size="20KB")
     (folder / "tokenizer.json").write_text('{"a": "tokenizer"}')
@@ -186,7 +186,7 @@ def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
-def test_balance_reduces_quantization_error(tmp_path, kind):
+def test_smooth_reduces_quantization_error(tmp_path, kind):
     model = outlying(kind)
     folder, ids = saved(model, tmp_path / "model"), sequences(4, seed=1)
     exact, errors = logits(model.float(), ids), {}
@@ -206,7 +206,7 @@ def test_balance_reduces_quantization_error(tmp_path, kind):
         tmp_path / "rounded" / "model.safetensors").read_bytes()
 
 
-def test_balance_search_chooses_strength_only_if_it_helps(tmp_path):
+def test_smooth_search_chooses_strength_only_if_it_helps(tmp_path):
     folder = saved(outlying("llama"), tmp_path / "model")
     strengths = quantize_checkpoint(folder, tmp_path / "out", sequences()).strengths
     assert len(strengths) == 3

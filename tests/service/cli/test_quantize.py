@@ -28,12 +28,12 @@ def test_quantize_built_in_model_has_int8_layers(tmp_path, capsys):
     output = capsys.readouterr().out
     layers = ModelConfig.from_folder(storyteller.FOLDER).num_layers
     assert output.startswith(f"{out}: {7 * layers} of {7 * layers} linear layers in int8, ")
-    assert "balanced after input_layernorm: strength " in output
+    assert "smoothed after input_layernorm: strength " in output
     assert ModelConfig.from_folder(out).quantization
     assert {path.name for path in storyteller.FOLDER.iterdir()} == {path.name for path in out.iterdir()}
 
     assert main(["quantize", "", str(out), "--calibration", "none", "--overwrite"]) == 0
-    assert "balanced" not in capsys.readouterr().out
+    assert "smoothed" not in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -69,8 +69,8 @@ def _file(name: str, content: bytes) -> list[str]:
      'calibration: other.jsonl, line 1: must be an object with a string "text"'),
     (lambda: ["", "out", *_file("bytes.txt", b"\xff\xfe\xff")], "calibration: bytes.txt is not text in UTF-8"),
     (lambda: ["", "out", "--calibration", "absent.txt"], "calibration: absent.txt cannot be read: No such file"),
-    (lambda: ["", "out", "--calibration", "none", "--samples", "2"], "samples: nothing is balanced with"),
-    (lambda: ["", "out", "--calibration", "none", "--smoothing", "0.5"], "smoothing: nothing is balanced with"),
+    (lambda: ["", "out", "--calibration", "none", "--samples", "2"], "samples: nothing is smoothed with"),
+    (lambda: ["", "out", "--calibration", "none", "--smoothing", "0.5"], "smoothing: nothing is smoothed with"),
     (lambda: ["", "out", "--sample-tokens", "60000"], "sample_tokens: 60000 is more than the model's"),
     (lambda: ["", "out", "--ignore", "up_proj", *QUICK], "ignore: 'up_proj' names no linear layer"),
 ])

@@ -57,8 +57,8 @@ class Gate:
             self.blocks, max_num_batched_tokens=64, aging_seconds=10,
             **{"max_num_seqs": 2, "max_queue": 1, **options})
         for _ in range(500):  # the only samples that it has
-            self.scheduler._pace.record_step(0, 1, 9.0)
-        self.scheduler._pace.record_step = lambda *sample: None  # type: ignore[method-assign]
+            self.scheduler._estimator.record_step(0, 1, 9.0)
+        self.scheduler._estimator.record_step = lambda *sample: None  # type: ignore[method-assign]
         self.address = f"{tmp_path}/engine"
         self.engine = Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
@@ -104,7 +104,7 @@ def test_refusals_and_displacements_do_not_wait_for_a_step(tmp_path: Path) -> No
 
 def test_deadlines_do_not_wait_for_a_step(tmp_path: Path) -> None:
     with Gate(tmp_path, max_queue=4) as stuck:
-        stuck.scheduler._pace._light = 0.01
+        stuck.scheduler._estimator._light = 0.01
         stuck.peer.submit(2, [5], 5, deadline=time.monotonic() + 0.2)
         stuck.peer.submit(3, [5], 5, deadline=time.monotonic() - 1)
         ends = stuck.peer.until_end(2, 3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.deadlines import Deadlines
-from npuserve.service.scheduling.pace import MIN_MARGIN_SECONDS, Pace
+from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS, LatencyEstimator
 from npuserve.service.scheduling.sequence import Account, Sequence
 from tests.service.scheduling.reference import answer_alone
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
@@ -19,11 +19,11 @@ from tests.service.scheduling.stepwise import TICK, SchedulerHarness
     changes=st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=30),
     now=st.integers(0, 9), margin=st.integers(0, 3))
 def test_deadlines_match_a_plain_dict(changes: list[tuple[int, int | None]], now: int, margin: int) -> None:
-    pace = Pace(8)
-    pace.token_gap = margin / 2
+    estimator = LatencyEstimator(8)
+    estimator.token_gap = margin / 2
     margin = max(MIN_MARGIN_SECONDS, margin)  # type: ignore[assignment]
     sequences = [Sequence(key, (b"", key), Request("r", [1], 1, 0.0), 1.0, Account("")) for key in range(6)]
-    deadlines, plain = Deadlines(pace), dict[int, int]()
+    deadlines, plain = Deadlines(estimator), dict[int, int]()
     for key, moment in changes:
         if moment is None:
             deadlines.forget(key)
@@ -130,7 +130,7 @@ def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added
         harness.plan()
         harness.now += 0.5
         harness.collect()
-    margin = harness.scheduler._pace.margin
+    margin = harness.scheduler._estimator.margin
     assert margin > 0.9
     assert harness.scheduler.deadlines.next == pytest.approx(deadline - margin)
     harness.settle(harness.scheduler.expire(deadline - margin - TICK))

@@ -254,7 +254,7 @@ def test_queue_full_gives_successive_retry_times() -> None:
             harness.add([1], 40)
         told.append(caught.value.retry_seconds)
     gaps = [b - a for a, b in itertools.pairwise(told)]
-    assert gaps == pytest.approx([harness.scheduler._pace.answer_seconds / 2] * 3)
+    assert gaps == pytest.approx([harness.scheduler._estimator.answer_seconds / 2] * 3)
     harness.finish()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npuserve.service.scheduling.pace import MIN_MARGIN_SECONDS
+from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 
 
@@ -107,8 +107,8 @@ def test_pause_counts_as_queue_time() -> None:
     harness.finish()
     harness.check_answer(slow)
     assert slow.timing.queue >= 50
-    assert harness.scheduler._pace.answer_seconds < 1
-    assert harness.scheduler._pace.token_gap < 1
+    assert harness.scheduler._estimator.answer_seconds < 1
+    assert harness.scheduler._estimator.token_gap < 1
 
 
 def test_paused_request_expires() -> None:

@@ -1,4 +1,4 @@
-"""Balance of decoder layers: moves the quantization error of inputs into the weights without changing the outputs.
+"""Smoothing of decoder layers: moves the quantization error of inputs into the weights without changing the outputs.
 
 SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): a product x W^T does not change if x_j is divided by s_j and column
 W_j is multiplied by it. The division is folded into the layer that produces x:
@@ -31,7 +31,7 @@ MAX_SEARCH_SEQUENCES = 2
 
 
 @torch.inference_mode()
-def balance(
+def smooth(
     layer: Layer, hidden: list[Tensor], int8: Set[str], strength: float | None = None
 ) -> dict[str, float]:
     """Fold factors into the layer for each mapping whose `after`, and `before` unless it is a norm, are in `int8`.

@@ -1,4 +1,4 @@
-"""Ways to serve a kernel here: its golden function and its implementations, C++ ones on every instruction set.
+"""Variants of a kernel that run here: its golden function and its implementations, C++ ones on every instruction set.
 
 test_ascend.py tests the implementations for Ascend, since an emulated device belongs to one process.
 """
@@ -15,15 +15,15 @@ from npuserve.kernels.registry import GOLDEN, Implementation, Kernel
 ISAS = native.library().isas if native.available() else []
 
 
-def ways(kernel: Kernel[..., Any]) -> list[str]:
+def variants(kernel: Kernel[..., Any]) -> list[str]:
     """Return "golden", "cpu/avx2" and so on; other backends by their name."""
     made = [f"cpu/{isa}" for isa in ISAS] if "cpu" in kernel.implementations else []
     return [GOLDEN, *made, *(label for label in kernel.implementations if label not in ("cpu", ascend.LABEL))]
 
 
 @contextmanager
-def implementation(kernel: Kernel[..., Any], way: str) -> Iterator[Implementation[..., Any]]:
+def implementation(kernel: Kernel[..., Any], variant: str) -> Iterator[Implementation[..., Any]]:
     """Yield the implementation, valid inside the context only."""
-    label, _, isa = way.partition("/")
+    label, _, isa = variant.partition("/")
     with native.using(isa) if isa else nullcontext():
         yield Implementation(kernel.golden) if label == GOLDEN else kernel.implementations[label]

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a real server under load and an engine's death: 20 s of bench/reliability/watched.py."""
+"""A real Prometheus beside a real server under load and an engine's death: 20 s of bench/reliability/monitoring.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.benches import BENCH
 @pytest.mark.skipif(not (shutil.which("prometheus") and shutil.which("promtool")), reason="no Prometheus")
 def test_every_panel_has_data_and_no_counter_goes_back(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, BENCH / "reliability" / "watched.py", "--seconds", "20", "--pictures", tmp_path,
+    command = [sys.executable, BENCH / "reliability" / "monitoring.py", "--seconds", "20", "--pictures", tmp_path,
                "--json", tmp_path / "verdict.json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ class _PlannedStep(NamedTuple):
     prompts: int
 
 
-class Pace:
+class LatencyEstimator:
     """Moving averages of how long steps and answers take. Times are seconds.
 
     budget: maximum number of tokens in a step.

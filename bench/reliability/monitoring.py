@@ -1,6 +1,6 @@
 """Metrics, dashboards and alert rules, checked by a Prometheus that scrapes a server under load.
 
-    python bench/reliability/watched.py [MODEL] [--seconds 600] [--trace FILE] [--pictures FOLDER] [--json FILE]
+    python bench/reliability/monitoring.py [MODEL] [--seconds 600] [--trace FILE] [--pictures FOLDER] [--json FILE]
         [-- FLAGS]
 
 Starts `npuserve serve` with two front ends, and a Prometheus (Debian's package, or --prometheus) that scrapes it and
