@@ -146,19 +146,19 @@ def _(
 
 
 def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Map negative slots to the first slot of one added block."""
+    """Map each negative slot to a slot of its own in added blocks, as many as hold all tokens."""
     *others, slots, keys, values, heads = args
+    size, padding = block_size(keys), len(keys) * block_size(keys)
 
     def grown(cache: Tensor) -> Tensor:
-        return torch.cat([cache, torch.zeros_like(cache[:1])])
+        return torch.cat([cache, cache.new_zeros(-(-len(slots) // size), *cache.shape[1:])])
 
     def on_device(cache: Cache) -> Cache:
         if isinstance(cache, Int8):
             return ascend.by_head(Int8(grown(cache.values), grown(cache.scale)))
         return ascend.padded(grown(cache), ascend.cached_head_dim(cache.shape[-1]))
 
-    padding = len(keys) * block_size(keys)
-    slots = slots.masked_fill(slots < 0, padding)
+    slots = torch.where(slots < 0, padding + torch.arange(len(slots)), slots)
     return ascend.to_device((*others, slots, on_device(keys), on_device(values), heads))
 
 
@@ -168,11 +168,12 @@ def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     head_dim = args[4].shape[1]
 
     def as_given(cache: Cache) -> Cache:
-        if isinstance(cache, Int8):
-            made = ascend.by_token(cache)
+        made = ascend.by_token(cache) if isinstance(cache, Int8) else cache
+        kept = len(made) - -(-len(slots) // block_size(made))
+        if isinstance(made, Int8):
             scale = torch.where(made.scale > 0, rounded_up(made.scale), 1.0)
-            return Int8(made.values[:-1, ..., :head_dim], scale[:-1])
-        return cache[:-1, ..., :head_dim]
+            return Int8(made.values[:kept, ..., :head_dim], scale[:kept])
+        return made[:kept, ..., :head_dim]
 
     keys, values = as_given(keys), as_given(values)
     return *others, slots.masked_fill(slots >= len(keys) * block_size(keys), -1), keys, values, heads

@@ -119,8 +119,6 @@ class Backend(ABC):
     kernels: label of its kernel implementations in the registry.
     deterministic: a row's numbers depend neither on the batch nor on chunking.
     threads: host threads for the device's work.
-    padding_blocks: extra KV-cache blocks that no request gets; 0 if captured steps need no padding. The padding rows of
-        a captured batch write to the first one.
     decode_buckets: row counts of the captured decode steps; () for the device's own choice.
     host_lengths: attention reads lengths from the host. A step captured for any batch then has a fixed number of rows;
         one more row than a batch can have takes the padding tokens.
@@ -148,7 +146,6 @@ class Backend(ABC):
     int8_cache: ClassVar[bool] = False
     int8_zeros: ClassVar[bool] = False
     block_multiple: int = 1
-    padding_blocks: int = 0
     host_lengths: bool = False
     capture_mode: CaptureMode = "auto"
     capture_chunks: bool = True
@@ -169,6 +166,11 @@ class Backend(ABC):
 
     def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
         self.place = place
+
+    @property
+    def padding_blocks(self) -> int:
+        """Extra KV-cache blocks that no request gets, for the padding of captured steps; 0 if they need no padding."""
+        return 0
 
     @classmethod
     @abstractmethod

@@ -79,7 +79,6 @@ class StreamBackend(Backend):
     streams: the module; its device must be set and available.
     """
 
-    padding_blocks = 1
     pinned = True
     """Host buffers are allocated in pinned memory."""
 

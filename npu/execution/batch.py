@@ -116,12 +116,13 @@ class Staged:
 class BatchBuffers:
     """Memory for steps of at most max_tokens tokens, max_rows rows and max_blocks blocks per row.
 
-    padding_block: KV-cache block that padding rows write, of which there are at most max_rows; None if no batch is
-    padded.
+    padding_block: first of the `Backend.padding_blocks` blocks at the end of the KV cache, which padding rows and
+        tokens write; None if no batch is padded. Each has a slot of its own if the blocks have as many.
     vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
-    last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`.
+    last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`. This padding
+    writes to any slots of the cache, since captures of all sizes precede the first request.
     """
 
     def __init__(
@@ -134,6 +135,8 @@ class BatchBuffers:
         self._padding = padding_block or 0
         more = 0 if padding_block is None else max_rows
         tokens, rows = max_tokens + more, max_rows + more
+        slots, first = max(1, backend.padding_blocks) * block_size, self._padding * block_size
+        self._padding_slots = first + np.arange(tokens) % slots
         sections: dict[str, tuple[int, torch.dtype]] = {
             "ids": (tokens, torch.int64), "positions": (tokens, torch.int64), "slots": (tokens, torch.int64),
             "sample_tokens": (rows, torch.int64), "contexts": (rows, torch.int32),
@@ -164,7 +167,7 @@ class BatchBuffers:
         self._written = [(0, 0)] * rows
         self._hosts[0][: self._fixed].zero_()
         self._pad(self._at[0], 0, 0, rows)
-        self._at[0]["slots"][:] = self._padding * block_size
+        self._at[0]["slots"][:] = first + slots - 1 - np.arange(tokens) % (first + slots)
         if self._vocabulary:
             self.host_sampling(max_rows).clear()
         self._device[: self._fixed].copy_(self._hosts[0][: self._fixed])
@@ -186,9 +189,9 @@ class BatchBuffers:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the largest step that the buffers can hold."""
+        """Tokens of the largest step that the buffers and the cache can hold."""
         most, rows, blocks = self._limits
-        return min(most, rows * blocks * self._block_size)
+        return min(most, (min(rows * blocks, self._padding) if self._padding else rows * blocks) * self._block_size)
 
     def tokens(self, tokens: int) -> Batch:
         """Return the batch of `tokens` tokens of any rows.
@@ -229,7 +232,7 @@ class BatchBuffers:
         at, rows, beyond = self._at[self._turn], len(part.rows), slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0
         if self._host_lengths:
-            at["slots"][beyond] = self._padding * self._block_size
+            at["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
             at["sample_tokens"][len(part.samples) : self._limits[1]] = 0
             more = self._limits[1] - rows
             part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
@@ -327,11 +330,11 @@ class BatchBuffers:
     def _pad(self, at: dict[str, Array], first: int, begin: int, end: int) -> None:
         """Make rows [begin, end) of the part at `first` padding of one token each.
 
-        Their results are not read, and they write to the padding block. The rows before them have one token each.
+        Their results are not read, and they write to the padding blocks. The rows before them have one token each.
         """
         rows = slice(first + begin, first + end)
         at["ids"][rows] = at["positions"][rows] = 0
-        at["slots"][rows] = self._padding * self._block_size
+        at["slots"][rows] = self._padding_slots[: end - begin]
         at["contexts"][rows] = 1
         at["sample_tokens"][rows] = np.arange(begin, end)
         at["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)

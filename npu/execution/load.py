@@ -80,7 +80,8 @@ def load_runner(
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
-    device, host = _devices(backend, emulate, prefill_device, threads, decode_buckets, int8_levels, group)
+    buckets = [rows for rows in decode_buckets if rows <= max_num_seqs] or [max_num_seqs] if decode_buckets else ()
+    device, host = _devices(backend, emulate, prefill_device, threads, buckets, int8_levels, group)
     device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
     _preflight(device, group.size if group else 1)
     config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(

@@ -13,6 +13,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ HCCL_BUFFER_MIB = 200
 """Default of HCCL_BUFFSIZE."""
 
 TOKEN_BUCKET = 64
-"""Tokens between the buckets of captured steps with chunks. The padding of a step fits into one KV-cache block."""
+"""Tokens between the buckets of captured steps with chunks."""
 
 
 class FetchedAfterLengths:
@@ -125,6 +126,15 @@ class AscendBackend(StreamBackend):
         except OSError:
             return acl_errors.advice(ImportError("libascendcl.so: cannot open shared object file"))
         return ""
+
+    @property
+    def padding_blocks(self) -> int:
+        """Blocks with a slot for each padding row of a step: npu_scatter_pa_kv_cache takes no slot twice.
+
+        The default buckets, of rows and of tokens, leave less than one block of padding.
+        """
+        most = max((high - low - 1 for low, high in pairwise([0, *sorted(self.decode_buckets)])), default=0)
+        return max(1, -(-most // self.block_size))
 
     def bind_threads(self) -> str:
         return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.place[0])

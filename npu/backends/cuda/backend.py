@@ -55,6 +55,7 @@ class CudaBackend(StreamBackend):
     vocabulary_tile = 128
     block_size = 32
     block_multiple = 16
+    padding_blocks = 1
     int8_cache = True
     sampling_bytes = 8
     compiles = True

@@ -27,6 +27,7 @@ const Rule kNz(kOp, "scatter.nz_shape",
                "aclnnScatterPaKvCache.md, scenario 1");
 
 const Rule kRange(kOp, "scatter.range", "a slot is within the cache, from 0", kDoc);
+const Rule kDistinct(kOp, "scatter.distinct", "no slot is given twice", kDoc);
 
 void check_cache(const at::Tensor &x, const aclTensor *cache, bool nz) {
   const auto &s = cache->sizes;
@@ -92,6 +93,9 @@ OP(aclnnScatterPaKvCache, const aclTensor *key, const aclTensor *key_cache, cons
           const auto given = slot.item<int64_t>();
           require(kRange, given >= 0 && given < end, std::to_string(given) + " of " + std::to_string(end));
         }
+      const auto distinct = std::get<0>(at::_unique(at_slots, /*sorted=*/false)).numel();
+      require(kDistinct, distinct == at_slots.numel(),
+              std::to_string(distinct) + " slots for " + std::to_string(at_slots.numel()) + " tokens");
       scatter(k, k_cache, at_slots, nz);
       scatter(v, v_cache, at_slots, nz);
     };

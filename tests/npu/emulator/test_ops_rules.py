@@ -14,8 +14,8 @@ from tests.npu.emulator.child import emulated
 from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
 from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
-BREAKING = ("scatter.range", "scatternd.range", "ropecache.range", "dequantswiglu.count", "topktopp.p_range",
-            "topktopp.k_range")
+BREAKING = ("scatter.range", "scatter.distinct", "scatternd.range", "ropecache.range", "dequantswiglu.count",
+            "topktopp.p_range", "topktopp.k_range")
 """Constraints that the stream reports, which breaks it."""
 
 

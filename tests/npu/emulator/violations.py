@@ -284,6 +284,7 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
         lambda: scatter(cache_mode="PA_NZ", key=on(2, 1, 24), cache=on(3, 1, 16, 16)),
     ],
     "scatter.range": [lambda: (scatter(slots=whole(0, -1)), torch.npu.synchronize())],
+    "scatter.distinct": [lambda: (scatter(slots=whole(1, 1)), torch.npu.synchronize())],
     "nz.rank": [lambda: direct("aclnnNpuFormatCast", on(64), on(64))],
     "nz.dtype": [lambda: direct("aclnnNpuFormatCast", on(4, 4, dtype=torch.bool), on(4, 4, dtype=torch.bool))],
     "nz.format": [lambda: direct("aclnnNpuFormatCast", on(4, 4), on(4, 4))],

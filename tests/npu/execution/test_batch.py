@@ -8,6 +8,7 @@ import torch
 
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.backends import select
+from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, make_batch, phase_of
 from npuserve.npu.step import PENDING, Row
 
@@ -171,7 +172,7 @@ def test_fill_padded_decodes_with_chunks_equal_single_parts():
         padding = slice(count, size)
         assert set(whole.ids[padding].tolist()) <= {0}
         assert set(whole.positions[padding].tolist()) <= {0}
-        assert set(whole.slot_mapping[padding].tolist()) <= {300 * 16}
+        assert whole.slot_mapping[padding].tolist() == [300 * 16 + i for i in range(size - count)]
         assert set(whole.attention.context_lens[padding].tolist()) <= {1}
         assert set(whole.attention.block_tables[padding, 0].tolist()) <= {300}
         assert whole.attention.cu_seqlens_q.tolist() == list(range(size + 1)) == part.cu_seqlens
@@ -182,7 +183,7 @@ def test_buffers_initially_hold_padding():
     buffers = BatchBuffers(20, 3, 2, 16, 9, CPU)
     whole = buffers.decode(3)
     assert whole.ids.tolist() == whole.positions.tolist() == [0, 0, 0]
-    assert whole.slot_mapping.tolist() == [144] * 3
+    assert whole.slot_mapping.tolist() == [159, 158, 157]
     assert whole.attention.context_lens.tolist() == whole.attention.host_context_lens == [1] * 3
     assert whole.attention.cu_seqlens_q.tolist() == whole.attention.host_cu_seqlens_q == [0, 1, 2, 3]
     assert whole.attention.block_tables.tolist() == [[9, 9]] * 3
@@ -207,6 +208,28 @@ def test_fill_beyond_limits_is_refused(rows):
     buffers.fill([([Row(0, [1], 31, [0, 1], True)] * 2, 2)])
     with pytest.raises(ValueError, match="while the buffers hold at most 4, 2, 2"):
         buffers.fill([(rows, len(rows))])
+
+
+class Padded(CpuBackend):
+    """Backend with attention that reads lengths from the host, as on Ascend."""
+
+    padding_blocks = 2
+    host_lengths = True
+
+
+def test_padding_rows_and_tokens_have_distinct_slots():
+    """Padding writes to all padding blocks in turn. The first batch, for captures, uses the slots of the cache."""
+    buffers = BatchBuffers(60, 40, 4, 16, 3, Padded())
+    assert buffers.most_tokens == 48
+    assert sorted(buffers.tokens(60).slot_mapping.tolist()) == list(range(20, 80))
+    ((part, _),) = filled(buffers, ([Row(i, [1], 15, [i], True) for i in range(2)], 34))
+    assert buffers.decode(34).slot_mapping.tolist() == [15, 31, *range(48, 80)]
+    assert part.padded == 34
+
+    staged = buffers.fill([([Row(0, [1, 2], 15, [0, 2], True)], 1)])
+    buffers.pad(staged.parts[0], 30)
+    staged.upload()
+    assert buffers.tokens(30).slot_mapping.tolist() == [15, 32, *range(48, 76)]
 
 
 def test_pad_adds_tokens_and_rows_without_effect():

@@ -24,7 +24,7 @@ from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
-from tests.npu.backends.small import GREEDY, answers, asks, saved
+from tests.npu.backends.small import GREEDY, Ask, answers, asks, saved
 from tests.npu.emulator.child import emulated, missing, run
 
 RELAX = ("fp32",)
@@ -137,6 +137,24 @@ def test_ascend_steady_step_is_one_replay_without_blocking(tmp_path: Path) -> No
         "aclmdlRICaptureTaskUpdateBegin", "aclnnFusedInferAttentionScoreV3GetWorkspaceSize",
         "aclnnFusedInferAttentionScoreV3", "aclmdlRICaptureTaskUpdateEnd", "aclrtValueWrite"), LAYERS)}
     runner.collect(flying)
+
+
+@emulated(relax=RELAX)
+def test_ascend_padding_beyond_a_block_has_distinct_slots(tmp_path: Path) -> None:
+    """197 padding rows beside 3, and 62 padding tokens in the largest captured chunk: the emulator refuses a slot that
+    is given twice."""
+    saved(tmp_path)
+    prompts = [[(7 * i + 3 * j) % 90 for j in range(length)] for i, length in enumerate((450, 3, 40))]
+    wide = {"max_num_seqs": 200, "max_num_batched_tokens": 512}
+    npu = load(tmp_path, decode_buckets=(200, 65536), **wide)
+    assert npu.backend.padding_blocks == 2
+    assert len(npu._cache.tensors[0]) == npu.num_blocks + 2
+    assert npu._dispatch.mixed is not None
+    assert npu._dispatch.mixed.largest == 512
+    found = [answers(runner, [Ask(prompt, 4, at=i) for i, prompt in enumerate(prompts)], chunk=450)[0]
+             for runner in (npu, load(tmp_path, "cpu", block_size=128, threads=1, **wide))]
+    npu.backend.synchronize()
+    assert found[0] == found[1]
 
 
 @emulated(relax=RELAX)
@@ -313,6 +331,9 @@ def test_ascend_properties(tmp_path: Path) -> None:
     backend = started()
     assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("npu", "ascend", "emulated", False)
     assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (128, 128, 1)
+    for buckets, blocks in (((1, 130), 1), ((4, 134), 2), ((512,), 4), ((1, 4, 16, 64, 256), 2)):
+        backend.decode_buckets = buckets
+        assert backend.padding_blocks == blocks
     assert backend.cache_shapes(5, 128, 2, 64, torch.bfloat16) == ((5, 128, 2, 128),) * 2
     free = backend.memory_available()
     held = backend.empty((32 << 20,), torch.uint8)
