@@ -126,7 +126,7 @@ class Backend(ABC):
     capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
     shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
     collectives: backend of torch.distributed that communicates the device's tensors between ranks; "" for one rank.
-    reduces: that library adds the ranks' tensors, in place; False if the kernels gather and add them.
+    reduces: it also adds the ranks' tensors, in place; False if the kernels gather and add them.
     place: number of this rank among those of this machine, from 0, and number of them. Each has a device of its own
         where they share no memory: the one with the rank's number among the visible ones.
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
@@ -362,9 +362,8 @@ class Backend(ABC):
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         """Copy a device tensor to a `host_buffer` of its shape and dtype. Call it within enqueued work.
 
-        The copy holds the value that the tensor has after all work queued so far. Work queued later may overwrite or
-        free the tensor, and waits no longer than that requires. Copies complete in order: the returned event covers all
-        copies up to this one.
+        The copy holds the tensor's value after all work queued so far. Later work may overwrite or free the tensor.
+        Copies complete in order: the returned event covers all copies up to this one.
         """
 
     @abstractmethod
@@ -372,8 +371,7 @@ class Backend(ABC):
         """Start a time span on the device's clock."""
 
     def take_lengths_lags(self) -> Sequence[float]:
-        """Return the seconds from the launch of each replay to the end of the update of its lengths, since the last
-        call; () where captured steps read their lengths on the device. Call it from one thread."""
+        """Return the seconds from each replay's launch to the end of its update of lengths, since the last call."""
         return ()
 
     @abstractmethod
@@ -381,8 +379,7 @@ class Backend(ABC):
         """Block until all queued work is complete."""
 
     def profiler(self, folder: Path) -> DeviceProfiler | None:
-        """Start the device's profiler once all queued work is complete; None if there is none, and the runner times the
-        kernels itself.
+        """Start the device's profiler once all queued work is complete. None: the runner times the kernels itself.
 
         folder: an empty folder for its files.
 
