@@ -179,7 +179,7 @@ struct Test {
     std::vector<std::string> kernels;
     void (*run)();
 };
-std::vector<Test> product_tests(), compact_tests(), cache_tests(), row_tests(), vocabulary_tests();
+std::vector<Test> product_tests(), compact_tests(), cache_tests(), row_tests(), vocabulary_tests(), rank_tests();
 
 // [N, K] in the form of the products: panels of 16 rows, words of 32 bits.
 template <class T>
