@@ -16,6 +16,7 @@ from npuserve.service.cli.collect import redaction, sources
 from npuserve.service.cli.collect.archive import Archive, Part
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
+from tests.e2e.processes import until
 from tests.e2e.server import request, serving
 from tests.npu.emulator.child import missing
 
@@ -227,7 +228,7 @@ def test_collect_of_a_server_on_the_emulated_npu_holds_no_prompt(
         wrong.sampling.temperature = -1
         with pytest.raises(Exception, match="temperature"):
             server.stub.Generate(wrong, timeout=60)
-        assert marker in server.log
+        until(lambda: marker in server.log, server)  # lines go through a queue
         log = tmp_path / "server.log"
         log.write_text(server.log)
         path = tmp_path / "a.tar.gz"
