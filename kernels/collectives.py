@@ -45,16 +45,20 @@ about 8 µs there. Neither was measured here.
 class Ranks:
     """Group of the processes that compute a model together, as one of them sees it.
 
-    rank, size: number of this process, from 0, and of all.
-    gather: returns the tensors of all ranks in their order, [size, ...]. All ranks call it in the same order with equal
-        shapes. On a device it queues work and does not block the host, so that a graph may contain it.
-    exchange: divides x into `size` equal parts of its numbers, and returns this rank's part of each rank's x, in their
-        order: [size, numbers of x / size]. Otherwise as `gather`.
-    reduce: returns the sum of the ranks' x as the device's library adds them, and may overwrite x. Otherwise as
-        `gather`.
+    rank: number of this process, from 0.
+    size: number of processes.
+
+    All ranks call the three collectives in the same order, with equal shapes. On a device they queue work and do not
+    block the host, so that a graph may contain them.
+
+    gather: returns the tensors of all ranks in rank order, [size, ...].
+    exchange: divides the numbers of x into `size` equal parts. Returns this rank's part of each rank's x, in rank
+        order: [size, numbers of x / size].
+    reduce: returns the sum of the ranks' x as the device's library adds them. May overwrite x.
+
     region: [RANK_LINE_BYTES * size + 2 * size * capacity] uint8, zeroed memory that all ranks map, for the native
-        kernels (native/rows/ranks.cpp); None if they call `gather`.
-    capacity: bytes of a rank's slot in the region, which bounds a tensor.
+        kernels (native/rows/ranks.cpp). None: the kernels call `gather`.
+    capacity: bytes of a rank's slot in the region, the maximum of a tensor.
     """
 
     rank: int = 0

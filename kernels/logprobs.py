@@ -25,6 +25,7 @@ def logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> tuple[Tens
 
     ids: [R] int64.
     n: number of most likely tokens, 0 to `vocabulary`.
+
     logprob: [R] float32, the natural logarithm of the probability of `ids`.
     rank: [R] int64, 1 + the number of strictly larger logits.
     top_ids, top_logprobs: [R, n] int64 and float32, the most likely first.

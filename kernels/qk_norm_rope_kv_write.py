@@ -80,6 +80,7 @@ def qk_norm_rope_kv_write(
     qkv: [T, (Hq + 2 Hkv) D].
     q_gamma, k_gamma: [D], or None for models without this norm.
     cos_sin: [P, D] float32, cosines in the first half.
+
     positions: [T] int64 below P.
     slot_mapping: [T] int64, block * block_size + offset, each at most once. Negative slots are not written.
     k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place. For an int8 cache, `quantize_heads`
@@ -194,11 +195,11 @@ def _(
 ) -> Tensor:
     """Launch one Triton kernel where there is one, else the operators of torch_npu.
 
-    The operators round cosines and sines to qkv's dtype, as transformers does. They are five for one token. For more,
-    the values are copied to be contiguous, and each norm covers all heads: npu_mrope reads the heads of its argument in
-    place, by the stride of the rows
-    (https://gitcode.com/cann/ops-transformer/blob/master/posembedding/rope_with_sin_cos_cache/op_host/op_api/aclnn_rope_with_sin_cos_cache.cpp),
-    where any other operator copies them first.
+    The operators round cosines and sines to qkv's dtype, as transformers does. One token takes five operators. For more
+    tokens the values are copied to be contiguous, and each norm covers all heads. Only npu_mrope reads the heads of its
+    argument in place, by the stride of the rows
+    (https://gitcode.com/cann/ops-transformer/blob/master/posembedding/rope_with_sin_cos_cache/op_host/op_api/aclnn_rope_with_sin_cos_cache.cpp).
+    Any other operator copies them first.
 
     slot_mapping: not negative. Values to discard are written to a block that no request reads.
     k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], or int8 as by `ascend.by_head`.

@@ -37,11 +37,14 @@ class Case:
 
     make: builds the kernel's arguments on the CPU from a CPU generator and the dtype of activations and weights.
     benchmark: for timing, at a real model's size; too large for the tests.
-    head_dim: size of its attention heads; 0 without heads. Some devices support only some sizes.
-    int8_cache: its KV cache is int8, which some devices lack.
-    zeros: its int8 numbers have zero points, which some devices lack.
     tolerance: maximum error of implementations that compute in lower precision than the dtype. 0 allows a few roundings
         of the dtype.
+
+    Some devices lack what a case needs:
+
+    head_dim: size of its attention heads; 0 without heads.
+    int8_cache: its KV cache is int8.
+    zeros: its int8 numbers have zero points.
     """
 
     name: str
@@ -189,7 +192,7 @@ class Timings:
     def add(self, calls: Sequence[tuple[str, float]], begin: float = 0.0) -> None:
         """Add (kernel, seconds) of calls that were timed elsewhere and ran one after the other.
 
-        begin: of the first call, of time.perf_counter.
+        begin: start of the first call, in seconds of time.perf_counter.
         """
         for name, seconds in calls:
             self.spans.append((name, KnownSpan(seconds, begin)))
@@ -210,6 +213,7 @@ class KernelSet:
 
     labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
     fallbacks: kernels served by their golden functions.
+
     observe: called for each call of a timed step.
     start: begins a span on the backend's clock.
 

@@ -53,6 +53,7 @@ def sample(
     top_k: [R] int64, off below 1; or int32 from 1 on, off at `vocabulary`.
     top_p: [R] float32 in (0, 1], off at 1.
     min_p: [R] float32 in [0, 1], off at 0.
+
     uniform: [R] float64 in [0, 1).
     cut: False if top_k and top_p are known to be off in all rows, so that a device need not check.
 

@@ -37,9 +37,10 @@ POLL_SECONDS = 0.05
 class Group:
     """Group of ranks, as one of them sees it.
 
-    rank, size: number of this process, from 0, and of all.
-    store: where the ranks meet; `serve` and `join` make one.
-    memory: descriptor of an empty file in memory that all ranks share; -1 if they share none.
+    rank: number of this process, from 0.
+    size: number of ranks.
+    store: store of torch.distributed, by which the ranks find each other. `serve` and `join` make one.
+    memory: descriptor of an empty file in memory that all ranks share; -1 for no such file.
     local: number of ranks of each host; 0 for all. Ranks of a host have consecutive numbers.
     """
 
@@ -76,12 +77,12 @@ class Group:
     def ranks(
         self, library: str, device: torch.device, capacity: int, *, shared: bool, reduces: bool = False
     ) -> Ranks:
-        """Return the group for kernels, whose buffers on the device are allocated. All ranks call it together.
+        """Return the group for kernels, with its buffers on the device allocated. All ranks call it together.
 
         library: backend of torch.distributed that communicates tensors of `device`.
         capacity: bytes of the largest tensor that a rank communicates.
-        shared: the kernels can communicate through the memory that all ranks share.
-        reduces: the kernels add by the library (`Backend.reduces`).
+        shared: the kernels can communicate through `memory`.
+        reduces: see `Backend.reduces`.
         """
         kernels = dist.new_group(backend=library, timeout=WAIT)  # of the thread that runs the kernels
         gather, exchange = (partial(move, kernels, self.size) for move in (_gather, _exchange))

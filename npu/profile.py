@@ -32,9 +32,10 @@ class KernelRow(msgspec.Struct, frozen=True, array_like=True):
 class ProfileSummary(msgspec.Struct, frozen=True, array_like=True):
     """A profile that has ended.
 
-    name: of the profile.
+    name: name of the profile.
     path: file of the trace on the server; "" if the profile has no step.
     nbytes: size of the file.
+
     steps: number of recorded steps.
     layers: layers of the model.
     seconds: from the start to the end of the profile.

@@ -14,7 +14,7 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling parameters of a request. The servicer has checked them against the ranges in the proto.
 
-    seed: 64 bits. The front end draws a seed if the client sent none. The request can then be continued.
+    seed: 64 bits. The front end draws a seed if the client sent none, so that the request can be continued.
     ending_ids: tokens that may not be sampled before `min_tokens` tokens were generated.
     logprobs, prompt_logprobs: number of most likely tokens to report beside the sampled one; None for no report.
     """
@@ -118,6 +118,7 @@ class StepResult:
     logprobs: report of the sampled token by request_id, if requested.
     prompt_logprobs: reports of the prompt tokens that this step's chunk predicted, in order, by request_id.
     device_seconds: compute time of the step on the device.
+
     captured: at least one part was computed in a captured dispatch.
     captured_decodes: decode rows that were computed and sampled in one captured dispatch.
     decoder_decodes: decode rows whose decoder was a captured dispatch, and LM head and sampler were not.

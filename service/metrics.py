@@ -171,6 +171,7 @@ class Tally:
         self._any = True
 
     def flush(self) -> None:
+        """Add the buffered samples to the histogram."""
         if not self._any:
             return
         for bucket, count in zip(self._child._buckets, self._counts, strict=True):

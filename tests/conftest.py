@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-import socket
 import sys
 import types
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.outcomes import VARIABLE, Recorder
+from tests.support.processes import free_port
 
 pytest_plugins = ["tests.selection", "tests.distribution"]
 
@@ -74,14 +74,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-@pytest.fixture
-def free_port() -> Callable[[], int]:
+@pytest.fixture(name="free_port")
+def free_port_function() -> Callable[[], int]:
     """Function that returns a free TCP port of 127.0.0.1."""
-
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
-
-    return find
+    return free_port

@@ -1,9 +1,9 @@
 """Selection of tests: by default a choice for every change, with `pytest --slow` slow tests too, with `--full` all.
 
-By default a test function with two or more parameters runs only as many cases as needed for every pair of values of two
-parameters to occur in one of them (pairwise testing: most defects need at most two values at once; Kuhn, Wallace and
-Gallo 2004). Tests and cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::`
-on the command line runs all its cases. `.ci/run` runs tests with `--slow`.
+By default a test function with two or more parameters runs a pairwise choice of its cases: every pair of values of two
+parameters occurs in one of them. Most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests and
+cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line
+runs all its cases. `.ci/run` runs tests with `--slow`.
 """
 
 from __future__ import annotations

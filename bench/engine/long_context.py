@@ -45,7 +45,7 @@ from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.text.model_folder import resolve
 
 if TYPE_CHECKING:
-    from npuserve.npu.execution.in_flight import Launched
+    from npuserve.npu.execution.in_flight import LaunchedStep
     from npuserve.npu.execution.runner import Runner
 
 STREAM_PROMPT, LEAD = 16, 8
@@ -73,7 +73,7 @@ class Loop:
             max_num_batched_tokens=config.max_num_batched_tokens, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
         self.depth = 2 if config.double_buffering else 1
-        self.flying: deque[tuple[Step, Launched]] = deque()
+        self.flying: deque[tuple[Step, LaunchedStep]] = deque()
         self.times: dict[int, list[float]] = {}
 
     def add(self, prompt: list[int], answer: int) -> Sequence:

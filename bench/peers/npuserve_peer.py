@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import harness
 
-from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.ipc.messages import Request
@@ -33,7 +33,7 @@ class Npuserve(harness.Generator):
             os.environ)
         self.runner = load_model(config, config.model)
         self.budget = config.max_num_batched_tokens
-        self.flying: deque[tuple[Step, Launched]] = deque()
+        self.flying: deque[tuple[Step, LaunchedStep]] = deque()
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False), max_num_seqs=ROWS,
             max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds)

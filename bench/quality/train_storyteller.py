@@ -31,8 +31,10 @@ HELD_OUT = 200
 def sample_teacher(folder: str, count: int, temperature: float, batch: int, seed: int, opening: int = 0):
     """Yield (text, ended) of `count` stories, sampled from the teacher's beginning-of-text token.
 
-    temperature: of the teacher's softmax after the first `opening` tokens, which are drawn at temperature 1 for varied
-    beginnings. `ended` is False for a story cut off by the teacher's context.
+    temperature: temperature of the teacher's softmax after the first `opening` tokens.
+    opening: number of tokens that are drawn at temperature 1, for varied beginnings.
+
+    `ended` is False for a story cut off by the teacher's context.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -11,8 +11,8 @@ as much CPU time per second as they did.
 
 Every honest stream must end with the text that it has without load. Reported are the milliseconds between an honest
 stream's messages, the ratio of their 99th percentiles, the statuses of hostile calls by kind, and the resident memory
-of the server's processes. Exit code 1 if a stream is lost or differs, if the ratio is above RATIO, or if a process
-grows by more than GROWTH_MIB between the first and the last third of the run.
+of the server's processes. The exit code is 1 if a stream is lost or differs, or if the ratio is above RATIO. It is also
+1 if a process grows by more than GROWTH_MIB between the first and the last third of the run.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ async def stream(
 ) -> Outcome:
     """Send a request and read its answer to the end. Network errors become the outcome's code.
 
-    url: of the server, http://HOST:PORT.
+    url: address of the server, http://HOST:PORT.
     now: clock of the outcome's times.
     due: scheduled time; None for the time of sending. The request is sent once the connection is made.
     timeout: seconds for the whole call.

@@ -145,7 +145,7 @@ def workload(
 ) -> tuple[list[Ask], dict[str, Any]]:
     """Return the requests, and a description of them. Raise TraceError.
 
-    words: of one token each. context: tokens of prompt and answer. model: name in the requests.
+    words: words of one token each. context: tokens of prompt and answer. model: name in the requests.
     """
     requests = read_trace(args.trace, 0)
     if not all(request.hashes for request in requests):
@@ -194,7 +194,7 @@ async def send(url: str, asks: Sequence[Ask]) -> tuple[list[Outcome], float]:
 def figures(outcomes: Sequence[Outcome], seconds: float, servers: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """Return the figures of one run.
 
-    servers: of each server its `queries` and `hits`, in prompt tokens, and its `requests`.
+    servers: `queries` and `hits` of each server, in prompt tokens, and its `requests`.
     """
     samples = latencies(outcomes)
     ttft = samples["ttft"] if samples["ttft"].size else np.array([np.nan])

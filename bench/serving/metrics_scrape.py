@@ -3,14 +3,15 @@
     python bench/serving/metrics_scrape.py [MODEL] [--streams 8] [--seconds 60] [--interval 0.05] [--age-seconds 20]
         [--json FILE] [-- FLAGS]
 
-cost: a closed loop of streams loads the server. The supervisor's CPU time is taken without scrapes, for a sixth of the
-time, and with them; the difference by the number of scrapes is the cost of one. It includes the HTTP connection.
+cost: a closed loop of streams loads the server. The supervisor's CPU time is measured without scrapes, for a sixth of
+the time, and with them. The cost of a scrape is the difference over the number of scrapes. It includes the HTTP
+connection.
 
-age: on a second server one request computes, half the model's context as prompt and half as answer, and others are sent
-one by one to its queue. A page that does not count a request whose acceptance a client had received before the scrape
-is older than that acceptance. The age since the sending of a request includes its way to the engine. Scrapes count
-until the first request ends, since the moment of its end in the engine is not known. A model with a short context, such
-as the built-in one, has too few.
+age: on a second server one request computes, half the model's context as prompt and half as answer. Others are sent one
+by one to its queue. If a client received the acceptance of a request before the scrape, and the page does not count the
+request, then the page is older than that acceptance. The age since the sending of a request includes the time until the
+engine receives it. Scrapes count until the first request ends, since the moment of its end in the engine is not known.
+A model with a short context, such as the built-in one, has too few scrapes.
 
 Exit code 1 if the mean cost is not below 2 ms, or the 99th percentile of the age is not below 50 ms. FLAGS are settings
 of both servers.
@@ -151,7 +152,7 @@ class Requests:
     def ages(self, scraper: Scraper, times: list[float]) -> list[float]:
         """Return the age of each page, sorted: how long before the scrape the first request was that it lacks.
 
-        times: of `sent` or `accepted`.
+        times: times of `sent` or `accepted`.
         """
         end = min(self.ended, default=math.inf) - 0.5
         return sorted(max(0.0, began - times[int(shown)]) if shown < len(times) else 0.0

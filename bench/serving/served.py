@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service import settings
 from npuserve.service.ipc.messages import Request
@@ -51,7 +51,7 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
         max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
         aging_seconds=config.priority_aging_seconds)
     depth = 2 if config.double_buffering else 1
-    flying: deque[tuple[Step, Launched]] = deque()
+    flying: deque[tuple[Step, LaunchedStep]] = deque()
 
     def ask() -> None:
         ids = [random.randrange(runner.config.vocab_size) for _ in range(prompt)]

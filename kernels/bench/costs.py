@@ -23,9 +23,9 @@ class Cost:
     """Cost of one call.
 
     nbytes: bytes read and written, each once.
-    operations: number of operations. A product and its sum are two; an exponential or a root is one.
+    operations: number of operations. A product and its sum are two. An exponential or a root is one.
     kind: peak to compare the operations with.
-    cold: positions of the arguments that are in no cache when a step reads them.
+    cold: positions of arguments that are in no cache when a step reads them.
     """
 
     nbytes: int

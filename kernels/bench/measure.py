@@ -32,12 +32,13 @@ Bound = Literal["memory", "matrix", "cache"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """Measurement of a kernel's implementation on one case.
 
-    error, other_ids: as in `Accuracy`.
+    error, other_ids: see `Accuracy`.
     seconds: median of a call.
     bytes_per_second, operations_per_second: rates of the minimum bytes and operations of a call.
+
     bound: ceiling that demands the most time: "matrix" (products), "memory" or "cache" (bytes).
     share: part of `seconds` that this ceiling explains, by its best pass during the measurement. For "memory", only
         bytes that are in no cache count. None for "cache", whose speed is not measured.
@@ -65,12 +66,13 @@ class Bench(Oracle):
         self._costs: dict[str, Cost] = {}
         self._machine = machine
 
-    def measure(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> Measured:
+    def measure(self, label: str, ceilings: Ceilings, best: dict[str, float]) -> Measurement:
         """Measure an implementation. ceilings: of the machine; best: its `best()` of this run."""
         accuracy, c = self.accuracy(label), self._cost(label)
         bound, seconds, share, others = self._time(label, ceilings, best)
-        return Measured(accuracy.error, accuracy.other_ids, seconds, c.nbytes / seconds, c.operations / seconds, bound,
-                        share, others)
+        return Measurement(
+            accuracy.error, accuracy.other_ids, seconds, c.nbytes / seconds, c.operations / seconds, bound, share,
+            others)
 
     def _cost(self, label: str) -> Cost:
         """Return the cost with weights in the implementation's form, which may take fewer bytes."""
@@ -132,7 +134,7 @@ class Bench(Oracle):
     def _time(
         self, label: str, ceilings: Ceilings, best: dict[str, float]
     ) -> tuple[Bound, float, float | None, float]:
-        """Return bound, seconds of a call, share and others, as in `Measured`."""
+        """Return bound, seconds of a call, share and others, as in `Measurement`."""
         one_pass = self._passes(label, None if label == GOLDEN else self._machine, partial(timed, self._machine))
         cold = min(nbytes(*(self.args[i] for i in self.cost.cold)), self.cost.nbytes)
         peak = next(value for name, value in best.items() if name.startswith(self.cost.kind)) * 1e9

@@ -4,12 +4,13 @@ The library holds every kernel once for each instruction set. The process uses t
 choice.py selects another. Without the library, `available()` is False and no kernel of this backend is registered. The
 golden functions are used then.
 
-C++ sources; `gemm`, `attention` and `rows` include `runtime`:
+Folders of C++ sources:
 
-    runtime      interface, thread pool, vectors
+    runtime      interface, thread pool, vectors; included by the folders below
     gemm         products with weights
     attention    KV cache and attention; includes `gemm`
     rows         kernels that compute each row from one row
+
     ascend       no kernels: the thread that updates the lengths of captured attention
                  (npu/backends/ascend/native_lengths.py)
 

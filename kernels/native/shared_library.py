@@ -129,9 +129,9 @@ class Library:
         """Run ops made by `pack`, in sequence.
 
         ops, count: ops and their number.
-        rows: replaces the number of rows of each op; -1 keeps it.
+        rows: number of rows that replaces the number of each op; -1 keeps it.
         seconds: array of doubles for the time of each op, or None.
-        isa: index of an instruction set in `isas`; None for the one in use.
+        isa: index in `isas`; None for the instruction set in use.
 
         Raises MemoryError if the kernels have no memory for their own use.
         """

@@ -20,6 +20,7 @@ def within(name: str, value: int, least: int, most: int) -> None:
 
 
 def matrix(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless `tensor` is a matrix of floats on `device` whose rows are contiguous."""
     rows_apart = tensor.dim() == 2 and (tensor.shape[1] <= 1 or tensor.stride(1) == 1)
     if not rows_apart or tensor.dtype not in FLOATS or tensor.device != device:
         raise ValueError(f"{name}: not a matrix of {_names(FLOATS)} on {device} whose rows are contiguous: "
@@ -29,6 +30,7 @@ def matrix(name: str, tensor: Tensor, device: torch.device) -> None:
 def check(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
+    """Raise ValueError unless `tensor` is contiguous, on `device`, of this shape and one of these dtypes."""
     if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous() or tensor.device != device:
         raise ValueError(f"{name}: not a contiguous {list(shape)} of {_names(dtypes)} on {device}: "
                          f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}")

@@ -29,8 +29,9 @@ _ARRIVED = 1 << 14
 class Config:
     """Configuration of a launch.
 
-    queries: rows of a tile: queries times the query heads of a KV head; a power of two.
-    keys: keys processed at a time; a power of two, at least 16.
+    queries: rows of a tile, which are queries times the query heads of a KV head. A power of two.
+    keys: keys processed at a time. A power of two, at least 16.
+
     programs: programs per multiprocessor among which the work is divided.
     least: minimum tokens of a part.
     warps, stages: warps and pipeline stages of a program.

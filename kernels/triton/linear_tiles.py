@@ -41,7 +41,9 @@ class Tiles:
     m: rows of x.
     k: numbers of a row per block.
     split: programs that share a tile's K.
-    warps, stages: warps of a program, and its blocks in shared memory.
+
+    warps: warps of a program.
+    stages: blocks of a program in shared memory.
     """
 
     n: int

@@ -20,9 +20,12 @@ def report_parts_kernel(
     """Store the parts of the result.
 
     ids: [rows] int64.
-    candidates: output [rows, parts, count] int64, the `count` largest keys of each part in falling order.
-    peaks, sums: output [rows, parts] float32, the largest score and the sum of exp(score - peak).
-    larger: output [rows, parts] int32, the number of scores larger than the score of the row's id.
+
+    Outputs:
+
+    candidates: [rows, parts, count] int64, the `count` largest keys of each part in falling order.
+    peaks, sums: [rows, parts] float32, the largest score and the sum of exp(score - peak).
+    larger: [rows, parts] int32, the number of scores larger than the score of the row's id.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -36,8 +36,11 @@ def paged_attention_kernel(
     k_cache, v_cache: [B, SIZE, KV_HEADS, D].
     k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32; None without scales. SIZE is even, since copies to
         shared memory have at least four bytes.
-    block_tables: [rows, ...] int32, rows tables_stride apart. context_lens: [rows]. cu_seqlens_q: [rows + 1] int32.
     scale: above 0, in units of log2.
+
+    block_tables: [rows, ...] int32, rows tables_stride apart.
+    context_lens: [rows] int32.
+    cu_seqlens_q: [rows + 1] int32.
 
     CHUNKS: True processes rows of two or more queries, and sets queries of no row to 0. False processes rows of one
         query. The grid is n * KV_HEADS programs; n is at least PROGRAMS / KV_HEADS plus the number of tiles, plus one

@@ -78,8 +78,11 @@ def probe_kernel(
 
     ROUND: 0 or 1.
     distances: [2, rows, PROBES] float32, of both rounds.
-    sums: output [2, rows, parts, PROBES] float32, the mass of each part within the distances of this round.
-    numbers: output [2, rows, parts, PROBES] int32, the number of ids; only for rows with a top_k.
+
+    Outputs:
+
+    sums: [2, rows, parts, PROBES] float32, the mass of each part within the distances of this round.
+    numbers: [2, rows, parts, PROBES] int32, the number of ids; only for rows with a top_k.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -118,10 +121,12 @@ def gather_kernel(
 ):
     """Store the undecided keys and the exact mass above them, for rows that top_k or top_p may filter.
 
-    undecided: output [rows, vocabulary] int64, keys in any order.
-    gathered: output [rows] int32, the number of undecided keys.
-    above: output [2, rows, parts] int64, the mass and the number of the ids above them.
-    masses: output [rows, parts] int64, the total mass.
+    Outputs:
+
+    undecided: [rows, vocabulary] int64, keys in any order.
+    gathered: [rows] int32, the number of undecided keys.
+    above: [2, rows, parts] int64, the mass and the number of the ids above the undecided keys.
+    masses: [rows, parts] int64, the total mass.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -316,7 +321,7 @@ def _border(keys, number, peak, heat, goal, COUNT: tl.constexpr, ONE: tl.constex
 def _tally(keys, number, peak, heat, border, COUNT: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr):
     """Return (mass, least, below) of keys [number]; COUNT replaces the mass by the number.
 
-    mass, least: of the keys from `border` up. below: the largest other key.
+    mass, least: mass and smallest key of the keys from `border` up. below: the largest other key.
     """
     total = tl.zeros((BLOCK,), tl.int64)
     above, below = tl.full((BLOCK,), 0x7FFFFFFFFFFFFFFF, tl.int64), tl.full((BLOCK,), -0x8000000000000000, tl.int64)

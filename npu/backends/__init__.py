@@ -44,9 +44,10 @@ def select(
 ) -> Backend:
     """Start a backend.
 
-    name: "auto" for the first of npu, cuda, cpu that is available.
-    emulate: start the backend's emulator in place of the device; names of what it accepts beyond the real device.
+    name: name of the device. "auto": the first of npu, cuda, cpu that is available.
+    emulate: start the backend's emulator instead of the device, with these checks omitted. None: use the device.
     place: see `Backend`.
+
     Raises BackendError if the device or its emulator is not available.
     """
     for candidate in present() if name == "auto" else [name]:

@@ -95,7 +95,7 @@ class Captured(Protocol):
         """Run the step. Return the first `rows` rows of its output, [rows, ...], valid until the next replay.
 
         context_lens: lengths of all size(rows) rows, for devices whose attention reads lengths from the host.
-        cu_seqlens: cumulative tokens of the rows from 0 on, for a step captured for any batch; not read by others.
+        cu_seqlens: cumulative tokens of the rows from 0 on. Read only by a step captured for any batch.
         """
 
     def replay_timed(
@@ -120,15 +120,16 @@ class Backend(ABC):
     deterministic: a row's numbers depend neither on the batch nor on chunking.
     threads: host threads for the device's work.
     decode_buckets: row counts of the captured decode steps; () for the device's own choice.
-    host_lengths: attention reads lengths from the host. A step captured for any batch then has a fixed number of rows;
-        one more row than a batch can have takes the padding tokens.
+    host_lengths: attention reads lengths from the host. A step captured for any batch then has one row more than a
+        batch can have. The last row takes the padding tokens.
     capture_mode: whether steps are captured.
     capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
     shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
     collectives: backend of torch.distributed that communicates the device's tensors between ranks; "" for one rank.
-    reduces: it also adds the ranks' tensors, in place; False if the kernels gather and add them.
-    place: number of this rank among those of this machine, from 0, and number of them. Each has a device of its own
-        where they share no memory: the one with the rank's number among the visible ones.
+    reduces: this backend also adds the ranks' tensors, in place. False: the kernels gather and add them.
+    place: (number of this rank on this machine, from 0; number of ranks on it). Unless `shares_memory`, each rank uses
+        the visible device with its number.
+
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).

@@ -31,7 +31,7 @@ _MAX_EXIT_SECONDS = 60.0
 """Maximum time for which the interpreter's exit waits for running kernels."""
 
 
-class Done:
+class CompletedEvent:
     """Event of a device whose work is complete when it is queued."""
 
     def wait(self) -> None:
@@ -102,6 +102,7 @@ class Queue:
 
     @torch.inference_mode()
     def run_tasks(self) -> None:
+        """Run the tasks of the queue until it is closed. This is the thread's work."""
         while True:
             if self.tasks.empty():
                 self.release()
@@ -131,7 +132,7 @@ def _finish() -> None:
             queue.thread.join(_MAX_EXIT_SECONDS)
 
 
-class Recorded:
+class CapturedProgram:
     """Program of the native kernels, which can run any number of its rows."""
 
     def __init__(self, program: Program, largest: int):
@@ -292,7 +293,7 @@ class CpuBackend(Backend):
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         buffer.copy_(tensor)
-        return Done()
+        return CompletedEvent()
 
     def span(self) -> Span:
         if threading.current_thread() is self._queue.thread:  # a measurement starts, so kernels follow
@@ -303,7 +304,7 @@ class CpuBackend(Backend):
         self.enqueue(lambda: None).wait()
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        return Recorded(record(lambda: step(largest)), largest) if self._arena is not None else None
+        return CapturedProgram(record(lambda: step(largest)), largest) if self._arena is not None else None
 
 
 BACKEND = CpuBackend

@@ -11,8 +11,8 @@ class DeviceProfiler(Protocol):
 
     description: what it records, in one sentence.
     has_times: False on an emulated device, whose kernels have an order and no times.
-    names: regular expression of the names of its kernels -> kernels of the registry that they compute, separated by
-        commas. The first that matches counts.
+    names: regular expression of the names of its kernels -> kernels of the registry, separated by commas. The first
+        expression that matches counts.
     """
 
     @property

@@ -15,7 +15,7 @@ from npuserve.kernels.registry import Span
 from npuserve.npu.backends.base import Backend, BackendError, Event, Pending, T
 
 
-class Done(Generic[T]):
+class QueuedWork(Generic[T]):
     """Work whose kernels are in the stream's queue."""
 
     __slots__ = ("_result",)
@@ -30,7 +30,7 @@ class Done(Generic[T]):
         return True
 
 
-class Fetched:
+class HostCopy:
     """D2H copy in progress.
 
     staged: source of the copy, kept until the copy is complete.
@@ -140,7 +140,7 @@ class StreamBackend(Backend):
 
     def enqueue(self, work: Callable[[], T]) -> Pending[T]:
         with self._streams.stream(self._stream), torch.inference_mode():
-            return Done(work())
+            return QueuedWork(work())
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         staged = tensor.clone(memory_format=torch.contiguous_format)
@@ -150,7 +150,7 @@ class StreamBackend(Backend):
         with self._streams.stream(self._copies):
             buffer.copy_(staged, non_blocking=True)
         end.record(self._copies)
-        return Fetched(staged, events, self._events)
+        return HostCopy(staged, events, self._events)
 
     def span(self) -> Span:
         return DeviceSpan(self._streams, self._spans, self._stream)

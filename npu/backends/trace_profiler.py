@@ -45,6 +45,7 @@ class TraceProfiler:
         self._profile.stop()
 
     def events(self) -> list[Event]:
+        """Return the trace's events. Raises ProfileError if there is no trace, or if it is too large."""
         self._profile.export_chrome_trace(str(self._file))
         if not self._file.is_file():
             raise ProfileError("the device's profiler has written no trace; the log has its messages")

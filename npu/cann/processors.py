@@ -64,8 +64,8 @@ def bind(host: Readings, lengths: int, set_affinity: SetAffinity = os.sched_seta
 
     lengths: id of the thread that updates lengths.
     set_affinity: as os.sched_setaffinity, for a thread id.
-    allowed: processors that this process may use; None: as the system says.
-    machine: architecture; "": this machine's.
+    allowed: processors that this process may use; None for its affinity mask.
+    machine: architecture; "" for this machine's.
     index: number of the NPU among the visible ones.
     """
     if not (machine or platform.machine()).startswith(("aarch64", "arm")):

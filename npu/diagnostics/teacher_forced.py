@@ -26,8 +26,8 @@ def forced_logits(
     """Yield the logits of each sequence in order, [tokens, vocabulary] float32 on the host.
 
     budget: maximum tokens per step.
-    block_size: of the cache; 0 for the backend's default.
-    cache_dtype: of the cache; None for the weights' dtype.
+    block_size: tokens of a block; 0 for the backend's default.
+    cache_dtype: dtype of the KV cache; None for the weights' dtype.
     """
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)

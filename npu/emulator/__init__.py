@@ -117,12 +117,14 @@ def activate(
 
     memory: bytes of device memory, at least 64 MiB. Host memory is allocated on first use. 0 takes the environment
         variable EMULATED_NPU_GIB, a whole number of GiB, default 4.
-    relax: checks of the device to omit. "fp32": accept fp32 where a device accepts only fp16 and bf16.
-        "small_heads": accept attention heads of other sizes.
-    order: order of the streams' tasks.
+    relax: checks of the device to omit:
+        - "fp32": accept fp32 where a device accepts only fp16 and bf16.
+        - "small_heads": accept attention heads of other sizes.
+    order: order of the streams' tasks:
         - "lazy": a stream runs when a caller waits for it, only as far as necessary, in a deterministic order.
         - "eager": each stream runs as soon as possible on its own thread, concurrently with the host.
         - "shuffled": streams run ahead at random with each submission, reproducibly for the same seed.
+
     depth: tasks that a stream holds before a submission blocks on the oldest.
     poison: fill new device memory with NaN.
     triton: behave as if triton-ascend were installed, with a stand-in for its kernel.

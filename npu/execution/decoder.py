@@ -25,7 +25,7 @@ MAX_LOGITS_BYTES = 32 << 20
 class Model:
     """Decoder with its weights.
 
-    config: of the whole model, or of this rank's shard.
+    config: configuration of the whole model, or of this rank's shard.
     cos_sin: [P, D] float32 for the P positions that a request may have (`rope.cos_sin_table`).
     ranks: group of the model's ranks.
     """

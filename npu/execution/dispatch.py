@@ -88,15 +88,15 @@ class CapturableSteps:
 class Dispatch:
     """Selection among the captured steps of a runner. Without captured steps all kernels are called one by one.
 
-    greedy: decode rows with argmax sampling, LM head included; None if the backend captures no decode steps.
-    sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included; None if the
-        backend captures no sampler.
-    decode: decode rows up to the final norm; `mixed` if decode steps need no padding. If the backend captures the
-        sampler, it is `greedy`, whose output are the hidden states: a graph less per bucket, and one more product of
-        the LM head for rows that need logits.
+    The captured steps; None for one that is not captured:
+
+    greedy: decode rows with argmax sampling, LM head included.
+    sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included.
+    decode: decode rows up to the final norm. It is `mixed` if decode steps need no padding. If the backend captures
+        the sampler, it is `greedy`, which also returns the hidden states. That saves a graph per bucket, and costs
+        rows that need logits a second product of the LM head.
     mixed: any rows up to the final norm.
-    head_argmax, head_sampled: LM head and sampler of the rows of `mixed` that yield a token, a second dispatch; None if
-        the backend does not capture the sampler.
+    head_argmax, head_sampled: second dispatch after `mixed`: LM head and sampler of the rows that yield a token.
 
     Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
 

@@ -57,7 +57,7 @@ class Chunk:
 
     staged: [layers, 2, T, Hkv, W], the keys and values for the slots of `runs`, concatenated.
     hidden: [n, H].
-    timings: of the host's kernels, in a timed step.
+    timings: times of the host's kernels, in a timed step.
     """
 
     staged: Tensor
@@ -93,7 +93,7 @@ class HostPrefill:
     host: backend that computes the chunks, with the decoder's `weights`.
     device: backend of the runner.
     cache: KV cache of the runner, not int8, in the shapes that `Backend.cache_shapes` documents; heads may be padded.
-    max_rows: of a step.
+    max_rows: maximum rows of a step.
     The other parameters are as for `Runner`.
     """
 

@@ -41,9 +41,9 @@ class Work:
     """Part of a step as the device computes it.
 
     first: index of its first token among the tokens that the step samples.
-    captured: the dispatch that serves it; None for kernel by kernel.
+    captured: its dispatch; None for kernel by kernel.
     whole: the dispatch includes LM head and sampler.
-    head: a second dispatch, for LM head and sampler of the rows that yield a token; None for kernel by kernel.
+    head: second dispatch, for LM head and sampler of the rows that yield a token; None for kernel by kernel.
     """
 
     part: Part
@@ -56,8 +56,8 @@ class Work:
 
 
 @dataclass(slots=True)
-class Ran:
-    """Results of a step whose work is queued.
+class StepOutput:
+    """Output of a step whose work is queued.
 
     spans: device times of its kernels. The device may wait for the host between them.
     unsampled: parts whose sampling is not queued yet, with their hidden states.
@@ -77,7 +77,7 @@ class Ran:
     fetched: Event | None = None
     timings: list[Timings] = field(default_factory=list)
 
-    def result(self, launched: Launched) -> StepResult:
+    def result(self, launched: LaunchedStep) -> StepResult:
         """Wait for the copies to the host, and return the result of the step."""
         assert self.fetched
         self.fetched.wait()
@@ -92,19 +92,19 @@ class Ran:
 
 
 @dataclass(slots=True)
-class Launched:
-    """Launched step; `runner.collect` takes it once.
+class LaunchedStep:
+    """Launched step. `Runner.collect` takes it once.
 
-    requests: requests that it samples for.
+    requests: ids of the requests that get a token.
     ids: their sampled ids [n] int64 on the host.
-    ran: None if the step has no rows, or while part of its work is not queued.
-    record: called with its device time and results when it is collected, for a profile; None without one.
+    output: None if the step has no rows, or while part of its work is not queued.
+    record: records the collected step for a profile, called with (device seconds, results); None without a profile.
     """
 
     requests: list[int]
     ids: Tensor
-    ran: Pending[Ran] | None = None
-    record: Callable[[float, Ran], None] | None = None
+    output: Pending[StepOutput] | None = None
+    record: Callable[[float, StepOutput], None] | None = None
 
 
 @dataclass(slots=True)
@@ -116,7 +116,8 @@ class StepRecord:
     context: sum of the context lengths of its rows after the step.
     launch: begin and end of its launch on the host.
     seconds: its time on the device.
-    spans: (begin, seconds) on a device that computes on the host's clock.
+    spans: (begin, seconds) on the device, if the device computes on the host's clock.
+
     calls: (kernel, begin, seconds) of its kernel calls in order, if the runner times them.
     collected: when its results were on the host.
     """
@@ -157,7 +158,7 @@ class Recording:
         """Return True if `launch` will time the kernels of `step`."""
         return self.is_timed and self.left > 0 and bool(step.rows)
 
-    def launch(self, step: Step, launch: Callable[[Step, bool], Launched]) -> Launched:
+    def launch(self, step: Step, launch: Callable[[Step, bool], LaunchedStep]) -> LaunchedStep:
         """Launch a step and record it. launch: takes the step, and whether its kernels are timed."""
         if step.rows and not self.left:
             self.on_full()
@@ -174,31 +175,31 @@ class Recording:
         self.in_flight += 1
         return launched
 
-    def _complete(self, record: StepRecord, seconds: float, ran: Ran) -> None:
+    def _complete(self, record: StepRecord, seconds: float, output: StepOutput) -> None:
         record.seconds, record.collected = seconds, time.perf_counter()
-        record.spans = [(span.begin, span.read()) for span in ran.spans if isinstance(span, HostSpan)]
-        record.calls = [call for timings in ran.timings for call in timings.calls()]
+        record.spans = [(span.begin, span.read()) for span in output.spans if isinstance(span, HostSpan)]
+        record.calls = [call for timings in output.timings for call in timings.calls()]
         self.steps.append(record)
         self.num_calls += len(record.calls)
         self.in_flight -= 1
 
 
 @dataclass(slots=True)
-class Waiting:
-    """Step of which the device's queue has only the beginning, since the rest needs results of the host.
+class WaitingStep:
+    """Step whose beginning is in the device's queue. The rest needs results of the host.
 
-    begun: the queued part. It has the forward pass of `Ran.unsampled` if masks are needed.
+    queued: output of the queued beginning. It has `StepOutput.unsampled` if masks are needed.
     constrained: rows whose masks are not given yet.
-    hosted: part whose hidden states the host computes; None if the device computes all.
-    masks: of the constrained rows; None if they have none.
+    on_host: part whose hidden states the host computes; None for a step without such a part.
+    masks: masks of the constrained rows; None for no such rows.
     """
 
-    launched: Launched
-    begun: Pending[Ran]
+    launched: LaunchedStep
+    queued: Pending[StepOutput]
     constrained: list[ConstrainedRow]
     last: Tensor
     phase: Phase | None
-    hosted: tuple[Work, Pending[Chunk]] | None = None
+    on_host: tuple[Work, Pending[Chunk]] | None = None
     masks: StagedMasks | None = None
 
 

@@ -66,17 +66,17 @@ def load_runner(
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
-    backend, emulate: as in `select`.
+    backend, emulate: see `select`.
     decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
-    prefill_device: as for `select_prefill`.
-    lm_head_dtype: as in `ModelConfig`.
-    kernel_sampling, observe: as in `Runner`.
+    prefill_device: see `select_prefill`.
+    lm_head_dtype: see `ModelConfig`.
+    kernel_sampling, observe: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
     cpu: requested CPU kernels.
-    cpu_binding: auto: bind threads as `Backend.bind_threads` does, unless prompts are computed on the host.
-    group: of the ranks that share the model, each of which calls this; None to load all of it.
+    cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host.
+    group: ranks that share the model. Each calls this function. None: load the whole model.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """

@@ -41,8 +41,8 @@ class RowMasks(NamedTuple):
 class ConstrainedRow:
     """Row whose token is sampled under a mask.
 
-    index: of its token among the tokens that the step samples.
-    position: of the token in prompt + output.
+    index: index of its token among the tokens that the step samples.
+    position: position of the token in prompt + output.
     """
 
     index: int
@@ -54,8 +54,8 @@ class ConstrainedRow:
 class StagedMasks:
     """Masks of a step on the host, to be copied to the device.
 
-    to, source: of the copy.
-    masks: of all tokens that the step samples; valid after the copy.
+    to, source: destination and source of the copy.
+    masks: masks of all tokens that the step samples; valid after the copy.
     """
 
     to: Tensor

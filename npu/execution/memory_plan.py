@@ -36,7 +36,7 @@ class HostPlan:
 
     weights: without an LM head.
     kv_cache: mirror of the device's cache.
-    activations: of a step of max_num_batched_tokens tokens.
+    activations: activations of a step of max_num_batched_tokens tokens.
     staging: buffers of copies to the device.
     available: before any allocation.
     """
@@ -67,6 +67,7 @@ class MemoryPlan:
     logits: logits of max_num_seqs rows, and their sampling.
     base: memory of the process itself, after the import of torch.
     available: free memory before any allocation other than the base.
+
     dtype, kv_cache_dtype, max_model_len, block_size: settings of the engine.
     host: plan of the prompts, if the host computes them.
     """
@@ -134,9 +135,9 @@ def predict(
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
     block_size: 0 for the backend's default.
-    kv_cache_memory: bytes; 0 for enough for max_num_seqs requests of max_model_len tokens, or the backend's share of
-        the free memory if that is less.
-    max_model_len: 0 for the model's context, or what the KV cache holds if that is less.
+    kv_cache_memory: bytes. 0 for the lesser of max_num_seqs requests of max_model_len tokens, and the backend's share
+        of the free memory.
+    max_model_len: 0 for the lesser of the model's context and the tokens that the KV cache holds.
     prefill: backend that computes the prompts; None for `backend`.
     reserved: bytes of the device's free memory that others will take.
 

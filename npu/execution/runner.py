@@ -3,20 +3,15 @@
 1. `launch` removes the requests that ended and adds the new ones (the sampler keeps their sampling state).
 2. The step's rows are written to a host buffer that is copied to the device in one copy, and the step's work is
    enqueued behind the previous step's. Nothing blocks.
-3. `Dispatch` selects how the rows are computed. If the backend can capture steps, the decoder is one dispatch, which
-   reads the batch at fixed addresses. LM head and sampler follow. They are part of the dispatch if all rows are decode
-   rows with argmax sampling. Where the backend can capture its sampler, other parameters that are inputs of a step
-   (`SamplingInputs`) are possible too. A step with chunks is one dispatch as well, up to the number of captured tokens.
-   LM head and sampler of its rows that yield a token are a second one where the backend can capture its sampler.
-   If the backend captures only decode steps, it is one dispatch for the decode rows, followed by the kernels of the
-   chunks.
+3. `Dispatch` selects how the rows are computed: by captured steps, or kernel by kernel. A captured step is one
+   dispatch, which reads the batch at fixed addresses: the decoder, and where possible LM head and sampler.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
    copied to one of two host buffers while step n + 1 runs.
 5. `collect` waits for that copy.
 
 Two steps may be in flight: step n + 1 may be launched before step n is collected.
 
-The rest of a step is queued later if it needs results of the host (`Waiting`):
+The rest of a step is queued later if it needs results of the host (`WaitingStep`):
 
 - If prompts are computed on the host (`prefill`), the device computes a step's decode rows while the host computes its
   chunks. The rest is queued before the next step is launched, or when the step is collected.
@@ -44,7 +39,15 @@ from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Phase, Stage
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
-from npuserve.npu.execution.in_flight import Launched, PromptRows, Ran, Recording, Waiting, Work, prompt_rows
+from npuserve.npu.execution.in_flight import (
+    LaunchedStep,
+    PromptRows,
+    Recording,
+    StepOutput,
+    WaitingStep,
+    Work,
+    prompt_rows,
+)
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
 from npuserve.npu.execution.masks import ConstrainedRow, MaskBuffers, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Sampler
@@ -65,7 +68,7 @@ class Runner:
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
     shared_weights: description of the weights in shared memory (`load.describe`), or None.
-    cpu_kernels: CPU kernels in use; None if there are none.
+    cpu_kernels: CPU kernels in use, or None.
     ranks: group of the model's ranks. All of them launch the same steps.
     recording: record of the steps that are launched now, for a profile; None for none.
     """
@@ -119,7 +122,7 @@ class Runner:
         self._last = backend.empty((rows,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
         self._sampled: dict[int, int] = {}  # request -> its index in _last
-        self._waiting: Waiting | None = None
+        self._waiting: WaitingStep | None = None
         self._prefill = HostPrefill(
             *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
@@ -147,7 +150,7 @@ class Runner:
             return self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
         return self.recording.times(step)
 
-    def launch(self, step: Step, timed: bool | None = None) -> Launched:
+    def launch(self, step: Step, timed: bool | None = None) -> LaunchedStep:
         """Start a step. `step` and its objects are read only until this returns.
 
         timed: `is_timed` of rank 0, since timed kernels may compute another number of rows; None to decide here.
@@ -162,7 +165,7 @@ class Runner:
             return self._launch(step, self.is_timed(step) if timed is None else timed)
         return self.recording.launch(step, self._launch)
 
-    def _launch(self, step: Step, timed: bool) -> Launched:
+    def _launch(self, step: Step, timed: bool) -> LaunchedStep:
         self._complete()
         for request_id in step.ended:
             self._sampler.remove(request_id)
@@ -172,7 +175,7 @@ class Runner:
             if request.sampling.prompt_logprobs is not None:
                 self._prompts[request.request_id] = request
         if not step.rows:
-            return Launched([], self._ids[0][:0])
+            return LaunchedStep([], self._ids[0][:0])
         staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
         works: list[Work] = []
         requests: list[int] = []
@@ -185,24 +188,24 @@ class Runner:
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
         phase = phase_of(step.rows) if timed else None
         self._steps += 1
-        launched = Launched(requests, self._ids[self._steps % 2][: len(requests)])
+        launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)])
         last = self._last[: len(requests)]
         staged.seal()
-        prefill, hosted = self._prefill, works.pop() if self._dispatch.is_on_host(works[-1].part) else None
+        prefill, on_host = self._prefill, works.pop() if self._dispatch.is_on_host(works[-1].part) else None
         if prefill:
             for work in works:
                 prefill.written(work.part.rows)
-        if hosted or constrained:
-            begun = self._backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
-            self._waiting = Waiting(launched, begun, constrained, last, phase)
-            if prefill and hosted:
-                chunk = prefill.launch(hosted.part.rows, all_hidden=bool(hosted.prompt), phase=phase)
-                self._waiting.hosted = hosted, chunk
+        if on_host or constrained:
+            queued = self._backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
+            self._waiting = WaitingStep(launched, queued, constrained, last, phase)
+            if prefill and on_host:
+                chunk = prefill.launch(on_host.part.rows, all_hidden=bool(on_host.prompt), phase=phase)
+                self._waiting.on_host = on_host, chunk
         else:
-            launched.ran = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
+            launched.output = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
         return launched
 
-    def sample(self, launched: Launched, masks: Mapping[int, np.ndarray[Any, Any]]) -> None:
+    def sample(self, launched: LaunchedStep, masks: Mapping[int, np.ndarray[Any, Any]]) -> None:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
         masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. They are read only until
@@ -218,32 +221,32 @@ class Runner:
             raise RuntimeError("the step needs no masks, or has them already")
         waiting.masks = self._masks.fill(waiting.constrained, masks, self._sampler.restrict)
         waiting.constrained = []
-        if waiting.hosted is None:
+        if waiting.on_host is None:
             self._complete()
 
-    def ready(self, launched: Launched) -> bool:
+    def ready(self, launched: LaunchedStep) -> bool:
         """Return True if `collect` would not block on the step."""
         if (waiting := self._waiting) and waiting.launched is launched:
-            if waiting.constrained or (waiting.hosted and not waiting.hosted[1].done()):
+            if waiting.constrained or (waiting.on_host and not waiting.on_host[1].done()):
                 return False
             self._complete()
-        ran = launched.ran
-        return ran is None or (ran.done() and (fetched := ran.wait().fetched) is not None and fetched.done())
+        output = launched.output
+        return output is None or (output.done() and (fetched := output.wait().fetched) is not None and fetched.done())
 
-    def collect(self, launched: Launched) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         """Wait for a step and return its result. Steps are collected in the order of their launch.
 
         Raises RuntimeError if the step lacks its masks.
         """
         if self._waiting and self._waiting.launched is launched:
             self._complete()
-        if launched.ran is None:
+        if launched.output is None:
             return StepResult({}, {}, {}, 0.0)
-        ran = launched.ran.wait()
-        result = ran.result(launched)
+        output = launched.output.wait()
+        result = output.result(launched)
         if launched.record:
-            launched.record(result.device_seconds, ran)
-        for timings in ran.timings:
+            launched.record(result.device_seconds, output)
+        for timings in output.timings:
             timings.report()
         return result
 
@@ -258,8 +261,8 @@ class Runner:
             requests = ", ".join(str(row.request_id) for row in waiting.constrained)
             raise RuntimeError(f"`sample` was not called for the step with constrained requests {requests}")
         self._waiting = None
-        chunk = waiting.hosted[1].wait() if waiting.hosted else None
-        waiting.launched.ran = self._backend.enqueue(partial(self._finish, waiting, chunk))
+        chunk = waiting.on_host[1].wait() if waiting.on_host else None
+        waiting.launched.output = self._backend.enqueue(partial(self._finish, waiting, chunk))
 
     # Planning on the host
 
@@ -276,89 +279,89 @@ class Runner:
 
     # Work in the device's queue
 
-    def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> Ran:
+    def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> StepOutput:
         """Compute a step.
 
         last: sampled ids on the device, to be copied to `ids` on the host.
-        phase: of a step whose kernels are timed.
+        phase: phase of a step whose kernels are timed; None for other steps.
 
         On a CPU the cores are idle while this waits for the interpreter lock: `launch` prepares as much as possible.
         """
         return self._end(self._begin(staged, works, phase), last, ids)
 
-    def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> Ran:
+    def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> StepOutput:
         """Compute a step's parts. samples: sample them too; otherwise they are `unsampled`."""
         staged.upload()
-        ran = Ran([self._backend.span()])
-        with self._timed(phase, ran) as timings:
+        output = StepOutput([self._backend.span()])
+        with self._timed(phase, output) as timings:
             for work in works:
-                hidden = self._compute(work, ran, timings)
+                hidden = self._compute(work, output, timings)
                 if hidden is not None and samples:
-                    self._sample(work, hidden, ran)
+                    self._sample(work, hidden, output)
                 elif hidden is not None:
-                    ran.unsampled.append((work, hidden))
-        ran.spans[-1].stop()
-        return ran
+                    output.unsampled.append((work, hidden))
+        output.spans[-1].stop()
+        return output
 
-    def _finish(self, waiting: Waiting, chunk: Chunk | None) -> Ran:
+    def _finish(self, waiting: WaitingStep, chunk: Chunk | None) -> StepOutput:
         """Compute the rest of a step. chunk: of the host, if it computed any."""
-        span = self._backend.span()  # first, since a queue may release `begun` only then
-        ran = waiting.begun.wait()
-        ran.spans.append(span)
+        span = self._backend.span()  # first, since a queue may release `queued` only then
+        output = waiting.queued.wait()
+        output.spans.append(span)
         if waiting.masks:
             waiting.masks.upload()
-        if waiting.hosted and chunk:
-            ran.unsampled.append((waiting.hosted[0], chunk.upload()))
-            ran.timings += chunk.timings
-        with self._timed(waiting.phase, ran):
-            for work, hidden in ran.unsampled:
-                self._sample(work, hidden, ran, waiting.masks)
-        ran.unsampled.clear()
+        if waiting.on_host and chunk:
+            output.unsampled.append((waiting.on_host[0], chunk.upload()))
+            output.timings += chunk.timings
+        with self._timed(waiting.phase, output):
+            for work, hidden in output.unsampled:
+                self._sample(work, hidden, output, waiting.masks)
+        output.unsampled.clear()
         span.stop()
-        return self._end(ran, waiting.last, waiting.launched.ids)
+        return self._end(output, waiting.last, waiting.launched.ids)
 
-    def _end(self, ran: Ran, last: Tensor, ids: Tensor) -> Ran:
-        ran.reports = [(requests, logprobs.fetch(self._backend)) for requests, logprobs in ran.reports]
-        ran.prompt = [(request_id, logprobs.fetch(self._backend)) for request_id, logprobs in ran.prompt]
-        ran.fetched = self._backend.fetch(last, ids)
-        return ran
+    def _end(self, output: StepOutput, last: Tensor, ids: Tensor) -> StepOutput:
+        output.reports = [(requests, logprobs.fetch(self._backend)) for requests, logprobs in output.reports]
+        output.prompt = [(request_id, logprobs.fetch(self._backend)) for request_id, logprobs in output.prompt]
+        output.fetched = self._backend.fetch(last, ids)
+        return output
 
     @contextmanager
-    def _timed(self, phase: Phase | None, ran: Ran) -> Iterator[Timings | None]:
+    def _timed(self, phase: Phase | None, output: StepOutput) -> Iterator[Timings | None]:
         """Time the kernels called within the context if the step has a phase."""
         if phase is None:
             yield None
             return
         with self._kernels.timed(phase) as timings:
-            ran.timings.append(timings)
+            output.timings.append(timings)
             yield timings
 
-    def _compute(self, work: Work, ran: Ran, timings: Timings | None) -> Tensor | None:
+    def _compute(self, work: Work, output: StepOutput, timings: Timings | None) -> Tensor | None:
         """Return the hidden states of a part; None if its sampled ids are in `_last`."""
         part = work.part
         self._sampler.prepare(work.plan)
         hidden = replay(work.captured, part, timings) if work.captured else None
         if hidden is None:
             return self._hidden(self._buffers.batch(part))
-        ran.captured = True
+        output.captured = True
         if work.whole:
-            ran.captured_decodes += part.decodes
+            output.captured_decodes += part.decodes
             return None
-        ran.decoder_decodes += part.decodes
+        output.decoder_decodes += part.decodes
         if work.head is None:
             return hidden
-        ran.prompt += self._prompt_logprobs(hidden, work.prompt)
+        output.prompt += self._prompt_logprobs(hidden, work.prompt)
         work.head.replay(len(part.samples), [])
         return None
 
-    def _sample(self, work: Work, hidden: Tensor, ran: Ran, staged: StagedMasks | None = None) -> None:
+    def _sample(self, work: Work, hidden: Tensor, output: StepOutput, staged: StagedMasks | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.
 
-        hidden: of all its tokens, or of the sampling tokens.
+        hidden: hidden states of all its tokens, or of the sampling tokens.
         staged: masks of the step's rows.
         """
         part = work.part
-        ran.prompt += self._prompt_logprobs(hidden, work.prompt)
+        output.prompt += self._prompt_logprobs(hidden, work.prompt)
         count = len(part.samples)
         if not count:
             return
@@ -372,7 +375,7 @@ class Runner:
             sampled = self._sampler.sample(self._model.logits(sampling), work.plan, masks)
             ids = sampled.ids
             if sampled.logprobs:
-                ran.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))
+                output.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))
         self._kernels.keep_ids(ids, self._last[work.first : work.first + count])
 
     @torch.inference_mode()

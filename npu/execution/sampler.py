@@ -16,9 +16,9 @@ from npuserve.npu.backends.base import Backend, Event
 from npuserve.npu.execution.masks import BITS, Array, RowMasks, mask_of, restrict
 from npuserve.npu.execution.sampling_state import (
     HostSampling,
-    OnDevice,
     Penalties,
     RequestState,
+    RequestTensors,
     SamplingInputs,
     upload,
 )
@@ -32,7 +32,10 @@ Put = Callable[["np.ndarray[Any, Any]"], Tensor]
 class Logprobs:
     """Logprobs of N tokens on the device.
 
-    ids: [N] int64. logprob: [N] float32. rank: [N] int64. top_ids: [N, n] int64. top_logprobs: [N, n] float32.
+    ids: [N] int64, the tokens.
+    logprob, rank: [N] float32 and int64, log-probability and rank of each token.
+    top_ids, top_logprobs: [N, n] int64 and float32, the most likely tokens first.
+
     counts: number of most likely tokens to report for each of the N tokens, at most n.
     """
 
@@ -96,15 +99,19 @@ class Edit(NamedTuple):
 class Plan:
     """Plan for sampling R tokens. Row numbers on the host are lists; tensors are on the device when the step runs.
 
-    argmax: every row takes the argmax of its allowed tokens and nothing else is requested; the other fields are empty
-        then.
+    argmax: every row takes the argmax of its allowed tokens, and nothing else is requested. The other fields are empty.
     edited: rows whose logits are edited, other than by the masks of constrained rows.
-    penalized: rows with penalties; penalties: (rows, repetition, presence, frequency).
-    chance: temperature, top_k, top_p, min_p and random numbers, as `sample` takes them, of the rows with a temperature
-        above 0; cut: its last argument.
-    rows: the rows with a temperature above 0, and the others; None unless there are both.
-    reported: rows with logprobs; report_counts: number of most likely tokens each reports; report_rows: the same rows.
-    fixed: the rows' parameters are in `SamplingInputs`; of the other fields, only `states` and `penalized` are used.
+    penalized: rows with penalties.
+    penalties: (rows, repetition, presence, frequency) of the penalized rows.
+
+    chance: arguments of `sample` for the rows with a temperature above 0: temperature, top_k, top_p, min_p, uniform.
+    cut: last argument of `sample`.
+    rows: (rows with a temperature above 0, other rows); None unless there are both.
+
+    reported: rows with logprobs, on the host.
+    report_counts: number of most likely tokens that each of them reports.
+    report_rows: the rows with logprobs, on the device.
+    fixed: the rows' parameters are in `SamplingInputs`. Only `states` and `penalized` of the other fields are used.
     """
 
     argmax: bool
@@ -124,14 +131,14 @@ class Plan:
 class Sampler:
     """Owner of the requests' sampling state.
 
-    kernels: of the backend.
+    kernels: kernels of the backend.
     vocabulary: size without padding; ids at or above it are never sampled.
     slots: requests with penalties that captured steps can sample.
 
-    A row's token depends only on its own logits, parameters, tokens so far, position and mask, not on other rows. The
-    logits of a row pass through, in this order: mask and allowed_token_ids, logit_bias, min_tokens (masks the ending
-    ids), penalties; then argmax at temperature 0, else `sample` with the random number of (seed, position). Reports use
-    the unedited logits.
+    A row's token depends only on its own logits, parameters, tokens so far, position and mask, not on other rows.
+    Logits are edited in this order: mask and allowed_token_ids, logit_bias, min_tokens (masks the ending ids),
+    penalties. Then follows argmax at temperature 0, else `sample` with the random number of (seed, position). Reports
+    use the unedited logits.
 
     The mask of a constrained row wins: allowed_token_ids or min_tokens are ignored in a step where they would leave no
     id of the mask. This is decided on the host (`restrict`), which applies both to the mask.
@@ -202,7 +209,7 @@ class Sampler:
         rows: (request id, position in prompt + output) of each token to sample.
         put: copies host values to the device.
         constrained: numbers of the rows for which `sample` gets masks.
-        inputs: of the captured step that can sample the rows if it supports their parameters; None if there is none.
+        inputs: inputs of the captured step that samples rows whose parameters it supports; None without such a step.
 
         Raises KeyError for an unknown request, and ValueError if a request with penalties skips or repeats a position,
         since its counts cover the tokens sampled here.
@@ -362,7 +369,7 @@ class Sampler:
         assert counts is not None
         return counts
 
-    def _tensors(self, state: RequestState) -> OnDevice:
+    def _tensors(self, state: RequestState) -> RequestTensors:
         if state.on_device is None:
             state.on_device = upload(state, self._vocabulary, self._backend, self._penalties)
         return state.on_device

@@ -25,7 +25,8 @@ class RequestState:
     edited: its logits are always edited.
     biased: its logits are edited by more than masks.
     next_position: position after the tokens counted so far, for a request with penalties.
-    slot: its slot of `Penalties`; 0 if it has none.
+    slot: its slot of `Penalties`; 0 for none.
+
     on_device: tensors, created when first needed.
     masks: `mask_of` the allowed ids and of all ids that are not ending ids, created when first needed.
     """
@@ -38,7 +39,7 @@ class RequestState:
     biased: bool
     next_position: int
     slot: int = 0
-    on_device: OnDevice | None = None
+    on_device: RequestTensors | None = None
     masks: tuple[Array | None, Array | None] | None = None
 
     @property
@@ -63,7 +64,7 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class RequestTensors:
     """Tensors of a request on the device, None if it does not use them.
 
     bias: (ids [n] int64, values [n] float32).
@@ -109,7 +110,7 @@ def penalties_bytes(slots: int, vocabulary: int) -> int:
     return (slots + 1) * vocabulary * (torch.bool.itemsize + torch.int32.itemsize)
 
 
-def upload(state: RequestState, vocabulary: int, backend: Backend, penalties: Penalties | None) -> OnDevice:
+def upload(state: RequestState, vocabulary: int, backend: Backend, penalties: Penalties | None) -> RequestTensors:
     """Create the tensors of a request. Call it within enqueued work, before the first step that uses them."""
     sources: list[Tensor] = []
 
@@ -134,7 +135,7 @@ def upload(state: RequestState, vocabulary: int, backend: Backend, penalties: Pe
             to.copy_(values)
         return slots
 
-    return OnDevice(
+    return RequestTensors(
         allowed_ids=load(state.allowed_ids) if state.allowed_ids else None,
         bias=(load(list(state.bias)), load(list(state.bias.values()), torch.float32)) if state.bias else None,
         ending_ids=load(state.ending_ids) if state.ending_ids else None,

@@ -29,7 +29,7 @@ class ModelConfig:
 
     vocab_size: ids are in [0, vocab_size).
     num_heads, num_kv_heads: number of query heads; number of key and value heads.
-    max_position_embeddings: as in config.json; `context_length` is the limit for serving.
+    max_position_embeddings: value of config.json. The limit for serving is `context_length`.
     qk_norm: the model applies RMSNorm to each query and key head.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: int8 linear layers; None if there are none.

@@ -14,7 +14,8 @@ from typing import NamedTuple
 class Span(NamedTuple):
     """Range of the rows or columns of a tensor in the checkpoint.
 
-    first, size: of the range.
+    first: first row or column of the range.
+    size: number of rows or columns in the range.
     whole: rows or columns of the tensor.
     """
 

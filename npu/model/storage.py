@@ -24,7 +24,7 @@ class StoredMatrix:
     parts: tensors of the checkpoint, name -> rows of this shard, stacked in this order and followed by `padding` rows.
     columns: columns of this shard.
     biased: the checkpoint has biases. They are added on each rank, or on rank 0 if the ranks divide the columns.
-    scheme: of an int8 matrix; None for floats.
+    scheme: quantization scheme of an int8 matrix; None for floats.
     rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
     """
 
@@ -150,7 +150,7 @@ def choose_kernels(
 ) -> CpuKernels | None:
     """Choose the CPU kernels on the first backend that uses any (`Backend.choose_kernels`); None if none does.
 
-    dtype: of activations.
+    dtype: dtype of activations.
     """
     inputs = compared_inputs(config, dtype)
     found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)

@@ -91,9 +91,9 @@ class CostRecorder:
 class MetaModel:
     """Model on tensors without memory.
 
-    dtype: of weights and activations.
+    dtype: dtype of weights and activations.
     vocabulary_tile, int8_levels: see `Backend`.
-    block_size: of the KV cache.
+    block_size: tokens of a KV-cache block.
     cache_dtype: `dtype` or int8, with scales of `scale_dtype`.
     """
 

@@ -17,8 +17,8 @@ def kernel_table(
 
     calls: (name, seconds) of each call, in order.
     floor: kernel -> bytes that all its calls have to move.
-    names: regular expression of a device's names -> kernels that they compute, separated by commas; None if the calls
-        have the names of the kernels. Rows that compute the same kernels share their floor in proportion to their time.
+    names: see `DeviceProfiler.names`; None if the calls have the names of the registry's kernels. Rows that compute the
+        same kernels share their floor in proportion to their time.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for name, seconds in calls:

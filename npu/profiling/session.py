@@ -1,11 +1,11 @@
-"""One profile at a time: its start, its bounds, its end, and its trace and table, which a thread makes.
+"""One profile at a time: its start, limits and end, and the writing of its trace and table in a thread.
 
     start ──► records steps ──► steps, time or `stop` ──► writing, in a thread ──► summary
 
-The loop calls `poll` while `is_active`. A profile needs nobody to end it.
+The loop calls `poll` while `is_active`. Every profile has limits, so it also ends without a call of `stop`.
 
-A profiler of the device starts and ends when no step is in flight, so that its trace has the recorded steps alone: the
-loop waits for the device twice in a profile.
+A profiler of the device starts and ends when no step is in flight, so that its trace has the recorded steps alone. The
+loop therefore waits for the device twice in a profile.
 """
 
 from __future__ import annotations

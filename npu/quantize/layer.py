@@ -118,7 +118,7 @@ class Layer:
     def factors(self, mapping: SmoothMapping, power: Tensor, strength: float) -> Tensor:
         """Return the factors of the outputs of `mapping.before`; their geometric mean is 1.
 
-        power: of the inputs of `mapping.after`.
+        power: value of `Layer.power` for the inputs of `mapping.after`.
         """
         if strength == 0:
             return torch.ones(len(self.weights[f"{mapping.before}.weight"]))

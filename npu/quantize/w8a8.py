@@ -36,12 +36,12 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class QuantizationResult:
     """Result of a quantization.
 
     int8: number of int8 linear layers of the decoder; linears: number of all.
     source_bytes, nbytes: bytes of the tensors before and after.
-    strengths: of each layer, as `smooth` returns them.
+    strengths: result of `smooth` for each layer.
     """
 
     int8: int
@@ -59,7 +59,7 @@ def quantize_checkpoint(
     ignore: Sequence[str] = (),
     strength: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Written:
+) -> QuantizationResult:
     """Quantize the model in `folder` to the folder `out`, which is replaced when the result is complete.
 
     sequences: token ids of the calibration texts; empty for no smoothing.
@@ -94,7 +94,7 @@ def quantize_checkpoint(
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(made / "config.json", written | {"quantization_config": quantization.to_json()})
     source_bytes, nbytes = (sum(spec.nbytes for spec in of.values()) for of in (source.specs, specs))
-    return Written(len(int8), len(everything), source_bytes, nbytes, tuple(strengths))
+    return QuantizationResult(len(int8), len(everything), source_bytes, nbytes, tuple(strengths))
 
 
 def _layer(

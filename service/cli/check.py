@@ -229,7 +229,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """Return the plan of a rank.
 
-    folder: of its weights, of which a sample is read; None without weights.
+    folder: folder of its weights, of which a sample is read; None without weights.
 
     Raises the errors of `predict` and `refused_bytes`.
     """
@@ -262,6 +262,7 @@ def missing_weights(folder: Path) -> str | None:
 
 
 def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
+    """Return lines about the CPU kernels. isa: instruction set in use; None without native kernels."""
     from npuserve.kernels.native.choice import CpuKernels, describe
 
     if isa is None:

@@ -220,6 +220,7 @@ class TextPrinter:
         self._reasoning: set[int] = set()  # samples whose last part was reasoning
 
     def add(self, message: generate_pb2.StreamGenerateResponse) -> None:
+        """Print a message, after the samples with a smaller index have ended."""
         self._waiting.setdefault(message.index, []).extend(self._parts(message))
         if message.HasField("finish"):
             self._ended.add(message.index)
@@ -306,7 +307,7 @@ def _stream(
 def summary(finishes: Collection[generate_pb2.Finish], began: float, first: float, ended: float) -> str:
     """Return `64 tokens, 812 tokens/s, first after 31 ms (LENGTH)`. The rate excludes the first token.
 
-    finishes: of all samples; their tokens are added up.
+    finishes: finishes of all samples, whose tokens are added up.
     began, first, ended: times in seconds of the request, the first message and the end.
     """
     tokens = sum(finish.usage.generated_tokens for finish in finishes)

@@ -25,7 +25,7 @@ from npuserve.service.config import ConfigError
 from npuserve.service.text.model_folder import resolve
 
 if TYPE_CHECKING:
-    from npuserve.npu.quantize.w8a8 import Written
+    from npuserve.npu.quantize.w8a8 import QuantizationResult
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def _reporting(name: str) -> Iterator[Callable[[int, int], None]]:
     yield line
 
 
-def _summary(out: Path, written: Written, seconds: float) -> str:
+def _summary(out: Path, written: QuantizationResult, seconds: float) -> str:
     lines = [f"{out}: {written.int8} of {written.linears} linear layers in int8, {written.nbytes / 1e6:,.1f} MB of "
              f"{written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
     norms = {norm for strengths in written.strengths for norm in strengths}

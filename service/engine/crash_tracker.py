@@ -57,10 +57,11 @@ _ENTRY = struct.Struct("<QQ")
 class CrashRecord(msgspec.Struct, array_like=True):
     """Crashes of one request.
 
-    crashes: of the engine, while the request was in a step in flight.
-    quarantine_tokens: tokens to make apart from others after the last crash.
+    crashes: number of engine crashes while the request was in a step in flight.
+    quarantine_tokens: tokens to generate apart from other requests after the last crash.
     tokens: tokens of its answer at the last crash.
-    made: those of them that it made in the life of the engine that ended so.
+    made: number of `tokens` that the crashed engine itself generated.
+
     is_alone: no other request was in the steps in flight at the last crash.
     has_passed: it had passed a quarantine before one of the crashes.
     is_killer: it was found to be the killer.
@@ -78,7 +79,7 @@ class CrashRecord(msgspec.Struct, array_like=True):
 class CrashTracker:
     """Crash records of requests across restarts of the engine.
 
-    path: of the step log; "" keeps nothing. The records are in the file `path`.counts.
+    path: file of the step log; "" keeps nothing. The records are in the file `path`.counts.
     rows, places: see StepLog.
     on_killer: called once for each killer.
 
@@ -168,7 +169,7 @@ def request_hash(request: Request) -> int:
 class StepLog:
     """Request hashes of the steps in flight.
 
-    path: of the file, created if missing; "" keeps nothing. OSError if it cannot be created.
+    path: path of the file, created if missing; "" keeps nothing. OSError if it cannot be created.
     rows: maximum number of rows in a step.
     places: maximum number of sequences that have begun and not ended. Others are not logged.
     """

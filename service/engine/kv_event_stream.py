@@ -69,9 +69,9 @@ class _Subscriber:
 class KvEventStream:
     """Stream of the changes in `log`. Not thread-safe: the engine's loop calls it.
 
-    log: of the block manager.
+    log: changes of the block manager's prefix cache.
     block_size: tokens of a block.
-    epoch: of the engine, in every message.
+    epoch: number of the engine's life, in every message.
     max_batches: number of batches that are kept.
     first: number of the first batch.
     clock: returns monotonic seconds.
@@ -215,7 +215,7 @@ class KvEventStream:
 
 
 def first_number() -> int:
-    """Return a first number above those of all earlier engines, if the clock was not set back.
+    """Return a first number above the numbers of all earlier engines, if the clock was not set back.
 
     It leaves 2**20 numbers for each second between two starts, and stays below 2**53 for JSON.
     """

@@ -86,7 +86,7 @@ class Engine:
     epoch: number of this engine's life, in every message that it sends.
     double_buffering: launch a step before the one before it is collected.
     pulse: set in each iteration of the loop; None for no watchdog.
-    records: of streams that may be resumed; None for none.
+    records: records of streams that may be resumed; None for none.
     frontends: number of front ends that restore the requests of an earlier engine.
     crashes: requests of the steps that crashed earlier engines; None for no search.
     kv_events: stream of the prefix cache's changes; None for none.
@@ -129,6 +129,7 @@ class Engine:
         self._is_stopping = True
 
     def run(self) -> None:
+        """Serve until `stop`."""
         self.restore()
         while not self._is_stopping:
             self._pulse.beat()

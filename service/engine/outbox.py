@@ -10,7 +10,7 @@ from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import ServeError, TakenOver, to_wire
 from npuserve.service.ipc.messages import Finish, Output, Outputs, ToFrontend
-from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.sequence import Progress, Sequence
 
 
@@ -18,7 +18,7 @@ class Outbox:
     """Outputs and acceptances that are not sent yet. It reports each output to the registry.
 
     registry: live requests.
-    epoch: of the engine.
+    epoch: number of the engine's life, in every message.
     send: sends a message to a front end, which may be lost then.
     """
 
@@ -63,7 +63,7 @@ class Outbox:
         metrics.grammar_errors_total.labels("answer" if sequence.matcher else "compile").inc()
         self.refuse(sequence.origin, error, count=False)
 
-    def drop(self, dropped: Iterable[Dropped], now: float) -> None:
+    def drop(self, dropped: Iterable[DroppedRequest], now: float) -> None:
         """Reply to requests that the scheduler dropped."""
         for sequence, error in dropped:
             if error:

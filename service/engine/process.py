@@ -49,9 +49,9 @@ log = logging.getLogger("npuserve.service.engine.process")
 class EngineArgs(msgspec.Struct, frozen=True):
     """Arguments of the engine process, from the supervisor.
 
-    config: of the server.
-    folder: of the model.
-    address: of the socket to bind.
+    config: settings of the server.
+    folder: folder of the model.
+    address: path of the socket to bind.
     epoch: increases with each start of the engine.
     heartbeat: True to send heartbeats.
     memory: descriptor of the file in memory for the model's weights; -1 for none.
@@ -115,7 +115,7 @@ def build_engine(
     """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
 
     ranks: the other ranks of a group whose rank 0 is the runner's; None for none.
-    publisher: of KV events; None for none.
+    publisher: publisher of KV events; None for none.
     began: start of the load, by time.monotonic().
     """
     config = args.config

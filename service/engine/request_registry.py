@@ -17,7 +17,7 @@ from npuserve.service.engine.grammars import Grammars
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.ipc.resumable_streams import Records
-from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 
@@ -37,7 +37,7 @@ class Resumption(NamedTuple):
 
     record: Record
     previous: Origin | None
-    displaced: Dropped | None
+    displaced: DroppedRequest | None
 
 
 class RequestRegistry:
@@ -51,10 +51,10 @@ class RequestRegistry:
         self._crashes = crashes
         self._grammars = grammars
 
-    def add(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> Dropped | None:
+    def add(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> DroppedRequest | None:
         """Queue a request, or let it wait for its grammar. Return the request that was displaced from the full queue.
 
-        record: of a continued stream; None for a new request.
+        record: record of a continued stream; None for a new request.
 
         Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add and PendingGrammar.submit.
         """

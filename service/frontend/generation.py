@@ -195,7 +195,7 @@ class Generation:
     ) -> None:
         """Generate all samples of a request, and send their messages one at a time."""
         assert self.folder
-        parts, turns = samples.split(checked), samples.Turns(send)
+        parts, order = samples.split(checked), samples.SendOrder(send)
         summary = CallSummary(self._config, self.folder.name, len(parts), fields, trace)
         with contextlib.ExitStack() as closing:
             streams = [closing.enter_context(contextlib.closing(self._engine.submit(part.request))) for part in parts]
@@ -206,10 +206,10 @@ class Generation:
             builders = [ResponseBuilder(part, tokenizer) for part in parts]
             try:
                 await samples.run_together(
-                    _send_outputs(builder, stream, summary, turns.of(stream))
+                    _send_outputs(builder, stream, summary, order.of(stream))
                     for builder, stream in zip(builders, streams, strict=True))
             except ServeError as error:
-                error.is_behind_messages = turns.is_pending
+                error.is_behind_messages = order.is_pending
                 raise
 
 

@@ -37,7 +37,7 @@ def split(checked: CheckedRequest) -> list[CheckedRequest]:
     return samples
 
 
-class Turns:
+class SendOrder:
     """Order of the messages of several samples: one is sent at a time.
 
     send: sends one message.

@@ -110,7 +110,7 @@ class Servers:
         self._credentials = credentials
         self._interceptor = AuthInterceptor(
             find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second))
-        # Each has its own reader, so that its messages do not wait for those of the others.
+        # Each intake has its own reader, so that its messages do not wait for messages of other services.
         self._intake, self._health_intake, self._reflection_intake = (
             self._make_intake(limit.max_bytes) for _ in range(3))
         self._servers = [self._make_server()]

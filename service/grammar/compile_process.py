@@ -55,7 +55,7 @@ class Compiled(msgspec.Struct, array_like=True):
     grammar: grammar of the library; "" after an error.
     error: message of a ConstraintError; "" for none.
     num_bytes: estimated memory of the compiled grammar.
-    field: of the ConstraintError.
+    field: field of the ConstraintError.
     """
 
     grammar: str

@@ -34,7 +34,7 @@ Refusal = Callable[[str], str]
 def located(message: str, grammar: str, refusal: Refusal) -> ConstraintError:
     """Return the error of a refused grammar with the path of the schema's part that causes it, if one does.
 
-    message: of the library, for `grammar`.
+    message: message of the library, for `grammar`.
     """
     end = time.process_time() + MAX_SECONDS
     for part in _subgrammars(grammar):

@@ -23,8 +23,8 @@ MEDIUM = "GPU"
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Blocks that form a chain, each the parent of the next.
 
-    parent_block_hash: of the first block; None at the begin of a prompt.
-    token_ids: of all blocks, `block_size` each.
+    parent_block_hash: hash of the first block's parent; None at the beginning of a prompt.
+    token_ids: tokens of all blocks, `block_size` each.
     lora_id, lora_name: None, for consumers that expect them.
     """
 

@@ -60,6 +60,10 @@ class Host:
         self._stopped = threading.Event()
 
     def run(self) -> int:
+        """Run groups of ranks, one after another, until a signal. Return the exit code of this host.
+
+        Nonzero if a rank cannot be used: its configuration or model is unusable, or its device is at fault.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
         world, ranks = self._world, self._ranks

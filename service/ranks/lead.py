@@ -48,7 +48,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class LeadRunner:
     """Runner of rank 0, with the methods of `service.engine.pipeline.Runner`.
 
-    runner: of this rank's shard.
+    runner: runner of this rank's shard.
     """
 
     def __init__(self, runner: Runner, group: Group):

@@ -27,7 +27,7 @@ def load_model(
     memory: see `load_runner`.
     kernels: CPU kernels that an earlier engine chose; None to choose them.
     capture: in place of the setting.
-    group: of the ranks that share the model; None to load all of it.
+    group: ranks that share the model; None to load all of it.
 
     Raises ValueError, OSError or MemoryError if the model, the settings or this machine are at fault.
     """

@@ -41,8 +41,8 @@ CAUSE_SECONDS = 0.3
 class RankArgs(msgspec.Struct, frozen=True):
     """Arguments of a rank's process, from rank 0.
 
-    config: of the server.
-    folder: of the model.
+    config: settings of the server.
+    folder: folder of the model.
     rank: number of the rank, from 1.
     address: host:port where the ranks meet.
     local: number of ranks of each host.
@@ -136,7 +136,7 @@ def end_with_rank() -> None:
 
 
 class RankProcesses:
-    """The ranks of this host other than 0, and the group with those of all hosts.
+    """The ranks of this host other than 0, and the group of the ranks of all hosts.
 
     weights: descriptors of the files in memory for the weights of the ranks of this host from 1; empty for none.
     shared_weights: descriptions of their contents; None if they have none.

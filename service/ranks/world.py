@@ -48,9 +48,10 @@ LOCAL_SETTINGS = ("host", "port", "metrics_host", "metrics_port", "health_port",
 class World(msgspec.Struct, frozen=True):
     """Hosts of a group.
 
-    host, hosts: index of this one, from 0, and number.
-    name, port: address of the first host, where the ranks meet.
-    variables: those that gave host, hosts and name.
+    host: index of this host, from 0.
+    hosts: number of hosts.
+    name, port: address of the first host, where rank 0 listens for the others.
+    variables: environment variables from which host, hosts and name were read.
     """
 
     host: int
@@ -158,7 +159,7 @@ def _number(
 
 
 def check_same(group: Group, config: ServerConfig, folder: Path) -> None:
-    """Compare version, settings and model with those of rank 0. All ranks call it together.
+    """Compare version, settings and model with rank 0. All ranks call it together.
 
     Raises ConfigError on each rank that differs, and on rank 0 if any does.
     """

@@ -20,18 +20,18 @@ from typing import NamedTuple
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Sequence
 
 
-class Added(NamedTuple):
+class AddedRequest(NamedTuple):
     """A queued request, and the request that was displaced from a full queue for it, if any."""
 
     sequence: Sequence
-    displaced: Dropped | None
+    displaced: DroppedRequest | None
 
 
 class Occupancy(NamedTuple):
@@ -72,10 +72,10 @@ class Admission:
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
 
-    def check(self, request: Request, account: Account, occupancy: Occupancy, now: float) -> Dropped | None:
+    def check(self, request: Request, account: Account, occupancy: Occupancy, now: float) -> DroppedRequest | None:
         """Return the request that must leave the queue for the new one, with its error; None if there is space.
 
-        account: of the request's client.
+        account: account of the request's client.
         occupancy: `prefill_tokens` and `paused_blocks` are read only if the request has a deadline.
 
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
@@ -98,7 +98,7 @@ class Admission:
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry)
         reason = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
-        return Dropped(displaced, QueueFull(reason, retry, "displaced"))
+        return DroppedRequest(displaced, QueueFull(reason, retry, "displaced"))
 
     def _check_size(self, request: Request) -> None:
         if not request.prompt_ids:

@@ -63,7 +63,7 @@ class BlockTable:
     version: number of the allocation; 0 while the table is empty. Two tables, or one table before and after `free`,
         never have the same version in this process. Tables read under one version differ at most in their length.
     num_registered: leading blocks that are registered, or need not be.
-    scope: the tables that share its blocks: all of the salt for 0, otherwise those of this scope.
+    scope: only tables of the same salt and scope share its blocks; 0 for tables without a scope.
     """
 
     __slots__ = ("_digests", "_salt", "block_ids", "num_registered", "scope", "version")

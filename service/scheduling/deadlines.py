@@ -11,7 +11,7 @@ from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.sequence import Sequence
 
 
-class Dropped(NamedTuple):
+class DroppedRequest(NamedTuple):
     """A request that the scheduler ended on its own: expired, or displaced from a full queue.
 
     error: None if its deadline came and it has generated tokens, which are its answer.
@@ -69,9 +69,9 @@ class Deadlines:
                 late.append(sequence)
         return late
 
-    def drop(self, sequence: Sequence) -> Dropped:
+    def drop(self, sequence: Sequence) -> DroppedRequest:
         """Return the end of a late request, which the scheduler has ended."""
         if sequence.num_generated_tokens:
-            return Dropped(sequence, None)
+            return DroppedRequest(sequence, None)
         self.tokens_in_vain += max(0, sequence.num_computed_tokens - sequence.cached_tokens)
-        return Dropped(sequence, DeadlineExceeded("deadline: it comes before the first token"))
+        return DroppedRequest(sequence, DeadlineExceeded("deadline: it comes before the first token"))

@@ -11,10 +11,10 @@ Requests that ran before are in a queue of their own, in order of age. It comes 
     client b   ▢▢        request is added. Its first request is the next request.
     client c   ▢
 
-Fairness is start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens as they are computed, as in the virtual
-token counter (Sheng et al. 2024), since the length of an answer is unknown. The virtual time of a client is the number
-of tokens computed for it. The virtual time of the queue is the one of the client that was served last. When a client
-without waiting requests adds one, its virtual time is raised to the queue's: an idle client earns no credit. Two
+Fairness is start-time fair queueing (Goyal, Vin and Cheng 1996). Since the length of an answer is unknown, tokens are
+counted as they are computed, as in the virtual token counter (Sheng et al. 2024). The virtual time of a client is the
+number of tokens computed for it. The virtual time of the queue is the one of the client that was served last. When a
+client without waiting requests adds one, its virtual time is raised to the queue's: an idle client earns no credit. Two
 clients that both have waiting requests therefore get equal numbers of tokens, except for requests that run already.
 
 Priority is that of borrowed virtual time (Duda and Cheriton 1999). A request of priority p is served as if the virtual
@@ -89,6 +89,7 @@ class FairQueue:
                 del self._accounts[one.client]
 
     def push(self, sequence: Sequence) -> None:
+        """Add a request to the queue of its client, or to the queue of the requests that ran before."""
         account = sequence.account
         if not sequence.has_run and not account.waiting:
             account.virtual_time = max(account.virtual_time, self._virtual_time)
@@ -97,6 +98,7 @@ class FairQueue:
         insort(self._queues.setdefault(self._owner(sequence), []), sequence, key=_key)
 
     def remove(self, sequence: Sequence) -> None:
+        """Remove a request from its queue. `has_run` must be the same as at its `push`."""
         sequence.account.waiting -= 1
         self._length -= 1
         owner = self._owner(sequence)
@@ -147,7 +149,7 @@ class FairQueue:
     def ahead(self, account: Account, priority: int, answer_tokens: float) -> tuple[float, int]:
         """Estimate how many requests, and how many of their tokens, come before a new request.
 
-        account, priority: of the new request.
+        account, priority: account and priority of the new request.
         answer_tokens: expected tokens of an answer.
         """
         own = [s for s in self._queues.get(account, []) if s.request.priority <= priority]

@@ -35,7 +35,7 @@ class Quarantine:
     def add(self, sequence_id: int, crashes: int, tokens: int) -> None:
         """Put a request into quarantine until it has made `tokens` more tokens.
 
-        crashes: of the engine, while the request was in a step.
+        crashes: number of engine crashes while the request was in a step.
         """
         self._crashes[sequence_id], self._tokens_left[sequence_id] = crashes, tokens
 

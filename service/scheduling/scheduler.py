@@ -28,10 +28,10 @@ from operator import attrgetter
 from npuserve.npu.step import Step, StepResult
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling import invariants
-from npuserve.service.scheduling.admission import Added, Admission, Occupancy
+from npuserve.service.scheduling.admission import AddedRequest, Admission, Occupancy
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
-from npuserve.service.scheduling.deadlines import Deadlines, Dropped
+from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.quarantine import Quarantine
@@ -55,7 +55,7 @@ class Scheduler:
 
     preemptions, forced_tokens: number since the start. No step sampled a forced token.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache, once per request.
-    deadlines, quarantine: of the requests.
+    deadlines, quarantine: deadlines and quarantine of the requests.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue, including preempted ones, and of those that wait for a prompt or grammar."""
+        """Number of requests in the queue, also preempted ones, and of requests that wait for a prompt or grammar."""
         return len(self._queue) + len(self._samples) + len(self._compiling)
 
     @property
@@ -111,7 +111,7 @@ class Scheduler:
 
     def add(
         self, request: Request, origin: tuple[bytes, int], now: float, prepare: Callable[[], None] | None = None
-    ) -> Added:
+    ) -> AddedRequest:
         """Queue a request, or let it wait for its grammar (`constrain`) or for another sample of its call.
 
         prepare: called if the request is admitted, before any change. Its error refuses the request.
@@ -135,7 +135,7 @@ class Scheduler:
         else:
             self._samples.enter(sequence)
         self.deadlines.set(sequence)
-        return Added(sequence, displaced)
+        return AddedRequest(sequence, displaced)
 
     def constrain(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
         """End a live request's wait for its grammar. A paused request enters the queue after its pause.
@@ -190,7 +190,7 @@ class Scheduler:
             elif sequence.needs_matcher:
                 self._compiling[sequence_id] = self._paused.pop(sequence_id)
 
-    def expire(self, now: float) -> list[Dropped]:
+    def expire(self, now: float) -> list[DroppedRequest]:
         """End and return the requests whose deadlines are due or cannot be met."""
         return [self._drop_late(sequence) for sequence in self.deadlines.late(now)]
 
@@ -368,7 +368,7 @@ class Scheduler:
         if sequence.is_queued:
             self._queue.push(sequence)
 
-    def _drop_late(self, sequence: Sequence) -> Dropped:
+    def _drop_late(self, sequence: Sequence) -> DroppedRequest:
         """End a request whose deadline has come, or comes before its first token."""
         self._end(sequence)
         return self.deadlines.drop(sequence)

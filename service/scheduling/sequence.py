@@ -81,9 +81,9 @@ class Sequence:
     age_key: order among running requests: (arrival, id), the oldest first.
     queue_key: order among the waiting requests of one client, by priority and age. Lower is earlier. Both keys are
         constant; see fair_queue.py.
-    account: of the request's client.
-    scope: of its blocks, see BlockTable.
-    matcher: of the request's constraint, advanced over the answer; None without a constraint, and until it is compiled.
+    account: account of the request's client.
+    scope: scope of its blocks, see BlockTable.
+    matcher: matcher of its constraint, advanced over the answer; None without a constraint, and until it is compiled.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
     num_pending_tokens: tokens that the steps in flight sample, without a forced one that is in token_ids already.
     num_computed_tokens: the positions below it are in the KV cache, or will be after the steps in flight.
@@ -323,7 +323,7 @@ class Sequence:
     def take_reports(self, reports: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
         """Return the reports that were not returned before: a row after a preemption repeats some.
 
-        reports: of the prompt tokens [start + 1, ...), by a row from position `start` on.
+        reports: reports of the prompt tokens [start + 1, ...), by a row from position `start` on.
         """
         new = reports[max(0, self.num_reported_tokens - start - 1) :]
         self.num_reported_tokens += len(new)

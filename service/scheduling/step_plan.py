@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
-from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.sequence import Sequence
 
 
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     """
 
     step: Step
-    dropped: list[Dropped]
+    dropped: list[DroppedRequest]
     constrained: list[Sequence]
 
 
@@ -50,7 +50,7 @@ class StepPlan:
         self.budget = budget
         self.rows: list[Row] = []
         self.new: list[NewRequest] = []
-        self.dropped: list[Dropped] = []
+        self.dropped: list[DroppedRequest] = []
         self.constrained: list[Sequence] = []
         self._block_size = block_size
 

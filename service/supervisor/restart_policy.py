@@ -73,6 +73,7 @@ class RunEnd:
 
     @property
     def why(self) -> Why:
+        """Return the cause, a label of the metric of restarts."""
         if isinstance(self.code, BaseException):
             return "not_started"
         if self.is_hung:

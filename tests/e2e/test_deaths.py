@@ -192,7 +192,7 @@ def test_lost_connections(server: Server, kills: ModuleType) -> None:
 
 
 def test_a_killed_front_end(server: Server, slow: Path, kills: ModuleType) -> None:
-    """Its clients continue through the other one, and through the one that replaces it; then the engine dies."""
+    """Its clients continue through the other front end, and through its replacement. Then the engine dies."""
     asks = kills.asks(8, 300, seed=7)
     for ask in asks:
         ask.stopping.ignore_eos, ask.stopping.max_tokens = True, 330

@@ -95,7 +95,7 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
 
 
 def test_bad_requests_of_any_language_are_invalid_argument_by_field(server: Server) -> None:
-    """Sent as bytes, since Python's protobuf cannot send all that those of C++, Ruby and Node can."""
+    """Requests are sent as bytes: protobuf in C++, Ruby and Node can send messages that Python's cannot."""
     generate = "/npuserve.v1.InferenceService/Generate"
 
     def counts() -> list[float]:

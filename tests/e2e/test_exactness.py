@@ -1,4 +1,4 @@
-"""Greedy tokens in float32 through gRPC equal those of transformers under any load of the server.
+"""Greedy tokens in float32 through gRPC equal the tokens of transformers under any load of the server.
 
 The built-in model is always tested; NPUSERVE_TEST_MODELS names the folder of the other models.
 """
@@ -80,7 +80,7 @@ def check(server: Server, folder: Path, prompts: list[str], index: int) -> None:
 def test_alone(name: str, prompts: list[str]) -> None:
     """Greedy requests run one by one; seeded ones of the built-in model get the same tokens alone and together.
 
-    The tokens of the other models also equal those of transformers in test_among_others.
+    For the other models, test_among_others compares the tokens with transformers.
     """
     folder = model_folder(name)
     with serving(str(folder), "--dtype", "float32", "--max-num-batched-tokens", "48") as server:

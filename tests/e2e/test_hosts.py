@@ -19,15 +19,10 @@ from tests.e2e.server import KV_CACHE_MEMORY, Server, request, streamed
 from tests.e2e.test_exactness import STORIES, check
 from tests.e2e.test_ranks import answers, copied, erase
 from tests.support.models import random_model, saved
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--tensor-parallel-size", "2", "--threads", "1", "--dtype", "float32", "--kv-cache-memory", KV_CACHE_MEMORY)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def torchrun(rank: int, port: int, size: int = 2) -> dict[str, str]:
@@ -101,7 +96,7 @@ def test_stopped_first_host_leaves_the_other_waiting(group: tuple[Server, Server
 
 @pytest.mark.full
 def test_two_hosts_of_a_leader_worker_set_answer() -> None:
-    """The variables are those of tests/service/ranks/test_world.py; the rest is the same as with torchrun's."""
+    """With the variables of tests/service/ranks/test_world.py; otherwise as with torchrun."""
     with hosts(leader_worker_set) as (first, _):
         check(first, FOLDER, STORIES[:3], 0)
 

@@ -154,7 +154,7 @@ def test_every_query_uses_existing_metrics() -> None:
             count += 1
             assert selector.name in known, (where, selector.name)
             labels = {matcher.name for matcher in selector.matchers.matchers}
-            if selector.name.startswith("npu_chip_info_"):  # the exporter's labels are those of nodes
+            if selector.name.startswith("npu_chip_info_"):  # the exporter's labels name nodes
                 assert not labels, where
                 continue
             assert {"namespace", "instance"} <= labels, where

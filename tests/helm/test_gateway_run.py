@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ import yaml
 
 from tests.helm.chart import ROOT, Object, find, needs_helm, render
 from tests.helm.test_gateway import SERVER, arguments, gateway_pod, smg
+from tests.support.processes import free_port
 
 SMG = shutil.which("smg") or shutil.which("smg", path=str(Path(sys.executable).parent))
 pytestmark = [needs_helm, pytest.mark.skipif(not SMG, reason="no program smg (pip install smg==1.13.0)")]
@@ -78,12 +78,6 @@ class Kubernetes(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def status(port: int, path: str) -> int:
@@ -187,7 +181,7 @@ def test_smg_with_a_key_guards_its_administration(tmp_path: Path, api: int):
 
 
 def test_smg_tries_ready_pods_at_the_grpc_port(tmp_path: Path, api: int):
-    """Of two pods the ready one is registered; nothing listens there, so it stays out of the rotation."""
+    """The ready one of two pods is registered. Nothing listens there, so it stays out of the rotation."""
     Kubernetes.pods = [pod_of("127.0.0.7", ready=False), pod_of("127.0.0.8")]
     process, ports, log = launch(tmp_path, api)
     try:

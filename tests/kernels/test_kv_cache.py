@@ -24,8 +24,8 @@ from npuserve.kernels.kv_cache import (
 from npuserve.kernels.native import layout
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Int8
+from tests.kernels.variants import ISAS
 
-ISAS = native.library().isas if native.available() else []
 needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
 

@@ -26,18 +26,19 @@ PROMPTS = [[5, 9, 17, 3, 88, 41], [7], list(range(3, 40)), [61, 60, 59]]
 TOKENS = 12
 
 Answers = list[tuple[list[int], list[float], list[float]]]
-"""Token ids, their log-probabilities, and those of the prompt, for each request."""
+"""Token ids, their log-probabilities, and the log-probabilities of the prompt, for each request."""
 
 
 class Job(msgspec.Struct):
     """Work of a rank.
 
-    folder: of the model.
+    folder: folder of the model.
     rank, size: see Group.
-    store: file in which the ranks meet.
+    store: file of the store by which the ranks find each other.
     shared: the ranks share memory.
-    settings: of `load_runner`.
-    prompts, sampling: of the requests, each of `tokens` tokens.
+    settings: arguments of `load_runner`.
+
+    prompts, sampling: one for each request. An answer has `tokens` tokens.
     counts: report the steps.
     divides: each rank adds a part of each sum (`collectives.divides_sum`).
     fails: steps cannot be captured.
@@ -79,7 +80,7 @@ def reports(
     folder: Path, size: int, sampling: list[dict[str, Any]], *, shared: bool = True, tokens: int = TOKENS,
     counts: bool = False, divides: bool = False, of_last: dict[str, Any] | None = None, **settings: Any,
 ) -> Report:
-    """Return the report of rank 0, which must equal those of the other ranks.
+    """Return the report of rank 0, which must equal the reports of the other ranks.
 
     shared: the ranks share memory.
     counts, divides: see `Job`.

@@ -1,7 +1,7 @@
 """Constrained requests with the real grammar library, and the answers that each must have in every order of work.
 
-An answer is a function of its request: it depends neither on the other rows, nor on steps in flight, preemptions, or
-the death of an engine, after which the request begins again with the tokens so far.
+An answer is a function of its request. It does not depend on the other rows, on steps in flight, or on preemptions.
+Nor does it depend on the death of an engine, after which the request is queued again with its tokens so far.
 """
 
 from __future__ import annotations

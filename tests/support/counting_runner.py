@@ -39,7 +39,7 @@ class FakeRunner:
 
     vocabulary: number of token ids.
     delay: duration of each step in seconds.
-    block_size: of the scheduler's block manager.
+    block_size: tokens of a block of the scheduler's block manager.
     """
 
     def __init__(self, vocabulary: int = 1000, delay: float = 0.0, block_size: int = 64):
@@ -135,7 +135,7 @@ class FakeRunner:
 class ServedRunner(FakeRunner):
     """Runner of an engine process, for `npuserve.service.engine.process.build_engine`: without weights and torch.
 
-    folder: of a model, whose config.json is read.
+    folder: folder of a model, whose config.json is read.
     kv_cache_memory: bytes of a KV cache of 16-bit values; 0 for 4096 blocks.
     """
 

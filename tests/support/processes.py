@@ -1,7 +1,8 @@
-"""Waiting for conditions and for the ends of processes."""
+"""Waiting for conditions and for the ends of processes; free ports."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,6 +13,14 @@ import pytest
 
 MOUNT_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 """Prefix of a command that runs with mounts of its own."""
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda: "", seconds: float = 30) -> Any:

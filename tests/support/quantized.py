@@ -55,7 +55,7 @@ def save_quantized(
     """Save the model with linear layers rounded to nearest, as compressed-tensors writes it.
 
     alike: projections with the same static input have one scale for it.
-    settings: of save_pretrained.
+    settings: arguments of save_pretrained.
     """
     config = QuantizationConfig(
         config_groups={f"group_{index}": made for index, made in enumerate(schemes)}, ignore=list(ignore))

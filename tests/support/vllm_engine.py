@@ -51,7 +51,7 @@ def like_smg(ids: list[int], **fields: object) -> vllm.GenerateRequest:
 class Answer:
     """Messages of one sample, joined.
 
-    token_ids: of the chunks; of the Complete if there is none.
+    token_ids: tokens of the chunks; of the Complete without chunks.
     chunks: in order.
     complete: the last message.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.weights import ModelWeights
@@ -58,7 +58,7 @@ class Driver:
     def __init__(self, runner: Runner, asks: Sequence[Ask], budget: int, depth: int = 2):
         self._runner, self._asks, self._budget, self._depth = runner, asks, budget, depth
         self._met: set[int] = set()
-        self._flying: deque[tuple[list[Row], Launched]] = deque()
+        self._flying: deque[tuple[list[Row], LaunchedStep]] = deque()
 
     def run(self) -> Iterator[Collected]:
         """Yield each collected step until all answers are complete."""

@@ -94,7 +94,7 @@ using Clock = std::chrono::steady_clock;
 struct Update {
     Captured *graph;
     Clock::time_point launched;
-    std::vector<int64_t> contexts, ends;  // without ends, those of the capture stay
+    std::vector<int64_t> contexts, ends;  // without ends, the ends of the capture stay
     Handle after;
 };
 

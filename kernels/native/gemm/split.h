@@ -29,7 +29,7 @@ struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
     bool once, few;
-    bool by_rows = false;  // units of the same rows are adjacent, otherwise those of the same panels
+    bool by_rows = false;  // units of the same rows are adjacent; otherwise units of the same panels
 
     Split() {}
 

@@ -9,18 +9,18 @@
 //   rank_concatenate   p: region, out [T, size H]                     n: T, H, rank, size, capacity
 //                         waits for all slots; a row of out holds the rows of the slots, in the order of the ranks
 //   rank_argmax        p: region, out [T] int64                       n: T, 2, rank, size, capacity
-//                         waits for all slots of pairs (value, id) in float32; out is the id of the largest value, of the
-//                         first rank that has it
+//                         waits for all slots of pairs (value, id) in float32; out is the id of the largest value,
+//                         at equal values from the first rank
 //
 //   local_ids          p: ids [T] int64, out [T] int64                n: T, first, count
 //                         out is the id minus first, or 0 for ids outside [first, first + count)
 //   zero_outside       p: ids [T] int64, x [T, H]                     n: T, H, first, count
 //                         x becomes 0 in the rows of such ids
 //
-// A collective is the first, the second and one of the other three, in this order. Region: a line of 64 bytes for each
-// rank with the number of collectives that it has published, then for each parity of that number and each rank a slot of
-// `capacity` bytes. A rank that publishes collective n has read all slots of n - 1, so the slots of n - 2, which have the
-// parity of n, are no longer read by any rank.
+// A collective is rank_share, rank_arrive, and one of the next three, in this order. The region begins with a line of
+// 64 bytes for each rank: the number of collectives that the rank has published. Then follows a slot of `capacity`
+// bytes for each parity of that number and each rank. A rank that publishes collective n has read all slots of n - 1.
+// So no rank reads the slots of n - 2 any more, which have the parity of n.
 #include <sched.h>
 
 #include <algorithm>

@@ -40,8 +40,8 @@ struct Row {
     typedef typename D::type T;
     static constexpr int64_t BLOCK = 32 * LANES;
 
-    // Border of a filter. It keeps all tokens with scores above `score`. Of the tokens with exactly this score, it
-    // keeps the `ties` smallest ids. `reached` is false if all candidates together do not reach the limit.
+    // Border of a filter. It keeps all tokens with scores above `score`, and the `ties` smallest ids among the tokens
+    // with exactly this score. `reached` is false if all candidates together do not reach the limit.
     struct Border {
         float score;
         double ties;

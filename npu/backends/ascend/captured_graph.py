@@ -26,7 +26,7 @@ class CapturedGraph:
 
     rows: its rows, or its tokens if it was captured for any batch.
     output: output of all rows of the bucket. The next replay overwrites it.
-    handle: of the updater that it was added to.
+    handle: the updater that it was added to.
     """
 
     graph: Any

@@ -2,8 +2,8 @@
 //
 // A collective is a round, or several if its data exceed a slot. In a round each rank copies its data to a slot and
 // counts itself as arrived. When all have arrived, it reads the slots of all. A rank arrives in round n + 1 only after
-// it has read those of round n. So when all have arrived in round n + 1, nobody reads the slots of round n any more, and
-// two slots that alternate suffice.
+// it has read all slots of round n. When all have arrived in round n + 1, no rank reads the slots of round n any more.
+// Two alternating slots therefore suffice.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
 // Properties of the machine: 8 Atlas A2 (Ascend910B4, each of 32 GB of memory or the configured size) under CANN 9.1.0,
-// the version that matches torch_npu 2.13. A process uses one of them: the one that it has set when it first allocates
-// memory.
+// the version that matches torch_npu 2.13. A process uses one NPU: the device that is set when the process first
+// allocates memory.
 #include <sys/syscall.h>
 #include <unistd.h>
 

@@ -106,8 +106,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends the profile, and returns its trace's file and its table. Without a running profile, it returns those of the last
-        one; FAILED_PRECONDITION if none was started since the engine's start.
+        """Ends the profile, and returns its trace's file and its table. Without a running profile, the last
+        profile is returned; FAILED_PRECONDITION if none was started since the engine's start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

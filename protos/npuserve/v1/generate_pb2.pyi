@@ -691,7 +691,7 @@ class StreamGenerateResponse(_message.Message):
     index: _builtins.int
     """Sample to which the message belongs, from 0 to n - 1."""
     reasoning: _builtins.str
-    """Only with parse_output: reasoning that follows that of the message before. `token_ids`, `logprobs` and `num_tokens`
+    """Only with parse_output: reasoning after the reasoning of the message before. `token_ids`, `logprobs` and `num_tokens`
     then belong to the tokens of the message's text, reasoning and tool calls, with their tags.
     """
     @_builtins.property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from npuserve.npu.execution.decoder import Model
 
 MIN_EQUAL_SHARE = 0.995
-"""Minimum share of positions whose argmax equals that of the CPU in float32. A device can be SIGMAS standard deviations
+"""Minimum share of positions whose argmax equals the CPU's in float32. A device can be SIGMAS standard deviations
 below it, or below the CPU's own share in the judged dtype, for the number of positions compared."""
 
 SIGMAS = 3

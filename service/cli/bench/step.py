@@ -146,7 +146,7 @@ def _measure_with_ceiling(measure: Callable[[], Any], ceiling: Callable[[], floa
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class StepTime:
     """Durations and size of one step.
 
     seconds: from planning the step, or collecting the previous step if later, to its result.
@@ -245,14 +245,14 @@ class Bench:
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
         return self.scheduler.add(request, (b"", 0), now).sequence.id
 
-    def step(self) -> Timed:
+    def step(self) -> StepTime:
         """Launch steps up to the pipeline's depth, and collect the oldest step in flight."""
         self.calls.clear()
         while (done := self.pipeline.advance()) is None:
             assert self.pipeline, "nothing to compute"
         began, self.collected = max(done.planned, self.collected), time.monotonic()
         context = sum(row.start + len(row.token_ids) for row in done.step.rows)
-        return Timed(self.collected - began, len(done.result.token_ids), context, sum(self.calls),
+        return StepTime(self.collected - began, len(done.result.token_ids), context, sum(self.calls),
                      done.result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
@@ -263,7 +263,7 @@ class Bench:
             self.step()
         return time.perf_counter() - began
 
-    def decode(self, rows: int, context: int, steps: int) -> list[Timed]:
+    def decode(self, rows: int, context: int, steps: int) -> list[StepTime]:
         """Return `steps` timed steps in which all rows decode."""
         ids = [self.add(context, spare(rows, context, self.budget) + WARM_UP + steps) for _ in range(rows)]
         while self.step().sampled < rows:

@@ -20,9 +20,12 @@ Status = Literal["complete", "truncated", "missing", "failed", "timeout", "skipp
 class Part:
     """Content of one member.
 
-    truncated: it is the beginning or the end of something larger. missing: a program or file that this machine lacks.
-    failed, timeout: of a command, with the output so far. skipped: the archive or the time was full.
-    detail: the reason.
+    status: quality of the content.
+        - "truncated": the beginning or the end of something larger.
+        - "missing": the machine lacks the program or file.
+        - "failed", "timeout": the command failed, or took too long. The content is its output so far.
+        - "skipped": the archive was full, or the time was over.
+    detail: the reason of another status than "complete".
     """
 
     data: bytes
@@ -43,7 +46,7 @@ class Line:
 class Archive:
     """`.tar.gz` file, readable by its owner only. The manifest is its last member.
 
-    max_bytes: of all members together, before compression.
+    max_bytes: maximum bytes of all members together, before compression.
     """
 
     MANIFEST = "manifest.json"

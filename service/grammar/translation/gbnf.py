@@ -36,10 +36,14 @@ class Ref(NamedTuple):
 
 
 class Seq(NamedTuple):
+    """Sequence."""
+
     items: tuple[Node, ...]
 
 
 class Alt(NamedTuple):
+    """Alternatives."""
+
     items: tuple[Node, ...]
 
 
@@ -59,7 +63,6 @@ _TOKEN = re.compile(
 _ESCAPE = re.compile(
     r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|u\{([0-9A-Fa-f]{1,6})\}|(.))", re.DOTALL)
 _LETTERS = {"n": 10, "r": 13, "t": 9, "f": 12, "b": 8, "0": 0, "v": 11}
-EMPTY = Seq(())
 
 
 def parse(text: str) -> dict[str, Node]:

@@ -18,7 +18,7 @@ import pytest
 
 from npuserve.npu import emulator
 from npuserve.npu.cann.versions import is_before
-from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
 from npuserve.service.engine.loop import Engine
@@ -60,8 +60,7 @@ COLLECT = [
     "aclrtSynchronizeEvent", "aclrtSynchronizeEvent", "aclrtEventElapsedTime",  # its time span, which has ended
 ]
 MAX_CALLS_WITH_A_CHUNK = 10 + 2 * len(REPLAY)
-"""Calls of a step with chunks: those of LAUNCH and COLLECT, the dispatch of LM head and sampler, and at times a new
-event."""
+"""Calls of a step with chunks: LAUNCH, COLLECT, the dispatch of LM head and sampler, and at times a new event."""
 LENGTHS = Counter({
     "aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclnnFusedInferAttentionScoreV3GetWorkspaceSize": LAYERS,
     "aclnnFusedInferAttentionScoreV3": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS, "aclrtValueWrite": LAYERS})
@@ -75,16 +74,16 @@ class Marked:
         self.launches = self.collections = 0
         self.results: list[StepResult] = []
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> LaunchedStep:
         emulator.mark(f"launch {self.launches}")
         self.launches += 1
         return self._runner.launch(step)
 
-    def ready(self, launched: Launched) -> bool:
+    def ready(self, launched: LaunchedStep) -> bool:
         """Return True, so that the engine waits in `collect` instead of polling."""
         return True
 
-    def collect(self, launched: Launched) -> StepResult:
+    def collect(self, launched: LaunchedStep) -> StepResult:
         emulator.mark(f"collect {self.collections}")
         self.collections += 1
         self.results.append(self._runner.collect(launched))
@@ -187,7 +186,7 @@ def test_a_step_is_launched_and_the_one_before_collected_while_the_device_is_at_
 
     runner = load(saved(tmp_path, layers=LAYERS))
 
-    def decode(at: int) -> Launched:
+    def decode(at: int) -> LaunchedStep:
         return runner.launch(Step([Row(0, [PENDING], at, [0], True)]))
 
     runner.collect(runner.launch(Step([Row(0, [1, 2], 0, [0], True)], [NewRequest(0, [1, 2], [], GREEDY)])))

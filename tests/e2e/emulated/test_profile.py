@@ -14,7 +14,7 @@ import pytest
 
 from npuserve.npu.backends.ascend.profiler import ascend_profiler
 from npuserve.npu.backends.device_profiler import DeviceProfiler
-from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.profile import ProfileSummary
 from npuserve.npu.profiling.session import Profiler
 from npuserve.npu.profiling.trace_folder import TraceFolder
@@ -44,7 +44,7 @@ def profile(
         runner.backend.profiler = start  # type: ignore[method-assign]
     profiler, launch, launches = Profiler(runner, TraceFolder(folder / "traces")), runner.launch, 0
 
-    def started(step: Step) -> Launched:
+    def started(step: Step) -> LaunchedStep:
         nonlocal launches
         launches += 1
         if launches == 4:  # after the prompt
@@ -100,7 +100,7 @@ def test_torch_npus_profiler_records_the_launches(tmp_path: Path):
 @pytest.mark.parametrize("name", ["bf16", "w8a8"])
 @emulated()
 def test_launches_of_the_roofline_are_the_tasks_of_a_step(tmp_path: Path, name: str):
-    roofline: Any = bench("kernels.roofline")
+    roofline: Any = bench("engine.roofline")
     make = {"bf16": saved, "w8a8": saved_w8a8}[name]
     two, three = (sum(row.calls for row in profile(tmp_path, layers, make).kernels) / STEPS for layers in (2, 3))
     assert (three - two, 3 * two - 2 * three) == roofline.LAUNCHES[name]

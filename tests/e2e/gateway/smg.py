@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.processes import free_port
 
 PROGRAM = "NPUSERVE_TEST_SMG"
 READY_SECONDS = 60
@@ -41,13 +42,6 @@ def program() -> str:
     if not (found := find_program()):
         pytest.skip("smg is not installed: pip install smg")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Gateway:

@@ -1,4 +1,4 @@
-"""Answers that smg parses beside those that the server parses from the same tokens: reasoning and tool calls of Qwen3.
+"""Answers of Qwen3 with reasoning and tool calls, parsed by smg and by the server from the same tokens.
 
 Needs the tokenizer of Qwen3 beside NPUSERVE_TEST_MODELS. Where the two differ, KNOWN says how, and why the server's
 answer is kept.
@@ -194,7 +194,7 @@ def test_smg_parses_as_the_server(
 
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name not in KNOWN])
 def test_server_parses_the_parts(both: tuple[Server, Gateway], script: Callable[[str], list[int]], name: str) -> None:
-    """The answers on which both agree are those of the script."""
+    """Where both parsers agree, the answers equal the script."""
     script(CASES[name])
     found = ours(both[0])
     assert found.reasoning == THOUGHT

@@ -15,10 +15,11 @@ import pytest
 
 from tests.e2e import brittle
 from tests.e2e.gateway.sdk import openai
-from tests.e2e.gateway.smg import HEALTH_SECONDS, Gateway, free_port, gateway
+from tests.e2e.gateway.smg import HEALTH_SECONDS, Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.processes import engine_of
 from tests.e2e.server import Server
+from tests.support.processes import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -137,7 +138,7 @@ def assert_whole(found: list[Seen], texts: list[str]) -> None:
 
 
 async def test_killed_worker_ends_its_own_streams_alone_and_is_used_again(pool: Pool, gate: Gateway) -> None:
-    """smg does not resume streams: those of the killed worker end with an error event. New requests are retried.
+    """smg does not resume streams: streams of the killed worker end with an error event. New requests are retried.
 
     The first test, since smg waits longer for a worker that has failed before. Prints what the clients saw (pytest -s).
     """

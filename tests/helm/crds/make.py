@@ -2,10 +2,10 @@
 
     python tests/helm/crds/make.py SOURCE CRD.yaml ...      SOURCE: the project and its version, kept in the file
 
-What only people and API servers read is left out; an object allows what it names and no more, as an API server prunes.
-Templates of pods and claims, 1.2 MB of LeaderWorkerSet, are objects of any content: chart.py validates those of pods by
-Kubernetes' own schemas. The schemas of InferencePool and HTTPRoute are written by hand: the fields that the chart uses,
-and no others.
+Descriptions and extensions are left out. Objects allow only the properties that they name, since an API server prunes
+others. Templates of pods and claims, 1.2 MB of LeaderWorkerSet, are objects of any content: chart.py validates pod
+templates by Kubernetes' own schemas. The schemas of InferencePool and HTTPRoute are written by hand, and have only the
+fields that the chart uses.
 """
 
 from __future__ import annotations

@@ -11,16 +11,7 @@ from npuserve.kernels.kv_cache import pack_keys, pack_values, quantize_heads, un
 from npuserve.kernels.native import layout
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-ISAS = native.library().isas if native.available() else []
 CONTEXT, BLOCKS = 600, 60
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    threads = native.library().threads
-    with native.using(request.param):
-        yield request.param
-    native.library().set_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,13 +17,6 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native kerne
 
 SHAPES = ((16, 8), (3, 24), (160, 24), (48, 128), (64, 136), (200, 136), (96, 1024))
 ROWS = (*range(1, 16), 17, 24, 33, 64, 70, 130)
-ISAS = native.library().isas if native.available() else []
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    with native.using(request.param):
-        yield request.param
 
 
 def numbers(n: int, k: int, rare: float = 0.0) -> Tensor:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.native.packed import PackedWeight
+from tests.kernels.variants import ISAS
 
-ISAS = native.library().isas if native.available() else []
 BUILT = native.library().source.split()[1:] if native.available() else []
 pytestmark = pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
 
 ROWS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 255, 257, 300)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    with native.using(request.param):
-        yield request.param
 
 
 def linear(x: Tensor, weight: Tensor, compact: bool = False) -> Tensor:
@@ -106,7 +98,7 @@ def test_linear_argmax_equals_largest_output_for_many_rows(isa: str, dtype: torc
     "this processor has no AMX" if "avx512_amx" in BUILT else "the compiler does not know AMX"))
 @pytest.mark.parametrize("k", [32, 36, 40, 96, 200])
 def test_linear_amx_order_of_additions(k: int) -> None:
-    """Of each 32 numbers of K, even and odd products are summed separately, then both are added to the sum."""
+    """In each 32 numbers of K, even and odd products are summed separately, then both are added to the sum."""
     generator = torch.Generator().manual_seed(k)
     x, weight = (torch.randn(rows, k // 2, generator=generator).bfloat16() for rows in (20, 18))
     # The exact sums are zero, so that the result shows how they were rounded.

@@ -18,7 +18,6 @@ from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
-from tests.kernels.variants import ISAS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -45,15 +44,6 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
 OTHERS = {"paged_attention", "keep_ids", "mask_logits", "penalize", "logprobs"}
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    library = native.library()
-    threads = library.threads
-    with native.using(request.param):
-        yield request.param
-    library.set_threads(threads)
 
 
 def generator(seed: int = 0) -> torch.Generator:

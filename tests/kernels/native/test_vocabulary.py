@@ -11,18 +11,12 @@ from npuserve.kernels.logprobs import logprobs
 from npuserve.kernels.mask_logits import mask_logits, random_masks
 from npuserve.kernels.penalize import penalize
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-ISAS = native.library().isas if native.available() else []
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="the native kernels are not built"),
+    pytest.mark.usefixtures("isa"),
+]
 VOCABULARY = 2 * 16384 + 1000 + 7
 """Two whole parts, and one that ends within a block and a vector."""
-
-
-@pytest.fixture(params=ISAS, autouse=True)
-def isa(request):
-    threads = native.library().threads
-    with native.using(request.param):
-        yield request.param
-    native.library().set_threads(threads)
 
 
 def _report(*args: object) -> tuple[Tensor, ...]:

@@ -8,9 +8,11 @@ request: {file, function, signature: {argument: type in Triton's notation}, cons
 answer: {used, limit: bits of the unified buffer, stopped: true if the compiler reached the step that needs CANN}, with
 kernel.so in FOLDER; or {error: message of a compiler}.
 
-triton-ascend converts the kernel to its adapter IR (linalg on tensors, memory as memref). From there bishengir-compile
-lowers it to HIVM, the NPU's operations in a planned unified buffer, up to hivmc, which only CANN has; and upstream MLIR
-passes, in bishengir-opt, lower it to LLVM and machine code of this processor, for numbers.
+triton-ascend converts the kernel to its adapter IR (linalg on tensors, memory as memref). Two compilers lower this IR:
+
+- bishengir-compile, to HIVM: the NPU's operations in a planned unified buffer. It stops before hivmc, which only CANN
+  has.
+- bishengir-opt, with upstream MLIR passes, to LLVM and machine code of this processor. Its results are compared.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ def test_registers_and_shared_memory_suffice(
 
 @pytest.mark.parametrize("case", sorted(CASES, key=repr), ids=lambda c: f"{c[0]}-{c[1]}-{c[2].n}x{c[2].m}-{c[2].split}")
 def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tuple[Kind, str, Tiles]) -> None:
-    """The weight and x are copied asynchronously in units of 16 bytes, the tensor cores read them from shared memory,
-    results are stored in words of 16 bytes, and the launch overlaps the previous one."""
+    """The weight and x are copied asynchronously in units of 16 bytes. The tensor cores read them from shared memory.
+    Results are stored in words of 16 bytes. The launch overlaps the previous one."""
     kind, name, tiles = case
     ptx = built[case].ptx
     copies = re.findall(r"cp\.async\.c[ga]\.shared\.global\S* \[[^,]*, \[[^,]*, (\w+)", ptx)

@@ -28,7 +28,7 @@ class Use:
     positional, keywords: kinds of a call's arguments if they are literals or annotated (int, float, str, bool, None,
         list, dtype, Tensor), else "".
     results: number of values that the call must return, exactly if they are unpacked.
-    keys: of dictionaries written as literals in the arguments.
+    keys: keys of dictionaries written as literals in the arguments.
     called: False if the name is not called.
     """
 

@@ -35,7 +35,7 @@ class Scope:
     """Module, or function of `module`.
 
     names: values that each name may be bound to.
-    attributes: of any object, with a leading dot, in the module's scope.
+    attributes: attributes of any object, with a leading dot, in the module's scope.
     """
 
     module: str

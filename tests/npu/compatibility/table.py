@@ -114,7 +114,7 @@ def page(found: Sequence[Use], run: Recorded, releases: Sequence[Release], other
         "## Operators of torch_npu\n",
         table(["operator", "called in", "fits torch_npu", "emulated as", "constraints", "lowered"], operators),
         "## Operators of plain torch that our kernels bring to the device\n",
-        "Those that only view their argument are left out.\n",
+        "Operators that only view their argument are left out.\n",
         table(["operator", "in kernels", "emulated as", "constraints", "lowered"], plain),
         f"The emulator has {total[0]} functions of CANN and {total[1]} constraints in all.\n",
         "## Python names of torch_npu\n",

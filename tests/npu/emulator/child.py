@@ -72,8 +72,10 @@ def _environment() -> dict[str, str]:
 class Template:
     """Process that has loaded the emulator but not used it, and forks children.
 
-    Its socket takes one message at a time: (options, module) with the child's three standard files starts a child and
-    returns its process id; a process id returns the exit code of that child when it has ended.
+    Its socket takes one message at a time:
+
+    - (options, module), with the child's three standard files, starts a child. The reply is its process id.
+    - A process id waits for that child. The reply is its exit code.
     """
 
     def __init__(self) -> None:

@@ -96,9 +96,9 @@ def on_ranks(
 ) -> Callable[[F], F]:
     """Decorate a test to run on `size` emulated NPUs. Its first argument is its rank.
 
-    environment: of the ranks, beyond that of pytest.
+    environment: environment variables of the ranks, beyond pytest's.
     joined: the ranks have joined an HCCL group. Otherwise the first argument is a `Place`.
-    options: of `emulator.activate`.
+    options: arguments of `emulator.activate`.
     """
 
     def mark(test: F) -> F:

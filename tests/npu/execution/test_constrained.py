@@ -1,4 +1,4 @@
-"""Steps with constrained rows: their tokens are those of the masked distribution, and other rows stay as they are."""
+"""Steps with constrained rows: their tokens follow the masked distribution, and other rows do not change."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_constrained_prompt_logprobs_are_unchanged(load: Any) -> None:
     {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"w8a8": True, "lm_head_dtype": "int8"},
     {"w8a8": True, "lm_head_dtype": "int8", "dtype": "bfloat16", "kv_cache_dtype": "int8"}], ids=str)
 def test_constrained_tokens_by_form_of_weights(load: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The tokens equal those of the path that stores the logits, which reports take."""
+    """The tokens are the same with reports of log-probabilities, which need stored logits."""
     settings = dict(settings)
     folder = (saved_w8a8(tmp_path / "int8", vocabulary=VOCABULARY) if settings.pop("w8a8", False) else None)
     runner = load(folder=folder, **settings)

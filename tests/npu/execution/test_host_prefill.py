@@ -275,9 +275,9 @@ def test_host_prefill_decode_rows_do_not_wait(pair):
     second = runner.launch(Step(
         [Row(0, [-1], 1, [0], True), Row(1, ids(9, 1), 0, [1], True)], [NewRequest(1, ids(9, 1), [], GREEDY)]))
     token = runner.collect(first).token_ids[0]
-    runner._waiting.begun.wait()  # the decode rows are complete
+    runner._waiting.queued.wait()  # the decode rows are complete
     early = int(runner._last[0])
-    assert second.ran is None
+    assert second.output is None
     free.set()
     result = runner.collect(second)
     assert result.token_ids[0] == early

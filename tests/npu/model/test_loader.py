@@ -264,7 +264,7 @@ def test_loader_releases_mapped_pages(tmp_path, monkeypatch, cpu):
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 def test_refused_bytes_equal_those_of_the_loaded_weights(tmp_path, monkeypatch):
-    """Of weights whose exponents differ too much for the compact form, in both ranks."""
+    """The compact form refuses weights whose exponents differ too much. Both ranks have such weights."""
     monkeypatch.setattr(native.library(), "compact", True)
     saved(random_model("qwen3"), tmp_path)
     config = ModelConfig.from_folder(tmp_path)

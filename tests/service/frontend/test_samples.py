@@ -324,7 +324,7 @@ class Writer:
         self.release = asyncio.Event()
         self.written: list[int] = []
         self.is_writing = False
-        self.turns = samples.Turns(self._write)
+        self.order = samples.SendOrder(self._write)
         self.streams = [Stream(FakeClient(1, 512), key, Record(request(5))) for key in range(2)]
 
     async def _write(self, message: pb.StreamGenerateResponse) -> None:
@@ -338,7 +338,7 @@ class Writer:
         stream = self.streams[index]
         stream.__aiter__()
         stream.restart_check()
-        await self.turns.of(stream)(pb.StreamGenerateResponse(index=index))
+        await self.order.of(stream)(pb.StreamGenerateResponse(index=index))
 
 
 async def test_turns_write_one_message_at_a_time() -> None:

@@ -61,7 +61,7 @@ async def test_subscription_returns_batches_in_order_and_reports_what_was_read()
     front.all.unsubscribe(subscription)
     assert front.sent[-1] == UnsubscribeKvEvents(1)
     assert front.sent.count(UnsubscribeKvEvents(1)) == 1
-    front.all.receive(batches[0])  # was on its way
+    front.all.receive(batches[0])  # sent before the engine received the unsubscription
 
 
 async def test_subscription_that_is_refused_names_what_is_kept() -> None:

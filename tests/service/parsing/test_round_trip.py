@@ -1,7 +1,7 @@
 """Conversations that the templates of real models render, and whose last turn the parser reads back.
 
-The templates are those of Qwen3 and of a small model with its own tokenizer; transformers judges the rendering. The ids
-of the turn arrive as the engine sends them, so that characters and tags are split as the tokenizers split them.
+The models are Qwen3 and a small model with its own tokenizer. Renderings are compared with transformers. The ids of the
+turn arrive as the engine sends them, so that characters and tags are split as the tokenizers split them.
 """
 
 from __future__ import annotations

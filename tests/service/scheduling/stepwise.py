@@ -12,7 +12,7 @@ from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.deadlines import Dropped
+from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
@@ -93,7 +93,7 @@ class SchedulerHarness:
             self.scheduler.constrain(sequence, matcher)
             self.scheduler.check_integrity()
 
-    def settle(self, dropped: list[Dropped]) -> None:
+    def settle(self, dropped: list[DroppedRequest]) -> None:
         """Record the requests that the scheduler has dropped."""
         for sequence, error in dropped:
             del self.live[sequence.id]

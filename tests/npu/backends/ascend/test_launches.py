@@ -40,7 +40,7 @@ def nodes(captured: Captured | None, size: int, file: Path) -> Counter[str]:
 
 
 def layer(folder: Path, kind: str, w8a8: bool) -> Counter[str]:
-    """Return the tasks of one layer: of a model of two layers, less those of a model of one."""
+    """Return the tasks of one layer: the tasks of a model of two layers less the tasks of a model of one."""
     found = []
     for layers in (2, 1):
         # Rows of 160 numbers after gate and up are not fused with quantization, as in Qwen3 from 1.7B on.
@@ -75,7 +75,7 @@ def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, kind: str, w8a
 def test_ascend_graphs_and_operators_are_those_of_the_roofline(tmp_path: Path) -> None:
     """Design A of docs/ascend-roofline.md: for each bucket of rows a graph with argmax and one with the sampler, with
     the decoder and without."""
-    roofline = bench("kernels.roofline")
+    roofline = bench("engine.roofline")
     _, decoders, _, heads, _ = roofline.DESIGNS[0]
     dispatch = load(saved(tmp_path), dtype="bfloat16", decode_buckets=(1,))._dispatch
     assert dispatch.decode is dispatch.greedy

@@ -258,7 +258,8 @@ def test_collectives_on_vector_cores_are_refused_for_captured_steps(place: Place
 
 @on_ranks(joined=False, relax=("fp32",), environment={"HCCL_EXEC_TIMEOUT": "2", **SMALL_BUFFER})
 def test_a_rank_that_cannot_capture_fails_even_if_captures_are_optional(place: Place, tmp_path: Path) -> None:
-    """Steps that are not captured have other sizes than those of the other ranks. The next group captures none."""
+    """Steps that are not captured have other sizes than the captured steps of the other ranks. The next group captures
+    none."""
     folder = share(place, "model", lambda: saved(tmp_path))
     if place.rank:
         emulator.fail("aclmdlRICaptureEnd", 207005, nth=2, times=-1)

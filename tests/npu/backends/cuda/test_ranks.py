@@ -42,8 +42,8 @@ def assert_equal(found: Answers, wanted: Answers, tolerance: float) -> None:
 
 @pytest.mark.parametrize(("size", "vocabulary"), [(2, 300), pytest.param(4, 100, marks=pytest.mark.full)])
 def test_answers_equal_those_of_the_cpu(tmp_path: Path, size: int, vocabulary: int) -> None:
-    """Greedy, sampled, penalized and restricted requests, with chunks. Of 4 ranks, 2 hold a KV head each, and 3 have no
-    ids."""
+    """Greedy, sampled, penalized and restricted requests, with chunks. Two of 4 ranks hold a KV head each, and 3 have
+    no ids."""
     folder = saved(tmp_path, layers=1, vocabulary=vocabulary)
     found = reports(folder, size, MIXED, shared=False, **CUDA)
     assert_equal(found.answers, reports(folder, 1, MIXED, tokens=6, max_model_len=64).answers, 1e-4)
@@ -169,7 +169,7 @@ def test_communicator_is_estimated_by_its_buffers(monkeypatch: pytest.MonkeyPatc
 
 
 def test_plan_counts_gathered_tensors(tmp_path: Path) -> None:
-    """Of each rank's hidden states of a step, and of the logits of all rows."""
+    """The gathered tensors are each rank's hidden states of a step, and the logits of all rows."""
     config = ModelConfig.from_folder(saved(tmp_path, layers=1, vocabulary=300)).sharded(Shard(0, 2))
     settings: dict[str, Any] = {
         "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}

@@ -14,7 +14,7 @@ import torch
 from npuserve.kernels import native
 from npuserve.kernels.bench import ceilings, measure
 from npuserve.kernels.native.packed import packed_words
-from npuserve.npu.execution.in_flight import Launched
+from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import StepResult
 from npuserve.service.cli import main as cli
@@ -52,7 +52,7 @@ def test_kernel_share_after_late_collection_is_at_most_one(
     """After a late collection, the next step ends on the device before the host waits for it."""
     collect = Runner.collect
 
-    def late(runner: Runner, launched: Launched) -> StepResult:
+    def late(runner: Runner, launched: LaunchedStep) -> StepResult:
         result = collect(runner, launched)
         if not result.timed:
             time.sleep(0.05)

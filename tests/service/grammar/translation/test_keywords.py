@@ -89,7 +89,7 @@ IN_PART: dict[str, tuple[Any, str, str]] = {
 
 
 def keywords(kind: Any) -> set[str]:
-    """Return the keywords that a draft's meta-schema has, with those of its vocabularies."""
+    """Return the keywords of a draft's meta-schema and of its vocabularies."""
     found = set(kind.META_SCHEMA.get("properties", ()))
     for reference in kind.META_SCHEMA.get("allOf", ()):
         found |= set(REGISTRY.contents(f"https://json-schema.org/draft/2020-12/{reference['$ref']}")["properties"])

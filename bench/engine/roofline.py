@@ -1,7 +1,7 @@
 """Predicted lower bound of a decode step of Qwen3-14B on one Ascend A2, by kernel.
 
-    python bench/kernels/roofline.py [--model FOLDER] [--batch 1 16 64] [--context 1024] [--bandwidth 1.6e12]
-    python bench/kernels/roofline.py --write     writes docs/ascend-roofline.md
+    python bench/engine/roofline.py [--model FOLDER] [--batch 1 16 64] [--context 1024] [--bandwidth 1.6e12]
+    python bench/engine/roofline.py --write     writes docs/ascend-roofline.md
 
 npu/profiling/floor.py runs the decoder on tensors without memory and counts the bytes of each call. The time is bytes
 divided by bandwidth: no launches, no kernel slower than the memory, no cache hits.
@@ -44,7 +44,7 @@ LIB, VLLM = "https://github.com/hw-native-sys/pypto-lib/pull", "https://github.c
 class Published:
     """Figure of another server on one card.
 
-    batches, context: of the floor to compare with; context 1024 where none was published.
+    batches, context: batches and context of the floor to compare with; context 1024 where none was published.
     """
 
     what: str
@@ -85,8 +85,9 @@ DESIGNS = (
     ("B: always with the sampler", 1, 2, 1, (1, 1, 2, 2)),
     ("C: decoder; shared heads", 1, 1, 2, (2, 2, 2, 2)),
     ("D: decoder, logits and argmax; shared sampler", 1, 1, 1, (1, 2, 1, 2)))
-"""Designs of captures: name; for each bucket of decode rows the graphs with a decoder, those with a sampler, and those
-without a decoder; replays of a greedy step, a sampled one, and the two with a chunk."""
+"""Designs of captures: (name, graphs with a decoder, graphs with a sampler, graphs without a decoder, replays). The
+numbers of graphs are for each bucket of decode rows. Replays: of a greedy step, a sampled step, and the same two with a
+chunk."""
 CONTEXTS = (1024, 8192)
 BANDWIDTH = 1.6e12
 """Bytes a second of an Ascend A2's memory."""
@@ -251,7 +252,7 @@ def comparison(bandwidth: float) -> str:
 
 INTRODUCTION = """# A decode step of Qwen3-14B on Ascend A2: the floor
 
-Written by `python bench/kernels/roofline.py --write`; a test compares the two. **A prediction: nothing here was
+Written by `python bench/engine/roofline.py --write`; a test compares the two. **A prediction: nothing here was
 measured.** The decoder of `npu/execution/decoder.py` is traced kernel by kernel. `kernels/bench/costs.py` counts each
 call (every byte read and written once), at a context of 1024 tokens and 1.6 TB/s, on one card. The floor is the bytes
 divided by the bandwidth. Launches, kernels slower than the memory and idle time add to it; activations that stay in an
