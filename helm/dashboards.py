@@ -263,9 +263,10 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
         Panel("Waiting for grammars", {"{{instance}}": total("requests_compiling", "instance")}, "short",
               "Requests whose constraints are being compiled."),
         Panel("Token masks", quantiles("mask_seconds", 0.5, 0.99), "s",
-              "Time to fill the masks of a step with constrained rows, while the device computes."),
+              "Wait of a step for the masks of its constrained rows, while the device computes."),
         Panel("Constrained tokens", {
             "{{instance}} sampled": rate("constrained_tokens_total", "instance"),
+            "{{instance}} deferred for their mask": rate("deferred_rows_total", "instance"),
             "{{instance}} forced": rate("forced_tokens_total", "instance")}, "tokens/s",
             "Tokens sampled under a mask, and tokens that a constraint forced and that no step sampled."),
         Panel("Failed constraints", {"{{when}}": rate("grammar_errors_total", "when")}, "reqps",

@@ -29,8 +29,8 @@ from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.grammar.compile_process import build_library_matcher
-from npuserve.service.grammar.matcher import Matcher
+from npuserve.service.grammar.compile_process import build_byte_matcher, build_library_matcher
+from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc.messages import Constraint, Request
@@ -60,22 +60,16 @@ class Run:
         return sum(map(len, self.steps.values()))
 
 
-class Compiled:
-    """Grammar of a schema, compiled in this process."""
-
-    done, error = True, None
-
-    def __init__(self, vocabulary: Vocabulary, constraint: Constraint):
-        self._vocabulary = vocabulary
-        self._library = build_library_matcher(
-            vocabulary.library, translate(constraint, vocabulary.data.special), constraint.kind)
-
-    def matcher(self) -> Matcher:
-        return Matcher(self._vocabulary, self._library.deep_copy())
+def compiled_of(vocabulary: Vocabulary, constraint: Constraint) -> Compilation:
+    """Compile a constraint in this process."""
+    grammar, found = translate(constraint, vocabulary.data.special), Compilation(vocabulary)
+    found._finish(build_library_matcher(vocabulary.library, grammar, constraint.kind), None,
+                  build_byte_matcher(vocabulary, grammar, constraint.kind))
+    return found
 
 
 def answer(
-    runner: Runner, compiled: Compiled, constraint: Constraint, end_ids: frozenset[int], args: argparse.Namespace,
+    runner: Runner, compiled: Compilation, constraint: Constraint, end_ids: frozenset[int], args: argparse.Namespace,
     min_forced: int
 ) -> Run:
     """Answer one request a row at the same time, as the engine does."""
@@ -143,7 +137,7 @@ def main() -> None:
     print(f"load average {os.getloadavg()[0]:.1f}")
     for name in args.schemas:
         constraint = Constraint("json_schema", endless_list(name))
-        compiled = Compiled(vocabulary, constraint)
+        compiled = compiled_of(vocabulary, constraint)
         runs: dict[int, list[Run]] = {0: [], runner.min_forced: []}
         for round_ in range(args.rounds):
             for least in [*runs][:: -1 if round_ % 2 else 1]:

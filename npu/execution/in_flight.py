@@ -192,6 +192,7 @@ class WaitingStep:
     constrained: rows whose masks are not given yet.
     on_host: part whose hidden states the host computes; None for a step without such a part.
     masks: masks of the constrained rows; None for no such rows.
+    discarded: requests of constrained rows without a mask.
     """
 
     launched: LaunchedStep
@@ -201,6 +202,7 @@ class WaitingStep:
     phase: Phase | None
     on_host: tuple[Work, Pending[Chunk]] | None = None
     masks: StagedMasks | None = None
+    discarded: frozenset[int] = frozenset()
 
 
 def prompt_rows(

@@ -49,7 +49,7 @@ from npuserve.npu.execution.in_flight import (
     prompt_rows,
 )
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
-from npuserve.npu.execution.masks import ConstrainedRow, MaskBuffers, StagedMasks
+from npuserve.npu.execution.masks import ConstrainedRow, MaskBuffers
 from npuserve.npu.execution.sampler import Logprobs, Sampler
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
@@ -97,8 +97,7 @@ class Runner:
         self.config, self.cpu_kernels, self.shared_weights = config, cpu_kernels, shared_weights
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         dtype = weights.norm.dtype
-        self.dtype_name = str(dtype).removeprefix("torch.")
-        self.backend_name = backend.name
+        self.dtype_name, self.backend_name = str(dtype).removeprefix("torch."), backend.name
         self.parameters = config.num_parameters
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
@@ -191,16 +190,16 @@ class Runner:
         launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)])
         last = self._last[: len(requests)]
         staged.seal()
-        prefill, on_host = self._prefill, works.pop() if self._dispatch.is_on_host(works[-1].part) else None
-        if prefill:
+        on_host = works.pop() if self._dispatch.is_on_host(works[-1].part) else None
+        if prefill := self._prefill:
             for work in works:
                 prefill.written(work.part.rows)
         if on_host or constrained:
             queued = self._backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
             self._waiting = WaitingStep(launched, queued, constrained, last, phase)
             if prefill and on_host:
-                chunk = prefill.launch(on_host.part.rows, all_hidden=bool(on_host.prompt), phase=phase)
-                self._waiting.on_host = on_host, chunk
+                rows, prompt = on_host.part.rows, bool(on_host.prompt)
+                self._waiting.on_host = on_host, prefill.launch(rows, all_hidden=prompt, phase=phase)
         else:
             launched.output = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
         return launched
@@ -209,17 +208,18 @@ class Runner:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
         masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. They are read only until
-            this returns. A constrained row without a mask is sampled as if it were not constrained. Masks of other
-            requests are ignored.
+            this returns. The token of a constrained row without a mask is discarded: a later step may sample the same
+            position. Masks of other requests are ignored.
 
         allowed_token_ids and min_tokens restrict a mask, unless no id would remain. Raises ValueError for a mask of
         another form, or one that allows no id of the vocabulary; nothing is queued then. Raises RuntimeError for a step
         that needs no masks or has them.
         """
-        waiting = self._waiting
-        if waiting is None or waiting.launched is not launched or not waiting.constrained:
+        if (waiting := self._waiting) is None or waiting.launched is not launched or not waiting.constrained:
             raise RuntimeError("the step needs no masks, or has them already")
         waiting.masks = self._masks.fill(waiting.constrained, masks, self._sampler.restrict)
+        waiting.discarded = frozenset(row.request_id for row in waiting.constrained) - masks.keys()
+        self._sampler.discard(waiting.discarded)
         waiting.constrained = []
         if waiting.on_host is None:
             self._complete()
@@ -315,7 +315,7 @@ class Runner:
             output.timings += chunk.timings
         with self._timed(waiting.phase, output):
             for work, hidden in output.unsampled:
-                self._sample(work, hidden, output, waiting.masks)
+                self._sample(work, hidden, output, waiting)
         output.unsampled.clear()
         span.stop()
         return self._end(output, waiting.last, waiting.launched.ids)
@@ -354,25 +354,25 @@ class Runner:
         work.head.replay(len(part.samples), [])
         return None
 
-    def _sample(self, work: Work, hidden: Tensor, output: StepOutput, staged: StagedMasks | None = None) -> None:
+    def _sample(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.
 
-        hidden: hidden states of all its tokens, or of the sampling tokens.
-        staged: masks of the step's rows.
+        hidden: of all its tokens, or of the sampling tokens. waiting: the step, if its rows may have masks.
         """
         part = work.part
         output.prompt += self._prompt_logprobs(hidden, work.prompt)
-        count = len(part.samples)
-        if not count:
+        if not (count := len(part.samples)):
             return
         sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
-        masks = staged.of(work.first, count) if staged and part.constrained else None
+        masks = waiting.masks.of(work.first, count) if waiting and waiting.masks and part.constrained else None
         if work.plan.argmax:
             ids = self._model.argmax(sampling, masks)
         elif work.plan.fixed:
             ids = self._sampler.sample_fixed(self._model.logits(sampling), self._buffers.sampling(count))
         else:
-            sampled = self._sampler.sample(self._model.logits(sampling), work.plan, masks)
+            discarded = waiting.discarded if waiting else ()
+            counted = [row for row in work.plan.penalized if part.samples[row][0] not in discarded]
+            sampled = self._sampler.sample(self._model.logits(sampling), work.plan, masks, counted)
             ids = sampled.ids
             if sampled.logprobs:
                 output.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))

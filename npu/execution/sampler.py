@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -292,8 +292,17 @@ class Sampler:
         counts.index_put_((inputs.slots, ids[:, 0]), self._penalties.one, accumulate=True)
         return ids
 
-    def sample(self, logits: Tensor, plan: Plan, masks: RowMasks | None = None) -> SampledIds:
+    def discard(self, requests: Iterable[int]) -> None:
+        """Let requests sample the positions of the last plan again. Its tokens must not be counted for them."""
+        for state in map(self._states.__getitem__, requests):
+            state.next_position -= state.sampling.penalized
+
+    def sample(
+        self, logits: Tensor, plan: Plan, masks: RowMasks | None = None, counted: Sequence[int] | None = None
+    ) -> SampledIds:
         """Sample one token per row of logits [R, Vp], of which only those are modified that `masks` masks.
+
+        counted: of `plan.penalized`, the rows whose tokens count from now on; None for all.
 
         Call it within enqueued work, in the order in which the plans were made, and not for an `argmax` plan.
         """
@@ -301,7 +310,7 @@ class Sampler:
         if masks is not None:
             self._k.mask_logits(logits, self._vocabulary, *masks)
         ids = self._choose(self._edit(logits, plan) if plan.edited else logits, plan)
-        for row in plan.penalized:
+        for row in plan.penalized if counted is None else counted:
             _, output_counts = self._counts(plan.states[row])
             output_counts[ids[row, :1]] += 1
         if reported is None:

@@ -73,6 +73,11 @@ class PendingGrammar:
             if not self.request.prior.accepted:
                 raise QueueFull(f"{self.constraint.field}: {error}") from error
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the matcher must not be created or advanced now, since another thread uses its lexer."""
+        return self.compilation is not None and self.compilation.lexer.in_use
+
     def advance(self, end_ids: Container[int], most: int) -> int:
         """Create the matcher, and advance it over at most `most` tokens of earlier output. Return their number."""
         if self.matcher is None:
@@ -160,7 +165,8 @@ class Grammars:
                     COMPILE_SECONDS.observe(now - pending.since)
                     found.append(CompiledRequest(sequence, None))
             del self._pending[sequence]
-        self._is_replaying = any(pending.matcher is not None for pending in self._pending.values())
+        self._is_replaying = any(
+            pending.matcher is not None and not pending.is_blocked for pending in self._pending.values())
         metrics.requests_compiling.set(len(self._pending))
         return found
 
@@ -209,7 +215,7 @@ class Grammars:
         """Advance a request's wait. Return the number of replayed tokens. Raises the error that ends the request."""
         if pending.compilation is None:
             pending.submit()
-        if pending.compilation is None or not pending.compilation.done:
+        if pending.compilation is None or not pending.compilation.done or pending.is_blocked:
             return 0
         if (error := pending.compilation.error) is not None:
             field = error.field or pending.constraint.field

@@ -33,7 +33,7 @@ from npuserve.service.engine.grammars import BuiltCompiler, Grammars
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
-from npuserve.service.engine.pipeline import Runner, StepPipeline
+from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, Runner, StepPipeline
 from npuserve.service.engine.profiles import Profiler, Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import EngineKiller, QueueFull, ServeError
@@ -106,7 +106,8 @@ class Engine:
         self.model = model
         self._epoch = epoch
         self._pipeline = StepPipeline(
-            scheduler, runner, 2 if double_buffering else 1, time.monotonic, model.vocabulary_size)
+            scheduler, runner, 2 if double_buffering else 1, time.monotonic, model.vocabulary_size, MASK_WAIT_SECONDS,
+            socket.wake)
         self._pulse = pulse or Heartbeat(is_enabled=False)
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()

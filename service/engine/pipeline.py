@@ -1,18 +1,24 @@
 """The step loop of all who run it: plan a step, launch it, collect the oldest step in flight, apply its result.
 
 A step with constrained rows is launched in two parts: `launch` queues its forward pass, `sample` the rest. The masks of
-the rows are filled between the two, once the result of the step before is applied, since they depend on its tokens. The
-device computes the forward pass meanwhile. At most one step, the last, is not sampled.
+the rows are prepared between the two, once the result of the step before is applied, since they depend on its tokens.
+The device computes the forward pass meanwhile. At most one step, the last, is not sampled.
 
-    host     plan 2, launch 2 │ collect 1, apply 1, fill masks, sample 2 │ plan 3, launch 3 │ collect 2 …
+    host     plan 2, launch 2 │ collect 1, apply 1, masks, sample 2 │ plan 3, launch 3 │ collect 2 …
 
-Forced tokens a, b, c (constraint.py) that follow the token of step 1 are appended when it is applied. Step 2 computes
+Masks are prepared in a thread (mask_thread.py), for which a step waits at most MASK_WAIT_SECONDS. A row whose mask is
+not there by then is deferred: its token is discarded, and it gets no row until the mask is there. The rows of the same
+grammar are deferred with it, since the loop must not use the grammar meanwhile. Others continue. The tokens are the
+same, since a mask depends on the text alone.
+
+Forced tokens a, b, c (constraint.py) that follow the token of step 1 are appended after it is applied. Step 2 computes
 the token of step 1, and would sample a: its row gets no mask, and its token is discarded. Step 3 computes a, b and c as
 a chunk, and samples the token after c. Otherwise step 5 would.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -23,23 +29,25 @@ import numpy.typing as npt
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
+from npuserve.service.grammar.mask_thread import MaskThread
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan
 
-MASK_BITS = 32
-"""Tokens in one word of a mask."""
+MASK_WAIT_SECONDS = 0.01
+"""Time in which most masks are prepared. A step waits no longer for the others."""
 MASK_SECONDS = metrics.tally(metrics.mask_seconds)
 
 Mask = npt.NDArray[np.int32]
-"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / MASK_BITS)]."""
+"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)]."""
 
 
 class Runner(Protocol):
     """Methods of npuserve.npu.execution.runner.Runner that the loop calls. A handle stands for one launched step.
 
     sample: samples a step with constrained rows. It must be called before the next launch and before `collect` of the
-        step, and reads the masks, by request_id, until it returns. A constrained row without a mask is sampled freely.
+        step, and reads the masks, by request_id, until it returns. The token of a constrained row without a mask is
+        discarded: it does not count for penalties, and the row may be computed again.
     """
 
     def launch(self, step: Step) -> Any: ...
@@ -77,33 +85,6 @@ class AppliedStep(NamedTuple):
     collected: float
 
 
-class TokenMasks:
-    """Masks of one step's constrained rows, in memory that the next step reuses. vocabulary: number of token ids."""
-
-    def __init__(self, vocabulary: int):
-        self._words = -(-vocabulary // MASK_BITS)
-        self._rows: list[Mask] = []
-
-    def fill(self, sequences: Iterable[Sequence]) -> dict[int, Mask]:
-        """Return the masks of the sequences by id.
-
-        A sequence has none if it has ended or ends with its next token, or if this token was appended as a forced one.
-        """
-        began = time.perf_counter()
-        masks: dict[int, Mask] = {}
-        for sequence in sequences:
-            if sequence.state is State.ENDED or sequence.matcher is None or not sequence.num_pending_tokens:
-                continue
-            if len(masks) == len(self._rows):
-                self._rows.append(np.zeros(self._words, np.int32))
-            mask = self._rows[len(masks)]
-            if sequence.matcher.fill(mask):
-                masks[sequence.id] = mask
-        MASK_SECONDS.observe(time.perf_counter() - began)
-        metrics.constrained_tokens_total.inc(len(masks))
-        return masks
-
-
 class StepPipeline:
     """Steps between their plan and the use of their result.
 
@@ -111,18 +92,22 @@ class StepPipeline:
         before it; with 1, a step is planned after the one before it was applied.
     clock: seconds, of the clock of Request.arrival.
     vocabulary: number of the model's token ids; 0 if no request has a constraint.
+    mask_seconds: see MASK_WAIT_SECONDS; infinite to defer no row.
+    wake: called in another thread when a deferred row can be planned again; None for none.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, depth: int, clock: Callable[[], float] = time.monotonic,
-        vocabulary: int = 0,
+        vocabulary: int = 0, mask_seconds: float = math.inf, wake: Callable[[], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._clock = clock
         self._steps: deque[StepInFlight] = deque()  # the oldest first
-        self._masks = TokenMasks(vocabulary)
+        self._vocabulary = vocabulary
+        self._masks = MaskThread(vocabulary, wake)
+        self._mask_seconds = mask_seconds
         self._constrained: list[Sequence] = []  # of the step that was planned last, until it is sampled
         self._planned = 0.0
         self._ended = 0.0  # end of the last collected step on the device, as the host estimates it
@@ -152,6 +137,10 @@ class StepPipeline:
         was empty and only a result can change that."""
         return bool(self._steps) and (self._is_starved or len(self._steps) == self._depth)
 
+    def wait_for_masks(self) -> None:
+        """Wait until each deferred row can be planned again. For loops that have nothing else to do."""
+        self._masks.wait()
+
     def plan(self) -> Plan:
         """Plan the next step. `launch` it if it has rows; otherwise there is nothing to compute."""
         self._planned = self._clock()
@@ -166,6 +155,7 @@ class StepPipeline:
         launched = StepInFlight(step, handle, self._planned, self._clock())
         self._steps.append(launched)
         if self._constrained and len(self._steps) == 1:
+            self._prepare(self._constrained)
             self._sample()
         return launched
 
@@ -176,6 +166,9 @@ class StepPipeline:
         collected = self._clock()
         self._ended = min(max(launched, self._ended) + result.device_seconds, collected)
         progress = self._scheduler.apply(step, result, collected)
+        if constrained := self._constrained + [made.sequence for made in progress if made.sequence.matcher is not None]:
+            self._prepare(constrained)
+            progress = [self._with_forced(made) for made in progress]
         if self._constrained:
             self._sample()
         return AppliedStep(step, result, progress, planned, launched, collected)
@@ -189,9 +182,40 @@ class StepPipeline:
         step = self.plan().step
         if step.rows:
             self.launch(step)
+        elif not self._steps:
+            self.wait_for_masks()
         return self.collect() if self.must_collect else None
 
+    def _prepare(self, sequences: Iterable[Sequence]) -> None:
+        """Prepare what follows in constrained answers, and wait for it within the limit."""
+        began = time.perf_counter()
+        self._masks.prepare(
+            [sequence.matcher for sequence in sequences if sequence.state is not State.ENDED and sequence.matcher],
+            self._mask_seconds)
+        MASK_SECONDS.observe(time.perf_counter() - began)
+
+    def _with_forced(self, made: Progress) -> Progress:
+        """Append the forced tokens that follow a request's progress, if they are known."""
+        matcher = made.sequence.matcher
+        if matcher is None or matcher.lexer.in_use or not made.token_ids:
+            return made
+        return self._scheduler.append_forced(made)
+
     def _sample(self) -> None:
-        """Sample the step that was launched last, whose rows are constrained by the tokens before it."""
-        self._runner.sample(self._steps[-1].handle, self._masks.fill(self._constrained))
+        """Sample the step that was launched last, whose rows are constrained by the tokens before it.
+
+        A row has no mask if its request has ended or ends with its next token, or if this token was appended as a
+        forced one. Otherwise it is deferred.
+        """
+        masks: dict[int, Mask] = {}
+        for sequence in self._constrained:
+            if sequence.state is State.ENDED or sequence.matcher is None or not sequence.num_pending_tokens:
+                continue
+            if sequence.is_preparing:
+                sequence.defer()
+                metrics.deferred_rows_total.inc()
+            elif (mask := sequence.matcher.mask(self._vocabulary)) is not None:
+                masks[sequence.id] = mask
+        metrics.constrained_tokens_total.inc(len(masks))
+        self._runner.sample(self._steps[-1].handle, masks)
         self._constrained = []

@@ -154,13 +154,22 @@ def build_library_matcher(tokenizer: Any, grammar: str, kind: str) -> LLMatcher:
 
 def _built(tokenizer: Any, grammar: str, kind: str) -> tuple[LLMatcher, str]:
     """Return the library's matcher of a grammar, and why it is unusable, "" if it is not."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(kind))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(kind, len(grammar.encode())))
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
         return matcher, _message(matcher.get_error())
     is_possible = matcher.stop_reason() in ("NotStopped", "NoExtension")
     return matcher, "" if is_possible else "no answer satisfies the constraint"
+
+
+def build_byte_matcher(vocabulary: Vocabulary, grammar: str, kind: str) -> LLMatcher | None:
+    """Compile a translated grammar that `build_library_matcher` has compiled, over `vocabulary.bytes`; None if that
+    exceeds the limits, or without this vocabulary."""
+    if vocabulary.bytes is None:
+        return None
+    matcher, message = _built(vocabulary.bytes, grammar, kind)
+    return None if message else matcher
 
 
 def _message(error: str) -> str:
@@ -189,7 +198,7 @@ def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint)
         return Compiled("", text, 0, error.field)
     grown = max(0, _resident_bytes() - before)
     del matcher
-    return Compiled(grammar, "", BASE_BYTES + grown + 2 * len(grammar))
+    return Compiled(grammar, "", BASE_BYTES + 2 * grown + 2 * len(grammar))  # the engine has two matchers
 
 
 def main() -> int:

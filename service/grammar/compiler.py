@@ -8,8 +8,14 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher
 
-from npuserve.service.grammar.compile_process import BASE_BYTES, CompileProcess, build_library_matcher
+from npuserve.service.grammar.compile_process import (
+    BASE_BYTES,
+    CompileProcess,
+    build_byte_matcher,
+    build_library_matcher,
+)
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError
+from npuserve.service.grammar.mask_thread import Lexer
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc.messages import Constraint
@@ -23,15 +29,21 @@ class Compilation:
     """Result of a constraint, maybe not yet there.
 
     num_bytes: estimated memory.
+    lexer: of all its matchers.
+    is_worn: an answer exceeded the limits. They may be those of the lexer, whose states are the ones of all answers so
+        far, so the next request compiles the constraint again.
     """
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
+        self.lexer = Lexer()
         self._library: LLMatcher | None = None
+        self._by_byte: LLMatcher | None = None
         self._lock = threading.Lock()
         self._is_done = threading.Event()
         self._error: ConstraintError | None = None
         self.num_bytes = BASE_BYTES
+        self.is_worn = False
 
     @property
     def done(self) -> bool:
@@ -57,10 +69,14 @@ class Compilation:
         if self._library is None:
             raise RuntimeError("the constraint is not yet compiled")
         with self._lock:
-            return Matcher(self._vocabulary, self._library.deep_copy())
+            by_byte = self._by_byte.deep_copy() if self._by_byte else None
+            return Matcher(self._vocabulary, self._library.deep_copy(), by_byte)
 
-    def _finish(self, library: LLMatcher | None, error: ConstraintError | None) -> None:
-        self._library, self._error = library, error
+    def _finish(
+        self, library: LLMatcher | None, error: ConstraintError | None, by_byte: LLMatcher | None = None
+    ) -> None:
+        """by_byte: see Matcher."""
+        self._library, self._error, self._by_byte = library, error, by_byte
         self._is_done.set()
 
 
@@ -109,8 +125,10 @@ class GrammarCompiler:
             if self._is_closed:
                 raise RuntimeError("the compiler is closed")
             if found := self._cache.get(constraint):
-                self._cache.move_to_end(constraint)
-                return found
+                if not found.is_worn:
+                    self._cache.move_to_end(constraint)
+                    return found
+                self._cached_bytes -= self._cache.pop(constraint).num_bytes
             if found := self._pending.get(constraint):
                 return found
             if len(self._queue) >= self._max_queue:
@@ -148,17 +166,18 @@ class GrammarCompiler:
             self._processes.append(process)
         try:
             while (constraint := self._next()) is not None:
-                library, error, num_bytes, is_final = None, None, BASE_BYTES, True
+                library, by_byte, error, num_bytes, is_final = None, None, None, BASE_BYTES, True
                 try:
                     compiled = process.compile(constraint)
                     num_bytes = compiled.num_bytes
                     library = build_library_matcher(self._vocabulary.library, compiled.grammar, constraint.kind)
+                    by_byte = build_byte_matcher(self._vocabulary, compiled.grammar, constraint.kind)
                 except ConstraintError as found:
                     error = found
                 except Exception as found:  # no constraint may end the thread
                     error = ConstraintError(f"{constraint.kind}: cannot be compiled: {type(found).__name__}")
                     is_final = False
-                self._keep(constraint, library, error, num_bytes, is_final)
+                self._keep(constraint, (library, error, by_byte), num_bytes, is_final)
                 if self._on_done:
                     self._on_done()
         finally:
@@ -177,14 +196,17 @@ class GrammarCompiler:
             return self._queue.popleft()
 
     def _keep(
-        self, constraint: Constraint, library: LLMatcher | None, error: ConstraintError | None, num_bytes: int,
-        is_final: bool,
+        self, constraint: Constraint, result: tuple[LLMatcher | None, ConstraintError | None, LLMatcher | None],
+        num_bytes: int, is_final: bool,
     ) -> None:
-        """is_final: False for an error of the machine, after which the constraint is compiled again."""
+        """Give a compilation its result, see Compilation._finish.
+
+        is_final: False for an error of the machine, after which the constraint is compiled again.
+        """
         with self._condition:
             compilation = self._pending.pop(constraint)
             compilation.num_bytes = num_bytes + 2 * len(constraint.text)
-            compilation._finish(library, error)
+            compilation._finish(*result)
             if not is_final:
                 return
             self._cache[constraint] = compilation

@@ -3,7 +3,8 @@
 A mask allows every tokenization of the texts that may follow, so it depends on the text alone. With a real vocabulary
 it hardly ever has a single id, not even where one text may follow: "name" is also "n" and "ame". `forced` returns the
 tokenizer's own choice for such a text, also as a function of the text alone: after a forced token the rest of the run
-is forced. The library's `compute_ff_tokens` is not used, since it depends on the tokens before.
+is forced. The library's `compute_ff_tokens` is not used, since it depends on the tokens before, and its
+`compute_ff_bytes` is not, since it is unbounded (forced_text.py).
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
 from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.grammar.forced_text import ForcedText
 from npuserve.service.grammar.vocabulary import Vocabulary
 
 MAX_STATES = 20_000
-"""States of a lexer, of 1 to 2 kB each. They are built as an answer needs them."""
+"""States of a lexer, beyond one for each byte of the grammar. Answers build them, of up to 2 kB each. A fixed text
+needs one state a byte, of 0.2 kB."""
 
 
-def limits(kind: str) -> LLParserLimits:
-    """Return the limits of a grammar and of one step, in units of the library.
+def limits(kind: str, num_bytes: int) -> LLParserLimits:
+    """Return the limits of a grammar and of one step, in units of the library. num_bytes: length of the grammar.
 
     A step of an ambiguous grammar takes time by the square of the items in a row: with 500 less than 20 ms. JSON is not
     ambiguous, but a schema of many alternatives has more items.
@@ -30,10 +33,10 @@ def limits(kind: str) -> LLParserLimits:
     items = 500 if kind in ("grammar", "structural_tag") else 2_000
     return LLParserLimits(
         initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_items_in_row=items,
-        max_lexer_states=MAX_STATES, max_grammar_size=500_000, verbose_errors=False)
+        max_lexer_states=MAX_STATES + num_bytes, max_grammar_size=500_000, verbose_errors=False)
 
 MAX_FORCED_BYTES = 256
-"""Length of a text whose tokens are forced at once. It takes less than 1 ms when it is new, and less if it was seen."""
+"""Length of a text whose tokens are forced at once. It takes a few milliseconds when it is new."""
 WINDOW_BYTES = 64
 """Length of the text from which the tokenizer chooses one forced token."""
 
@@ -44,9 +47,11 @@ class Matcher:
     Each method may raise MatcherError if a step exceeds the limits; the matcher is then unusable.
     """
 
-    def __init__(self, vocabulary: Vocabulary, library: LLMatcher):
+    def __init__(self, vocabulary: Vocabulary, library: LLMatcher, by_byte: LLMatcher | None = None):
+        """by_byte: matcher over `vocabulary.bytes` at the same place; None for no forced tokens."""
         self._vocabulary = vocabulary
         self._library = library
+        self._forced = ForcedText(vocabulary, by_byte) if by_byte else None
         self._has_ended = False
 
     @property
@@ -70,6 +75,8 @@ class Matcher:
             return False
         taken = self._library.try_consume_tokens([token_id])
         self._check()
+        if taken and self._forced:
+            self._forced.advance(token_id)
         return bool(taken)
 
     def fill(self, bits: NDArray[Any]) -> None:
@@ -93,10 +100,9 @@ class Matcher:
         They are the tokenizer's own choice for this text. It ends before a token that could be another one with the
         text after it.
         """
-        if self.is_stopped:
+        if self.is_stopped or self._forced is None:
             return []
-        text = self._library.compute_ff_bytes()
-        self._check()
+        text = self._forced.next(MAX_FORCED_BYTES + WINDOW_BYTES)
         ids: list[int] = []
         at, tokens = 0, self._vocabulary.data.tokens
         while at < min(len(text), MAX_FORCED_BYTES):

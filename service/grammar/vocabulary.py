@@ -38,6 +38,8 @@ class Vocabulary:
     """Tokens of a model. Immutable, and safe to use from several threads.
 
     size: vocabulary size of the model; a mask has this many bits.
+    bytes: the library's vocabulary of single bytes, with the same special tokens; None for no forced tokens.
+    id_of_byte, byte_of_id: the ids of `bytes`.
     """
 
     def __init__(self, data: VocabularyData, encode: Callable[[str], Sequence[int]] | None = None):
@@ -47,7 +49,12 @@ class Vocabulary:
         self.data = data
         self.size = len(data.tokens)
         self.end_ids = frozenset(data.end_ids)
+        self.special_ids = self.end_ids.union(data.special.values())
         self.library = build_tokenizer(data)
+        ordinary = (i for i in range(self.size) if i not in self.special_ids)
+        self.id_of_byte = dict(zip(range(256), ordinary, strict=False))
+        self.byte_of_id = {i: byte for byte, i in self.id_of_byte.items()}
+        self.bytes = self._build_bytes() if encode and len(self.id_of_byte) == 256 else None
         self.first_token = functools.lru_cache(MAX_FIRST_TOKENS)(self._first_token)
         self._encode = encode
         self._sorted = sorted(data.tokens) if encode else []
@@ -85,6 +92,12 @@ class Vocabulary:
         if not first or not text.startswith(first):  # a special token, or the tokenizer added or normalized something
             return None
         return None if any(self._longer_token_exists(text[i:]) for i in range(len(first))) else ids[0]
+
+    def _build_bytes(self) -> LLTokenizer:
+        tokens = [b""] * self.size
+        for byte, i in self.id_of_byte.items():
+            tokens[i] = bytes([byte])
+        return build_tokenizer(VocabularyData(tokens, self.data.special, self.data.end_ids))
 
     def _longer_token_exists(self, beginning: bytes) -> bool:
         """Return whether a token begins with these bytes and is longer."""

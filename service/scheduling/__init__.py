@@ -12,8 +12,9 @@ The life of a request (states: sequence.py):
 3. Each `schedule` gives it a row with its uncomputed tokens, as many as the token budget allows. There are no phases:
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
    next one.
-4. `apply` appends the sampled token and the forced ones that follow it (constraint.py), adds full blocks to the prefix
-   cache, and decides whether the request has ended.
+4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
+   `append_forced` appends the forced tokens that follow (constraint.py). A constrained request whose next mask is not
+   there yet (`Sequence.is_preparing`) gets no row until it is.
 5. If blocks run out, the request may be preempted: its blocks are freed, its tokens stay, and it returns to step 2 to
    compute them again. Its prefix may still be in the cache then.
 6. It is paused while its reader is slow. A paused request gets no rows and does not count as running. It keeps its
@@ -21,6 +22,13 @@ The life of a request (states: sequence.py):
 7. It ends once: by its own token in `apply`, by `cancel`, or dropped because of its deadline or of a full queue. Its
    blocks are free at once. `Step.ended` of the next step makes the runner forget it. Results of steps in flight for it
    are discarded.
+
+Preemption. A running request that needs one more block preempts a paused one, else the youngest running request, which
+may be itself. Ages are constant, so two running requests never preempt each other in turn. The oldest running request
+always makes progress: it is never preempted, and alone it fits. No priority preempts an older request. A preempted
+request is admitted before all that never ran, the oldest first. An admission preempts only paused requests, so that no
+request waits for a slow reader. A victim with steps in flight gets no further row, and is preempted once they are
+applied. A RESUMED request runs again if fewer than max_num_seqs requests run; otherwise it is preempted.
 
 Deadlines (deadlines.py, `Scheduler.expire`). A request ends a margin before its deadline, with the tokens that it has;
 the margin follows the measured gap between tokens (latency_estimator.py). A request without tokens ends when its prompt

@@ -126,6 +126,10 @@ class BlockManager:
                 found.append(block)
         return found
 
+    def covers(self, table: BlockTable, num_tokens: int) -> bool:
+        """Return whether `table` holds positions [0, num_tokens)."""
+        return num_tokens <= len(table.block_ids) * self.block_size
+
     def allocate(self, table: BlockTable, num_tokens: int, prefix: Sequence[int] = (), spare: int = 0) -> bool:
         """Extend `table` to hold positions [0, num_tokens). Return False, and change nothing, if that is impossible.
 

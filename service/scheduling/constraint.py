@@ -22,6 +22,7 @@ import numpy as np
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, InvalidField, ServeError
 from npuserve.service.grammar.errors import ConstraintError, MatcherError
+from npuserve.service.grammar.mask_thread import Lexer
 from npuserve.service.ipc.messages import Request
 
 if TYPE_CHECKING:
@@ -49,7 +50,12 @@ class Matcher(Protocol):
 
 
 class Compilation(Protocol):
-    """Grammar of a constraint, compiled apart from the engine's loop. matcher: returns a new one; call it once done."""
+    """Grammar of a constraint, compiled apart from the engine's loop. matcher: returns a new one; call it once done.
+
+    is_worn: set when an answer exceeds the limits.
+    """
+
+    is_worn: bool
 
     @property
     def done(self) -> bool: ...
@@ -57,18 +63,27 @@ class Compilation(Protocol):
     @property
     def error(self) -> ConstraintError | None: ...
 
+    @property
+    def lexer(self) -> Lexer: ...
+
     def matcher(self) -> Matcher: ...
 
 
 class AnswerMatcher:
     """Matcher of one answer.
 
+    After each token the answer is prepared (mask_thread.py): its forced tokens, or else its mask, are computed. Until
+    then, and while its lexer is in use, its request gets no row.
+
+    lexer: of the grammar.
+    is_complete: the answer may end here.
     has_ended: the last token was one of `end_ids`, after which nothing follows. Where the constraint allows no other
         token, an end token follows nevertheless, as in an answer without a constraint.
     error: failure that ends the request when its next token arrives; None for none.
     """
 
-    __slots__ = ("_constraint", "_end_ids", "_matcher", "_run", "_unforced", "error", "has_ended")
+    __slots__ = ("_bits", "_compilation", "_constraint", "_end_ids", "_has_mask", "_is_discarded", "_is_prepared",
+                 "_matcher", "_run", "_unforced", "error", "has_ended", "is_complete", "lexer")
 
     def __init__(self, request: Request, compilation: Compilation, end_ids: Container[int]):
         """Begin before the first token of a request with a constraint.
@@ -81,23 +96,50 @@ class AnswerMatcher:
         self._constraint = request.constraint
         self._end_ids = end_ids
         self._unforced = request.stop_token_ids.union(request.sampling.logit_bias)
+        self._compilation = compilation
         self._matcher = compilation.matcher()
+        self.lexer = compilation.lexer
         self._run: list[int] | None = None  # the forced tokens that follow; None if they are not known
+        self._bits: npt.NDArray[np.int32] | None = None
+        self._has_mask = self._is_prepared = self._is_discarded = False
+        self.is_complete = self._matcher.is_complete
         self.has_ended = False
         self.error: ServeError | None = None
 
     @property
-    def is_complete(self) -> bool:
-        return self._matcher.is_complete
+    def is_prepared(self) -> bool:
+        """Whether `mask` and `forced` are known for the tokens so far, so that they take no time."""
+        return self._is_prepared or bool(self._run)
+
+    def prepare(self, size: int) -> None:
+        """Compute the mask of the next token over `size` ids, and the forced tokens. In the thread of the masks."""
+        if self._is_discarded:
+            return
+        if self._bits is None:
+            self._bits = np.zeros(-(-size // 32), np.int32)
+        self._has_mask = self.fill(self._bits)
+        self._is_prepared = True
+
+    def mask(self, size: int) -> npt.NDArray[np.int32] | None:
+        """Return the mask of the next token, valid until the next call; None if there is none. Once prepared."""
+        if not self._is_prepared:
+            self.prepare(size)
+        return self._bits if self._has_mask else None
+
+    def discard(self) -> None:
+        """Compute nothing more: the request has ended."""
+        self._is_discarded = True
 
     def advance(self, token_id: int) -> None:
         """Append a token. Sets `error` if that fails. Nothing after an error."""
         if self.error is not None:
             return
         self._run = self._run[1:] or None if self._run and self._run[0] == token_id else None
+        self._is_prepared = False
         try:
             if self._matcher.advance(token_id):
                 self.has_ended = token_id in self._end_ids
+                self.is_complete = self._matcher.is_complete
             else:
                 logs.event(log, "a token violates its constraint", level=logging.ERROR, kind=self._constraint.kind)
                 self.error = InternalError(f"a sampled token violates {self._constraint.kind}")
@@ -115,6 +157,17 @@ class AnswerMatcher:
                 self.error = self._failure(error)
                 return []
         return self._run
+
+    def take_forced(self, least: int, most: int) -> list[int]:
+        """Advance over the run of forced tokens that follows, at most `most`, if these are at least `least`. Return
+        them. The matcher must be prepared."""
+        run, count = self.forced()[:most], 0
+        for token_id in run if len(run) >= least else ():
+            self.advance(token_id)
+            if self.error is not None:
+                break
+            count += 1
+        return run[:count]
 
     def fill(self, bits: npt.NDArray[np.int32]) -> bool:
         """Write the mask of the next token, see Matcher.fill. Return False if there is none, or sets `error`."""
@@ -137,6 +190,7 @@ class AnswerMatcher:
 
     def _failure(self, error: Exception) -> ServeError:
         if isinstance(error, MatcherError):
+            self._compilation.is_worn = True
             return InvalidField(self._constraint.field, f"cannot be followed within limits: {error}")
         logs.bug(log, f"matcher of {self._constraint.kind} failed", error)
         return InternalError(f"{self._constraint.kind}: the matcher failed")

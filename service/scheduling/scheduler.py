@@ -1,21 +1,13 @@
 """Which requests compute how many tokens in the next step.
 
-The states of a request are in sequence.py, its life is in the docstring of the package.
+The states of a request are in sequence.py, its life and preemption in the docstring of the package, overlapping steps
+in step_plan.py.
 
 Plan. Decode rows come first, then chunks of forced tokens (constraint.py), prefill chunks that have begun, admissions.
 Rows are in order of age, admissions in the order of the queue (fair_queue.py). At most as many requests run as the
 budget has tokens, so every decode row fits in every step, and chunks share the rest. Admission stops at the first
 request that does not fit; smaller ones behind it do not pass it. It leaves one block free per running request, so that
 an admitted request is not preempted as soon as the others grow.
-
-Preemption. A running request that needs one more block preempts a paused one, else the youngest running request, which
-may be itself. Ages are constant, so two running requests never preempt each other in turn. The oldest running request
-always makes progress: it is never preempted, and alone it fits. No priority preempts an older request. A preempted
-request is admitted before all that never ran, the oldest first. An admission preempts only paused requests, so that no
-request waits for a slow reader. A victim with steps in flight gets no further row, and is preempted once they are
-applied. A RESUMED request runs again if fewer than max_num_seqs requests run; otherwise it is preempted.
-
-Steps may overlap, see step_plan.py.
 """
 
 from __future__ import annotations
@@ -24,6 +16,8 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+
+import msgspec
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service.ipc.messages import Request
@@ -196,8 +190,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
-        if self._paused:
-            self._run_resumed(now)
+        self._run_resumed(now)
         running = self._quarantined() if self.quarantine else self._running
         plan = StepPlan(self._max_num_batched_tokens, self.blocks.block_size)
         victim = self._plan_decodes(plan, running)
@@ -220,23 +213,34 @@ class Scheduler:
             sequence = sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
-            end = row.start + len(row.token_ids)
+            is_deferred = sequence.is_deferred and row.samples
+            end = row.start + len(row.token_ids) - is_deferred
             register(sequence.blocks, sequence.token_ids, end)
             if sequence.id in leaders and end >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
-            made = sequence.apply(row, result, now, self._min_forced)
-            if self.quarantine and row.samples:
+            made = sequence.apply(row, result, now)
+            if self.quarantine and row.samples and not is_deferred:
                 self.quarantine.count_token(sequence.id)
-            if made is None:
-                continue
-            progress.append(made)
-            self.forced_tokens += max(0, len(made.token_ids) - 1)
-            if made.reason is not None:
-                self._estimator.record_answer(sequence.computing_seconds, sequence.num_generated_tokens)
-                self._end(sequence)
-            elif made.error is not None:
-                self._end(sequence)
+            if made is not None:
+                progress.append(made)
+                self._end_complete(made)
         return progress
+
+    def append_forced(self, made: Progress) -> Progress:
+        """Append the run of forced tokens that follows the progress of a step. Return the progress with them."""
+        sequence, is_over = made.sequence, made.reason is not None
+        if self._min_forced and not is_over and (run := sequence.append_forced(self._min_forced)):
+            self.forced_tokens += len(run)
+            made = msgspec.structs.replace(made, token_ids=[*made.token_ids, *run], reason=sequence.finish_reason())
+            self._end_complete(made)
+        return made
+
+    def _end_complete(self, made: Progress) -> None:
+        """End a request if a step has ended it."""
+        if made.reason is not None:
+            self._estimator.record_answer(made.sequence.computing_seconds, made.sequence.num_generated_tokens)
+        if made.reason is not None or made.error is not None:
+            self._end(made.sequence)
 
     def take_ended(self) -> list[int]:
         """Return the ended requests that no step has reported to the runner. The next step does not report them."""
@@ -280,9 +284,9 @@ class Scheduler:
         for sequence in tuple(running):
             if sequence.state is not State.RUNNING or sequence is victim:
                 break  # the youngest are preempted first, so all behind it are preempted, too
-            uncomputed = sequence.num_uncomputed_tokens
+            uncomputed = 0 if sequence.is_preparing else sequence.num_uncomputed_tokens
             if uncomputed > 1 or (uncomputed == 1 and sequence.can_sample):
-                blocked_by = None if self._has_blocks(sequence) else self._grow(sequence)
+                blocked_by = None if self.blocks.covers(sequence.blocks, sequence.num_tokens) else self._grow(sequence)
                 if blocked_by is not None:
                     victim = blocked_by
                 elif uncomputed == 1:
@@ -294,12 +298,8 @@ class Scheduler:
         chunks = [sequence for sequence in running
                   if sequence.num_uncomputed_tokens > 1 and sequence is not victim and sequence.state is State.RUNNING]
         for sequence in sorted(chunks, key=_is_prefilling):
-            if plan.budget and self._has_blocks(sequence):
+            if plan.budget and self.blocks.covers(sequence.blocks, sequence.num_tokens):
                 plan.add_row(sequence, plan.budget)
-
-    def _has_blocks(self, sequence: Sequence) -> bool:
-        """Return whether a running request has blocks for all its tokens."""
-        return sequence.num_tokens <= len(sequence.blocks.block_ids) * self.blocks.block_size
 
     def _admit_waiting(self, plan: StepPlan, now: float) -> None:
         """Admit requests from the queue while they fit, and add their first chunks. Drop late ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -54,6 +55,7 @@ _PAUSED = State.PAUSED, State.PAUSED_WITHOUT_BLOCKS
 _HOLDING = State.RUNNING, State.PAUSED, State.RESUMED
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """Fairness account of one client. The FairQueue changes it; the scheduler adds planned tokens to `virtual_time`.
 
@@ -63,13 +65,10 @@ class Account:
     waiting: its requests in the queue.
     """
 
-    __slots__ = ("client", "live", "virtual_time", "waiting")
-
-    def __init__(self, client: str, virtual_time: float = 0.0):
-        self.client = client
-        self.virtual_time = virtual_time
-        self.live = 0
-        self.waiting = 0
+    client: str
+    virtual_time: float = 0.0
+    live: int = 0
+    waiting: int = 0
 
 
 class Sequence:
@@ -91,6 +90,7 @@ class Sequence:
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
     num_shared_tokens: prompt tokens that another sample of the call computes for this one. 0 once it was admitted.
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
+    is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
 
@@ -104,7 +104,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id", "matcher",
+        "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id", "is_deferred",
+        "matcher",
         "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
         "num_shared_tokens", "num_steps_in_flight", "origin", "prefill_chunks", "queue", "queue_key", "request",
         "state", "token_ids", "unshared", "was_admitted",
@@ -135,6 +136,7 @@ class Sequence:
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
+        self.is_deferred = False
         timing = prior.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
         self.clock = timing.last_step_end
         self.queue = timing.queue
@@ -198,6 +200,11 @@ class Sequence:
     def needs_matcher(self) -> bool:
         """True until the grammar of the request's constraint is compiled."""
         return self.matcher is None and self.request.constraint is not None
+
+    @property
+    def is_preparing(self) -> bool:
+        """True while another thread uses the grammar, so that no token may be sampled or applied."""
+        return self.matcher is not None and self.matcher.lexer.in_use
 
     @property
     def uses_prefix_cache(self) -> bool:
@@ -271,18 +278,25 @@ class Sequence:
 
     def end(self) -> None:
         self.state = State.ENDED
+        if self.matcher is not None:
+            self.matcher.discard()
 
-    def apply(self, row: Row, result: StepResult, now: float, min_forced: int = 0) -> Progress | None:
-        """Take in the result of the request's row in the oldest step, which ended `now`. None if there is nothing new.
+    def defer(self) -> None:
+        """Discard what the step launched last samples, for want of a mask. A later step computes the last token again,
+        and writes to its block, which is not shared: `Scheduler.apply` does not count this token."""
+        self.num_pending_tokens -= 1
+        self.num_computed_tokens -= 1
+        self.is_deferred = True
 
-        min_forced: append a run of at least as many forced tokens, which the next row computes; 0 for none.
-        """
+    def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:
+        """Take in the result of the request's row in the oldest step, which ended `now`. None if nothing is new."""
         self.num_steps_in_flight -= 1
         self.end_step(row.start, result.device_seconds, now)
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
             reports = self.take_reports(reports, row.start)
-        if not row.samples:
+        is_deferred, self.is_deferred = self.is_deferred and row.samples, self.is_deferred and not row.samples
+        if is_deferred or not row.samples:
             return Progress(self, [], prompt_logprobs=reports) if reports else None
         if row.start + len(row.token_ids) < len(self.token_ids):
             return None  # forced tokens were appended while the step was in flight: its token is the first of them
@@ -294,31 +308,18 @@ class Sequence:
                 return Progress(self, [], error=self.matcher.error)
         self.token_ids.append(token)
         logprobs = result.logprobs.get(row.request_id)
-        reason = self.finish_reason()
-        tokens = [token]
-        if min_forced and reason is None and self.can_append_forced and (forced := self._append_forced(min_forced)):
-            tokens += forced
-            reason = self.finish_reason()
-        return Progress(self, tokens, reason, [logprobs] if logprobs else None, reports)
+        return Progress(self, [token], self.finish_reason(), [logprobs] if logprobs else None, reports)
 
-    def _append_forced(self, least: int) -> list[int]:
-        """Append the run of forced tokens that follows, if it has at least `least`, and return it.
-
-        If a step in flight samples the next token, the mask for it would allow the first of the run alone.
+    def append_forced(self, least: int) -> list[int]:
+        """Append the run of forced tokens that follows, if it has at least `least`, and return it. The next row
+        computes it. If a step in flight samples the next token, the mask for it would allow the first of the run alone.
         """
-        assert self.matcher is not None
-        run = self.matcher.forced()[: self.request.max_tokens - self.num_generated_tokens]
-        count = 0
-        if len(run) >= least:
-            for token in run:
-                self.matcher.advance(token)
-                if self.matcher.error is not None:
-                    break
-                count += 1
-        if count:
-            self.token_ids += run[:count]
+        if self.matcher is None or not self.can_append_forced:
+            return []
+        if run := self.matcher.take_forced(least, self.request.max_tokens - self.num_generated_tokens):
+            self.token_ids += run
             self.num_pending_tokens = 0
-        return run[:count]
+        return run
 
     def take_reports(self, reports: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
         """Return the reports that were not returned before: a row after a preemption repeats some.

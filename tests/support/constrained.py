@@ -7,6 +7,7 @@ Nor does it depend on the death of an engine, after which the request is queued 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -42,7 +43,8 @@ CONSTRAINTS = {
     "forced": Constraint("json_schema", json.dumps(FORCED))}
 BLANKS = dict.fromkeys([*b" \t\r\n", *(259 + LONGER.index(text) for text in ("  ", "\n  "))], -100.0)
 """Bias against blanks, of which a random model writes many in JSON."""
-SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.2, "top_p": 0.95}}
+SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.2, "top_p": 0.95},
+             "penalized": {"temperature": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.2}}
 
 
 def is_sum(text: str) -> bool:
@@ -108,10 +110,11 @@ Alone = Callable[[Case], Answer]
 
 def answered(
     runner: Runner, chosen: Sequence[Case], alone: Alone, *, depth: int, pool: int, seats: int, budget: int,
-    is_restored: bool = False, min_forced: int = 2,
+    is_restored: bool = False, min_forced: int = 2, mask_seconds: float = math.inf,
 ) -> tuple[list[Answer], Scheduler]:
     """Return the whole answers of requests that arrive one after the other, and the scheduler.
 
+    mask_seconds: see StepPipeline.
     is_restored: an engine died before. The requests have no token, a fourth of their tokens, or all but the last one.
     """
     held = []
@@ -120,7 +123,7 @@ def answered(
         held.append(tokens[: (len(tokens) // 4, 0, -1)[place % 3]])
     asks = [case.ask(0 if is_restored else place // 4, tokens)
             for place, (case, tokens) in enumerate(zip(chosen, held, strict=True))]
-    found, scheduler = serve(runner, asks, depth, pool, seats, budget, answer_matcher, min_forced)
+    found, scheduler = serve(runner, asks, depth, pool, seats, budget, answer_matcher, min_forced, mask_seconds)
     for answer, tokens in zip(found, held, strict=True):
         answer.tokens[:0] = tokens
     return found, scheduler

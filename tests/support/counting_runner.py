@@ -27,11 +27,13 @@ class _Known:
     """A request. tokens: prompt and answer, including the tokens that steps in flight sample.
 
     is_constrained: a row was; forced tokens may follow.
+    is_discarded: the token sampled last is not in `tokens`.
     """
 
     request: NewRequest
     tokens: list[int]
     is_constrained: bool = False
+    is_discarded: bool = False
 
 
 class FakeRunner:
@@ -76,7 +78,11 @@ class FakeRunner:
         assert handle[0] is self._flying[-1], "a step is sampled that was not launched last"
         assert masks.keys() <= {row.request_id for row in self._unsampled}
         for row in self._unsampled:
-            self._sample(row.request_id, handle[0], masks.get(row.request_id))
+            self._known[row.request_id].is_discarded = row.request_id not in masks
+            if row.request_id in masks:
+                self._sample(row.request_id, handle[0], masks[row.request_id])
+            else:
+                handle[0].token_ids[row.request_id] = 0
         self._unsampled = []
 
     def ready(self, handle: tuple[StepResult, float]) -> bool:
@@ -100,6 +106,8 @@ class FakeRunner:
         if row.token_ids == [PENDING]:
             assert row.request_id in self._sampled, f"{name}: the step before has sampled no token for it"
             assert row.samples, f"{name}: a pending token, and nothing is sampled"
+            if known.is_discarded:  # of a request whose matcher has failed
+                known.tokens.append(0)
         elif row.token_ids != known.tokens[row.start : end]:
             before = known.tokens[row.start : -1]  # the others are forced, in place of the token sampled last
             assert known.is_constrained, f"{name}: tokens of another request"

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError, MatcherError
+from npuserve.service.grammar.mask_thread import Lexer
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher
 
@@ -89,6 +90,8 @@ class FakeCompilation:
         self.done = done
         self.error = ConstraintError(f"{constraint.kind}: bad") if constraint.text.startswith("bad") else None
         self.made: list[FakeMatcher] = []
+        self.lexer = Lexer()
+        self.is_worn = False
         self._rule = constraint.text, vocabulary, end_ids
 
     def matcher(self) -> FakeMatcher:

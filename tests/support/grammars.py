@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from npuserve.service.grammar.compile_process import build_library_matcher
+from npuserve.service.grammar.compile_process import build_byte_matcher, build_library_matcher
 from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
@@ -47,7 +47,8 @@ def matcher(kind: Kind, value: Any) -> Matcher:
     """Return a new matcher of a constraint, compiled in this process. value: text, or what JSON text is made from."""
     text = value if isinstance(value, str) else json.dumps(value)
     grammar = translate(Constraint(kind, text), vocabulary().data.special, [END])
-    return Matcher(vocabulary(), build_library_matcher(vocabulary().library, grammar, kind))
+    return Matcher(vocabulary(), build_library_matcher(vocabulary().library, grammar, kind),
+                   build_byte_matcher(vocabulary(), grammar, kind))
 
 
 @functools.cache
@@ -55,7 +56,8 @@ def compilation(constraint: Constraint) -> Compilation:
     """Return the result of a constraint, compiled in this process."""
     grammar = translate(constraint, vocabulary().data.special, [END])
     found = Compilation(vocabulary())
-    found._finish(build_library_matcher(vocabulary().library, grammar, constraint.kind), None)
+    found._finish(build_library_matcher(vocabulary().library, grammar, constraint.kind), None,
+                  build_byte_matcher(vocabulary(), grammar, constraint.kind))
     return found
 
 

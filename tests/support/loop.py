@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,18 +44,17 @@ def advanced(matcher: AnswerMatcher, token_ids: list[int]) -> AnswerMatcher:
 
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
-    matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0,
+    matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: returns a new matcher of a request with a constraint. min_forced: see Scheduler."""
+    matcher: returns a matcher of a request with a constraint. min_forced, mask_seconds: of the scheduler, pipeline."""
     blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
                           min_forced=min_forced)
-    answers = [Answer() for _ in all_asks]
-    live: dict[int, Sequence] = {}
+    answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
-    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), runner.config.vocab_size)
+    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), runner.config.vocab_size, mask_seconds)
 
     def collect() -> None:
         for progress in pipeline.collect().progress:
@@ -69,8 +69,7 @@ def serve(
                 del live[progress.sequence.id]
 
     cancels: defaultdict[int, list[int]] = defaultdict(list)
-    order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
-    ids = {}
+    order, ids = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick), dict[int, int]()
     for tick in range(2000):
         while order and all_asks[order[0]].tick <= tick:
             index = order.pop(0)
@@ -91,6 +90,8 @@ def serve(
         if step.rows:
             pending += sum(row.token_ids == [PENDING] for row in step.rows)
             pipeline.launch(step)
+        elif not pipeline:
+            pipeline.wait_for_masks()
         if pipeline.must_collect:
             collect()
         if not (live or order or pipeline):

@@ -201,7 +201,30 @@ def test_constrained_bits_beyond_vocabulary_do_not_count(load: Any) -> None:
     assert first_token(runner, mask, temperature=5.0) == 5
 
 
-def test_constrained_row_without_mask_is_not_constrained(load: Any) -> None:
+@pytest.mark.parametrize("sampling", [
+    {}, {"temperature": 1.5, "seed": 4}, {"frequency_penalty": 1.9, "repetition_penalty": 1.5},
+    {"temperature": 1.0, "presence_penalty": 2.0, "seed": 3}], ids=str)
+def test_constrained_token_without_mask_is_discarded(load: Any, sampling: dict[str, Any]) -> None:
+    """The position is sampled again, and the discarded token does not count for penalties."""
+    runner, prompt, found = load(), ids_of(6), []
+    mask, params = bits_of(range(0, 100, 3)), SamplingParams(**({"temperature": 0.0} | sampling))
+    for number, is_discarded in enumerate((False, True)):
+        tokens, new = list(prompt), [NewRequest(number, prompt, [], params)]
+        start = 0
+        for step in range(9):
+            for masks in ([{}] if is_discarded and step % 3 == 0 else []) + [{number: mask}]:
+                row = Row(number, tokens[start:], start, [number], True, is_constrained=True)
+                launched, new = runner.launch(Step([row], new)), []
+                runner.sample(launched, masks)
+                token, start = runner.collect(launched).token_ids[number], len(tokens) - 1
+            tokens.append(token)
+            start = len(tokens) - 1
+        found.append(tokens)
+    runner.launch(Step([], ended=[0, 1]))
+    assert found[0] == found[1]
+
+
+def test_constrained_row_without_mask_is_sampled_freely(load: Any) -> None:
     runner = load()
     for rows in (1, 3):
         free = first_token(runner, np.full(4, -1, np.int32), rows)

@@ -9,6 +9,7 @@ import pytest
 
 from npuserve.kernels import native
 from npuserve.npu.execution.runner import Runner
+from npuserve.service import metrics
 from tests.npu.backends.small import saved
 from tests.npu.execution.test_runner import load
 from tests.support import constrained
@@ -62,8 +63,25 @@ def test_constrained_tokens_are_those_of_a_request_alone(
         runner, chosen, alone, depth=depth, pool=FEW if company == "preempted" else ENOUGH, seats=8, budget=48,
         is_restored=is_restored)
     assert found == [alone(each) for each in chosen]
-    assert scheduler.forced_tokens or kind != "forced" or is_restored
+    assert scheduler.forced_tokens or kind != "forced" or sampling == "penalized" or is_restored
     assert bool(scheduler.preemptions) == (company == "preempted") or is_restored
+
+
+@pytest.mark.parametrize("is_restored", [False, True], ids=["new", "restored"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("company", ["none", "all", "preempted"])
+@pytest.mark.parametrize("mask_seconds", [0.0, 0.0005])
+def test_constrained_tokens_do_not_depend_on_deferred_rows(
+    runner: Runner, alone: Alone, company: str, depth: int, mask_seconds: float, is_restored: bool
+) -> None:
+    """mask_seconds: a step waits for no mask, or for some."""
+    deferred = metrics.deferred_rows_total._value.get()
+    for chosen in [[case] for case in CASES] if company == "none" else [CASES]:
+        found, _ = constrained.answered(
+            runner, chosen, alone, depth=depth, pool=FEW if company == "preempted" else ENOUGH, seats=8, budget=48,
+            is_restored=is_restored, mask_seconds=mask_seconds)
+        assert found == [alone(each) for each in chosen]
+    assert mask_seconds or metrics.deferred_rows_total._value.get() > deferred
 
 
 @pytest.mark.full

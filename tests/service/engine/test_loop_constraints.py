@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from npuserve.npu.step import SamplingParams
@@ -152,6 +154,49 @@ def test_tokens_are_those_of_a_request_alone(tmp_path: Path, overlap: bool, bloc
         assert engine.scheduler.forced_tokens
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("blocks", [64, 16])
+def test_tokens_do_not_depend_on_deferred_rows(
+    tmp_path: Path, overlap: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MASK_WAIT_SECONDS", 0.0)
+    test_tokens_are_those_of_a_request_alone(tmp_path, overlap, blocks)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_slow_mask_holds_up_no_other_stream(tmp_path: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mask is not there until all other streams have ended. The engine then sleeps, and is woken by the mask."""
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 3600.0)
+    go_on, fill = threading.Event(), FakeMatcher.fill
+
+    def fill_late(self: FakeMatcher, bits: npt.NDArray[np.int32]) -> None:
+        assert self._key != 3 or len(self.tokens) != 2 or go_on.wait(20)
+        fill(self, bits)
+
+    monkeypatch.setattr(FakeMatcher, "fill", fill_late)
+    with running(tmp_path, overlap=overlap) as engine:
+        peer, rule = Reader(engine.address), m.Constraint("regex", "forced 5 9")
+        peer.submit(1, [5, 6], 9, constraint=RULE)
+        peer.until_tokens(1, 2)
+        for key in (2, 3):
+            peer.submit(key, [key, key], 40)
+        ends = peer.until_end(2, 3)
+        assert all(end.finish for end in ends.values())
+        assert len(peer.tokens(1)) == 2
+        peer.submit(4, [5, 7], 9, constraint=rule)  # its masks wait for the late one
+        peer.submit(5, [5, 7], 9, constraint=m.Constraint("regex", "6 9"))
+        peer.send(m.Cancel(5))
+        peer.submit(6, [6, 6], 40)
+        assert peer.until_end(6)[6].finish
+        until(lambda: engine.engine._is_idle)
+        go_on.set()
+        peer.until_end(1, 4)
+        assert peer.tokens(1) == expected([5, 6], 9)
+        assert peer.tokens(4) == expected([5, 7], 9, rule)
+        engine.engine.stop()
+        engine.engine.grammars._notify()  # ends the sleep
+
+
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
 def test_end_while_compiling(tmp_path: Path, how: str) -> None:
     with running(tmp_path, is_slow=True) as engine:
@@ -175,8 +220,12 @@ def test_end_while_compiling(tmp_path: Path, how: str) -> None:
         until(lambda: not engine.engine.grammars)
 
 
+@pytest.mark.parametrize("mask_seconds", [0.0, 0.01])
 @pytest.mark.parametrize("rule", [RULE, FORCING])
-def test_restored_request_continues_under_its_constraint(tmp_path: Path, rule: m.Constraint) -> None:
+def test_restored_request_continues_under_its_constraint(
+    tmp_path: Path, rule: m.Constraint, mask_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MASK_WAIT_SECONDS", mask_seconds)
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
         answer = expected([5, 6], 9, rule)
@@ -187,7 +236,7 @@ def test_restored_request_continues_under_its_constraint(tmp_path: Path, rule: m
         assert peer.tokens(1) == answer[2:]
         assert peer.accepted == [1]
         assert finish
-        assert bool(engine.scheduler.forced_tokens) == (rule is FORCING)
+        assert bool(engine.scheduler.forced_tokens) == (rule is FORCING) or not mask_seconds
 
 
 @pytest.mark.parametrize("rule", [RULE, FORCING])

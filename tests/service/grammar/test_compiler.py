@@ -46,6 +46,17 @@ def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler):
     assert compiler.submit(Constraint("choices", '["yes"]')) is not first
 
 
+def test_worn_compilation_is_replaced(compiler: GrammarCompiler):
+    first = compiler.submit(Constraint("regex", "[a-c]+"))
+    assert first.wait(20)
+    first.is_worn = True
+    second = compiler.submit(Constraint("regex", "[a-c]+"))
+    assert second is not first
+    assert second.wait(20)
+    assert compiler.submit(Constraint("regex", "[a-c]+")) is second
+    assert compiler.cached_bytes == second.num_bytes
+
+
 def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: GrammarCompiler):
     bad = compiler.submit(Constraint("json_schema", '{"properties": {"a": {"not": {}}}}'))
     assert bad.wait(SECONDS)

@@ -175,6 +175,55 @@ def test_forced_tokens_of_a_long_text_are_bounded():
     assert 3 * len(state.forced()) == MAX_FORCED_BYTES + 2
 
 
+@pytest.mark.parametrize(("kind", "value"), [
+    ("json_schema", {"const": "abc1 " * 6000}), ("regex", "abc1 " * 6000), ("choices", ["abc1 " * 6000]),
+    ("grammar", f'root ::= "{"abc1 " * 6000}"')])
+def test_long_fixed_text_ends(kind: Kind, value: Any):
+    """30,000 bytes, more than the states that a lexer has for other grammars."""
+    state, text = matcher(kind, value), b""
+    for step in range(30_000):
+        run = state.forced()
+        if step % 50 == 0 or not run:
+            run = allowed(state)[:1]
+        if run == [END]:
+            break
+        assert all(map(state.advance, run))
+        text += b"".join(vocabulary().data.tokens[token] for token in run)
+    assert text.decode().strip('"') == "abc1 " * 6000
+
+
+@pytest.mark.parametrize(("kind", "value"), [
+    ("regex", "((a{300}){300}){300}"), ("grammar", "root ::= a0\n" + "".join(
+        f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(24)) + 'a24 ::= "a"')])
+def test_endless_fixed_text_can_begin(kind: Kind, value: Any):
+    """16 to 27 million bytes, which no answer reaches."""
+    state = matcher(kind, value)
+    for _ in range(40):
+        run = state.forced()
+        assert run == [ord("a")] * MAX_FORCED_BYTES
+        assert all(map(state.advance, run[:50]))
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_forced_text_is_the_librarys(name: str):
+    """Along random walks, by tokens and by bytes, whether it is read after each token or not."""
+    kind, value = CONSTRAINTS[name]
+    rng, most, found = random.Random(11), 40, 0
+    for _ in range(30):
+        state = matcher(kind, value)
+        assert state._forced
+        for _ in range(40):
+            token = rng.choice(allowed(state))
+            assert state.advance(token)
+            if state.is_stopped:
+                break
+            if rng.random() < 0.6:
+                text = state._forced.next(most)
+                assert text == state._library.deep_copy().compute_ff_bytes().partition(b"\xff")[0][:most]
+                found += len(text)
+    assert found or name in ("regex", "EBNF", "Lark", "choices", "any object", "pattern", "tag")
+
+
 def test_special_tokens_are_not_forced():
     """The tag begins with the text or the id of <call>."""
     state = matcher("structural_tag", {"format": {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from npuserve.npu.storyteller import __file__ as storyteller
-from npuserve.service.grammar.compile_process import build_library_matcher
+from npuserve.service.grammar.compile_process import build_byte_matcher, build_library_matcher
 from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
@@ -86,7 +86,8 @@ def test_forced_tokens_are_the_tokenizers_own(tokenizer: Tokenizer, request: pyt
     vocabulary = Vocabulary.from_tokenizer(tokenizer, tokenizer.vocabulary_size, [max(tokenizer.special_ids)])
     text = "Once upon a time there was a little girl"
     grammar = translate(Constraint("choices", json.dumps([text + " a", text + " b"])), {})
-    matcher = Matcher(vocabulary, build_library_matcher(vocabulary.library, grammar, "choices"))
+    matcher = Matcher(vocabulary, build_library_matcher(vocabulary.library, grammar, "choices"),
+                      build_byte_matcher(vocabulary, grammar, "choices"))
     forced = matcher.forced()
     assert forced == tokenizer.encode(text + " ", add_special_tokens=False)[: len(forced)]
     assert (len(forced) > 5) == (request.node.callspec.params["tokenizer"] != "byte fallback")  # adds a space

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class SchedulerHarness:
 
     depth: maximum number of steps in flight.
     min_forced: see Scheduler.
+    mask_seconds: see StepPipeline; rows are deferred unless it is infinite.
     """
 
     num_blocks: int = 64
@@ -37,6 +39,7 @@ class SchedulerHarness:
     prefix_cache: bool = True
     depth: int = 1
     min_forced: int = 2
+    mask_seconds: float = math.inf
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -56,7 +59,8 @@ class SchedulerHarness:
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
-        self.pipeline = StepPipeline(self.scheduler, self.device, self.depth, lambda: self.now, VOCABULARY)
+        self.pipeline = StepPipeline(
+            self.scheduler, self.device, self.depth, lambda: self.now, VOCABULARY, self.mask_seconds)
 
     def add(self, prompt: list[int], max_tokens: int = 3, compiling: bool = False, **fields: object) -> Sequence:
         """Add a request. compiling: its constraint is not compiled until `constrain`."""
@@ -144,16 +148,19 @@ class SchedulerHarness:
             if not victim.holds_blocks:
                 assert all(victim.age_key > s.age_key for s in rows if s in running), "preempted by a younger one"
                 assert all(not s.holds_blocks or not s.is_paused for s in held), "preempted before the paused requests"
-        if self.depth == 1:
+        if self.depth == 1 and self.mask_seconds == math.inf:
             assert step.rows or not active, "no request makes progress"
             assert all(not s.holds_blocks or s in rows for s in decoding), "a decode row starves"
             first = min((s for s in active if s.holds_blocks), key=lambda s: s.age_key, default=None)
-            assert first in rows or first is None, "the oldest request makes no progress"
+            is_behind = first is not None and first.is_prefilling and step.num_tokens == self.budget  # forced tokens
+            assert first in rows or first is None or is_behind, "the oldest request makes no progress"
             if self.scheduler.preemptions == preemptions:
                 decoding = sorted([*decoding, *(s for s in returning if s in rows)], key=lambda s: s.age_key)
                 assert rows[: len(decoding)] == decoding, "chunks before decodes"
         if step.rows:
             self.pipeline.launch(step)
+        elif not self.pipeline:
+            self.pipeline.wait_for_masks()
         return step
 
     def collect(self) -> None:
