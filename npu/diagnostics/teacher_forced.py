@@ -1,9 +1,9 @@
-"""Logits of a model at every position of given sequences, computed as the engine does: in chunks, several sequences per
-step, over a paged cache. Used to compare devices or dtypes."""
+"""Logits of a model at every position of given sequences or steps, computed as the engine does: in chunks, several
+sequences per step, over a paged cache. Used to compare devices or dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -43,6 +43,20 @@ def forced_logits(
                 found[row.request_id].append(part)
                 done[row.request_id] += len(row.token_ids)
         yield from map(torch.cat, found)
+
+
+def step_logits(
+    model: Model, backend: Backend, steps: Iterable[list[Row]], blocks: int, block_size: int,
+    cache_dtype: torch.dtype | None = None,
+) -> Iterator[Tensor]:
+    """Yield the logits of each step's tokens, [tokens, vocabulary] float32 on the host.
+
+    blocks: number of blocks of the cache, which the steps' rows name.
+    cache_dtype: of the cache; None for the weights' dtype.
+    """
+    cache = KVCache.allocate(model.config, blocks, block_size, cache_dtype or model.weights.norm.dtype, backend)
+    for rows in steps:
+        yield backend.enqueue(partial(_step, model, backend, rows, cache, block_size)).wait()
 
 
 def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row: int, size: int) -> list[Row]:

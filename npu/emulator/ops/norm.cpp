@@ -162,10 +162,12 @@ OP(aclnnAddRmsNormDynamicQuantV2, const aclTensor *x1, const aclTensor *x2, cons
       const auto x = sum_of(a, b);
       auto y = x * reciprocal_rms(x, 1, epsilon) * f32(g);
       if (shift.defined()) y = y + f32(shift);
+      // Rounds as the device's kernels: q = rint(y * (127 / max|y|)), scale = 1 / (127 / max|y|), each step in float32
+      // (ops-nn at e5c3fa93, op_kernel/add_rms_norm_dynamic_quant_normal_kernel.h, lines 333 to 339).
       const auto quantize = [&](const at::Tensor &smooth, const at::Tensor &q, const at::Tensor &scale) {
         const auto v = smooth.defined() ? y * f32(smooth) : y;
         const auto inverse = 127.0f / v.abs().amax(-1, true);
-        write(q, (v * inverse).round());
+        write(q, at::nan_to_num(v * inverse, 0.0).round());
         scale.reshape(-1).copy_((1 / inverse).reshape(-1));
       };
       if (first) quantize(m1, q1, c1);

@@ -16,8 +16,11 @@ const Rule kY(kDynamic, "dynamicquant.y", "the output is int8 (int4 is not emula
 const Rule kGroups("aclnnDynamicQuantV2", "dynamicquant.groups", "group_index is absent (groups are not emulated)",
                    "this emulator");
 
-// q = rint(x * 127 / max|x|) by row, with scale max|x| / 127. With an offset, q = rint(x / scale + offset) spans
-// -128 ... 127.
+// Rounds as the device's kernel for a group of rows: q = rint(x * (127 / max|x|)), scale = max|x| * (1 / 127), each step
+// in float32 (ops-nn at e5c3fa93, quant/dynamic_quant/op_kernel/dynamic_quant_multi_row.h, lines 215 to 236). All its
+// kernels multiply so; those for wide rows return the scale 1 / (127 / max|x|) (dynamic_quant.h, line 170). The documents
+// and CANN's golden function (tests/assets/golden.py) divide by the scale, which rounds ties otherwise. With an offset,
+// q = rint(x / scale + offset) spans -128 ... 127.
 Work quantize(const aclTensor *self, const aclTensor *smooth, const aclTensor *out, const aclTensor *scale,
               const aclTensor *offset) {
   const auto dtype = scalar_type(self->dtype);
@@ -32,9 +35,9 @@ Work quantize(const aclTensor *self, const aclTensor *smooth, const aclTensor *o
   return [x = view(self), m = view(smooth), q = view(out), s = view(scale), o = view(offset)] {
     const auto v = m.defined() ? f32(x) * f32(m) : f32(x);
     if (!o.defined()) {
-      const auto inverse = 127.0f / v.abs().amax(-1, true);
-      write(q, at::nan_to_num(v * inverse, 0.0).round());
-      auto steps = (1 / inverse).squeeze(-1);
+      const auto largest = v.abs().amax(-1, true);
+      write(q, at::nan_to_num(v * (127.0f / largest), 0.0).round());
+      auto steps = (largest * (1 / 127.0f)).squeeze(-1);
       if (emu::defect("row_scales")) steps = steps.flatten()[0].expand_as(steps);
       write(s, steps);
       return;
@@ -159,10 +162,13 @@ Work multiply(const aclTensor *x1, const aclTensor *x2, const aclTensor *x1_scal
   return [a, t2, b = Matrix(x2), s1 = view(x1_scale), s2 = view(x2_scale), c = view(bias), y = view(out)] {
     auto sum = int_product(a, t2 ? b.read().transpose(-1, -2) : b.read());
     if (sum.size(-1) > 65536 && emu::defect("wide_int8_product")) sum.slice(-1, 65536).zero_();
+    if (sum.size(-1) > 1024 && emu::defect("shifted_columns"))
+      sum.slice(-1, 1024).copy_(sum.slice(-1, 1023, sum.size(-1) - 1).clone());
+    if (sum.size(-1) > 1500 && emu::defect("wrong_column")) sum.select(-1, 1500).copy_(sum.select(-1, 1499));
     const bool whole = c.defined() && c.scalar_type() == at::kInt;
     if (whole) sum = sum + c;
     if (y.scalar_type() == at::kInt) return write(y, sum);
-    auto value = f32(sum) * f32(s2);
+    auto value = f32(sum) * f32(emu::defect("column_scales") ? s2.roll(1) : s2);
     if (s1.defined()) value = value * s1.unsqueeze(-1);
     write(y, c.defined() && !whole ? value + f32(c) : value);
   };

@@ -80,8 +80,10 @@ OP(aclnnDequantSwigluQuantV2, const aclTensor *self, const aclTensor *weight_sca
       const auto halves = (f32(x) * w.reshape({1, -1}) * t.reshape({-1, 1})).narrow(0, 0, count).chunk(2, 1);
       auto gated = at::silu(halves[left ? 0 : 1]) * halves[left ? 1 : 0];
       if (m.defined()) gated = gated * m.reshape({1, -1});
-      const auto step = gated.abs().amax(1, true) / 127;
-      write(q.narrow(0, 0, count), at::nan_to_num(gated * (1 / step), 0.0).round());
+      // Rounds as the device's kernel: scale = max * (1 / 127), q = rint(y / scale), each step in float32 (ops-nn at
+      // e5c3fa93, quant/dequant_swiglu_quant/op_kernel/dequant_swiglu_quant.h, lines 699 to 714).
+      const auto step = gated.abs().amax(1, true) * (1 / 127.0f);
+      write(q.narrow(0, 0, count), at::nan_to_num(gated / step, 0.0).round());
       write(s.narrow(0, 0, count), step.squeeze(1));
     };
   });

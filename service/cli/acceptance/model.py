@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npuserve.service.cli.acceptance import latency
 from npuserve.service.cli.acceptance import tokens as accept_tokens
@@ -30,6 +30,10 @@ SIGMAS = 3
 MAX_GAP = 3
 """Maximum gap between the CPU's argmax and an answered token, in largest differences of a logit. Rounding raises one
 logit and lowers the other, each by at most that difference; half as much again allows for other positions."""
+
+MAX_FOLLOWED_DIFFERENCE = 1e-2
+"""Maximum difference of a logit in float32 from the CPU with the device's rounding of ties: sums in another order. The
+built-in model has 2e-5."""
 
 FORCED_BATCH_TOKENS = 256
 """Tokens of a step where sequences are only judged."""
@@ -88,7 +92,10 @@ def check_tokens(
     golden: the model on the CPU in float32.
     """
     overlapped, alone = (accept_tokens.answers(loaded.runner, prompts, count, depth) for depth in (2, 1))
-    yield _compare_with_cpu(loaded, golden, prompts, overlapped.tokens, folder)
+    if loaded.runner.dtype_name == "float32" and _has_int8_activations(loaded.model):
+        yield _follow_cpu(loaded, golden, prompts, overlapped)
+    else:
+        yield _compare_with_cpu(loaded, golden, prompts, overlapped.tokens, folder)
     yield _compare_overlap(loaded, overlapped, alone)
     share = overlapped.captured / max(overlapped.decodes, 1)
     judged = loaded.backend.capture_mode != "off" and (overlapped.captured > 0 or not loaded.runner.deterministic)
@@ -117,11 +124,7 @@ def _compare_with_cpu(
             forced_logits(model, backend, sequences, FORCED_BATCH_TOKENS, cache_dtype=cached), prompts, tokens)
 
     found = compared(loaded.model, loaded.backend)
-    figures = {"positions": found.positions, "equal_argmax": found.share, "tokens": found.tokens,
-               "equal_tokens": found.likeliest / found.tokens, "largest_logit_difference": found.difference,
-               "largest_gap": found.gap}
-    said = (f"{found.likeliest} of {found.tokens} tokens as the CPU in float32, gap {found.gap:.1e}; {found.equal} of "
-            f"{found.positions} positions ({found.share:.4f}), logits differ by {found.difference:.1e}")
+    figures, said = _described(found)
     if dtype == "float32":
         passed = found.likeliest == found.tokens
     else:
@@ -135,8 +138,59 @@ def _compare_with_cpu(
             least = min_equal_share(found.positions, own)
         figures["least_equal_argmax"] = least
         passed = found.share >= least and found.gap <= MAX_GAP * found.difference
+    return _judged(loaded, found, said, passed, figures)
+
+
+def _has_int8_activations(model: Model) -> bool:
+    weights = model.weights
+    parts = [part for layer in weights.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return any(part.inputs is not None for part in (*parts, weights.lm_head))
+
+
+def _follow_cpu(
+    loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], made: accept_tokens.Answers
+) -> Finding:
+    """Return the finding for the agreement with the CPU in float32 of a model with int8 activations.
+
+    The answers' steps are computed again, kernel by kernel, and by the CPU with the device's rounding of ties.
+    """
+    from npuserve.npu.diagnostics.rounding import MAX_TIE_DISTANCE, FollowedRounding
+    from npuserve.npu.diagnostics.teacher_forced import step_logits
+
+    runner, model, (reference, cpu) = loaded.runner, loaded.model, golden
+    cached = runner.cache_dtype if runner.cache_dtype != model.weights.norm.dtype else None
+    steps, rounding = accept_tokens.computed_steps(made, prompts), FollowedRounding()
+    blocks = 1 + max(block for rows in steps for row in rows for block in row.block_ids)
+    device, followed = (
+        step_logits(tapped, backend, steps, blocks, runner.block_size, cached)
+        for tapped, backend in ((rounding.device(model), loaded.backend), (rounding.reference(reference), cpu)))
+    found = accept_tokens.step_agreement(device, followed, steps, prompts, made.tokens)
+    figures, said = _described(found)
+    said += f" (limit {MAX_FOLLOWED_DIFFERENCE:g})"
+    said += (f"; {rounding.ties} of {rounding.numbers} int8 activations rounded as the device, at most "
+             f"{rounding.distance:.1e} from a half (limit {MAX_TIE_DISTANCE:.1e})")
+    said += f", {rounding.others} OTHERS differ" if rounding.others else ", no others differ"
+    figures |= {"int8_numbers": rounding.numbers, "int8_ties": rounding.ties, "int8_others": rounding.others,
+                "int8_tie_distance": rounding.distance}
+    passed = (found.likeliest == found.tokens and found.difference <= MAX_FOLLOWED_DIFFERENCE and not rounding.others)
+    return _judged(loaded, found, said, passed, figures)
+
+
+def _described(found: accept_tokens.Agreement) -> tuple[dict[str, Any], str]:
+    """Return the agreement in figures and in words."""
+    return {
+        "positions": found.positions, "equal_argmax": found.share, "tokens": found.tokens,
+        "equal_tokens": found.likeliest / found.tokens, "largest_logit_difference": found.difference,
+        "largest_gap": found.gap,
+    }, (f"{found.likeliest} of {found.tokens} tokens as the CPU in float32, gap {found.gap:.1e}; {found.equal} of "
+        f"{found.positions} positions ({found.share:.4f}), logits differ by {found.difference:.1e}")
+
+
+def _judged(
+    loaded: Loaded, found: accept_tokens.Agreement, said: str, passed: bool, figures: dict[str, Any]
+) -> Finding:
     where = "prompt {}, token {}: {} and not {}".format(*found.worst) if found.worst else "in its logits"
-    return Finding("tokens", f"beside the CPU, {dtype}", said, passed, figures,
+    return Finding("tokens", f"beside the CPU, {loaded.runner.dtype_name}", said, passed, figures,
                    f"the model's result is wrong at {where}: npuserve bench step MODEL --layers 1 names the first "
                    "wrong kernel of a step; send both reports")
 

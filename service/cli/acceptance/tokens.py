@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuserve.npu.step import SamplingParams, Step, TokenLogprobs
+from msgspec.structs import replace
+
+from npuserve.npu.step import Row, SamplingParams, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -75,7 +77,7 @@ class Answers:
     """Answers, and the steps that computed them.
 
     tokens: answer of each prompt.
-    steps: tokens that each row of each step computed.
+    rows: rows of each step. Their request_id is the prompt's number, and a token that was sampled before is PENDING.
     decodes: number of decode tokens; without those of steps with chunks if such steps are never captured.
     captured: number of these tokens from captured steps.
     logprobs, prompt_logprobs: reports of each answer's and prompt's tokens, where requested.
@@ -84,9 +86,14 @@ class Answers:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
-    steps: list[list[int]] = field(default_factory=list)
+    rows: list[list[Row]] = field(default_factory=list, compare=False)
     decodes: int = 0
     captured: int = 0
+
+    @property
+    def steps(self) -> list[list[int]]:
+        """Number of tokens of each row of each step."""
+        return [[len(row.token_ids) for row in rows] for rows in self.rows]
 
 
 def answers(
@@ -108,14 +115,15 @@ def answers(
     places: dict[int, int] = {}
     while arriving or scheduler.has_work:
         while arriving and (
-            len(made.steps) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
+            len(made.rows) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
         ):
             place, prompt = arriving.popleft()
             request = Request("", prompt, count, float(place), sampling[place] if sampling else greedy)
             places[scheduler.add(request, (b"", place), time.monotonic()).sequence.id] = place
         if (done := pipeline.advance()) is None:
             continue
-        made.steps.append([len(row.token_ids) for row in done.step.rows])
+        made.rows.append([replace(row, request_id=places[row.request_id], block_ids=list(row.block_ids))
+                          for row in done.step.rows])
         if mixed or all(row.is_decode for row in done.step.rows):
             made.decodes += sum(row.is_decode for row in done.step.rows)
             made.captured += done.result.captured_decodes + done.result.decoder_decodes
@@ -153,6 +161,21 @@ class Agreement:
     def share(self) -> float:
         return self.equal / self.positions
 
+    def compare(self, reference: Tensor, logits: Tensor) -> None:
+        """Add the logits [tokens, vocabulary] of some positions."""
+        self.positions += len(reference)
+        self.equal += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+        self.difference = max(self.difference, float((logits - reference).abs().nan_to_num(nan=float("inf")).max()))
+
+    def judge(self, reference: Tensor, number: int, place: int, token: int) -> None:
+        """Add an answered token. reference: logits [vocabulary] before it. number, place: as in `worst`."""
+        want = int(reference.argmax())
+        self.tokens += 1
+        self.likeliest += token == want
+        gap = float(reference[want] - reference[token])
+        if token != want and gap >= self.gap:
+            self.gap, self.worst = gap, (number, place, token, want)
+
 
 def agreement(
     reference: Iterable[Tensor], others: Iterable[Tensor], prompts: Sequence[list[int]], tokens: Sequence[list[int]],
@@ -165,16 +188,36 @@ def agreement(
     found = Agreement()
     pairs = zip(reference, others, prompts, tokens, strict=True)
     for number, (golden, logits, prompt, answer) in enumerate(pairs):
-        best = golden.argmax(-1)
-        found.positions += len(golden)
-        found.equal += int((logits.argmax(-1) == best).sum())
-        found.difference = max(found.difference, float((logits - golden).abs().nan_to_num(nan=float("inf")).max()))
-        found.tokens += len(answer)
+        found.compare(golden, logits)
         for place, token in enumerate(answer):
-            row = golden[len(prompt) + place - 1]
-            want = int(best[len(prompt) + place - 1])
-            found.likeliest += token == want
-            gap = float(row[want] - row[token])
-            if token != want and gap >= found.gap:
-                found.gap, found.worst = gap, (number, place, token, want)
+            found.judge(golden[len(prompt) + place - 1], number, place, token)
+    return found
+
+
+def computed_steps(answered: Answers, prompts: Sequence[list[int]]) -> list[list[Row]]:
+    """Return the rows of each step with their token ids, without PENDING."""
+    sequences = [prompt + answer for prompt, answer in zip(prompts, answered.tokens, strict=True)]
+    return [[replace(row, token_ids=sequences[row.request_id][row.start : row.start + len(row.token_ids)])
+             for row in rows] for rows in answered.rows]
+
+
+def step_agreement(
+    others: Iterable[Tensor], reference: Iterable[Tensor], steps: Sequence[Sequence[Row]],
+    prompts: Sequence[list[int]], tokens: Sequence[list[int]],
+) -> Agreement:
+    """Compare logits and answers with a reference, step by step.
+
+    others, reference: logits [tokens, vocabulary] of each step. Those of a step are read from `others` first.
+    steps: rows of each step, as `computed_steps` returns them.
+    tokens: answer of each prompt.
+    """
+    found = Agreement()
+    for logits, golden, rows in zip(others, reference, steps, strict=True):
+        found.compare(golden, logits)
+        end = 0
+        for row in rows:
+            end += len(row.token_ids)
+            if row.samples:
+                place = row.start + len(row.token_ids) - len(prompts[row.request_id])
+                found.judge(golden[end - 1], row.request_id, place, tokens[row.request_id][place])
     return found

@@ -183,6 +183,22 @@ def test_dynamic_quant(dtype: torch.dtype) -> None:
 
 
 @emulated()
+def test_dynamic_quant_rounds_ties_by_the_product_with_the_reciprocal() -> None:
+    """Halves of the largest number are ties: 63.5. Half of the rows round otherwise by division by the scale."""
+    import torch_npu
+
+    largest = torch.arange(1.0, 2.0, 2**-7).to(torch.bfloat16).float().unsqueeze(1)
+    x = torch.cat([largest, largest / 2, -largest / 2], 1)
+    y, scale = torch_npu.npu_dynamic_quant(x.bfloat16().npu())
+    most = torch.tensor(127.0)  # 127.0 / largest is 127 times its reciprocal in torch
+    assert torch.equal(y.cpu().float(), (x * (most / largest)).round())
+    assert torch.equal(scale.cpu(), largest.squeeze(1) * (torch.tensor(1.0) / most))
+    divided = (x / (largest / 127.0)).round()
+    assert 0 < int((y.cpu().float() != divided).sum()) < y.numel()
+    assert set(y.cpu()[:, 1].tolist()) == {63, 64}
+
+
+@emulated()
 def test_a_row_of_zeros_is_quantized_to_zeros() -> None:
     import torch_npu
 

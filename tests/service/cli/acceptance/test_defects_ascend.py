@@ -16,7 +16,7 @@ from npuserve.npu.backends import select
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.diagnostics import acceptance
 from npuserve.npu.diagnostics.acceptance import Loaded
-from npuserve.service.cli.acceptance import replays, sampling, sizes, variants
+from npuserve.service.cli.acceptance import model, replays, sampling, sizes, variants
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.replays import check_contexts, check_soak, crossing
 from npuserve.service.cli.acceptance.report import Finding
@@ -140,16 +140,32 @@ def test_sampling_fails_if_a_parameter_is_ignored() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "defect"), [
+    ("W8A8, int8 head", "row_scales"), ("W8A8, int8 head", "column_scales"), ("W8A8, int8 head", "shifted_columns"),
+    ("int8 KV", "antiquant_heads")])
 @emulated(relax=RELAX)
-def test_variants_fail_with_int8_defects() -> None:
+def test_variants_fail_with_int8_defects(name: str, defect: str) -> None:
     backend = started()
-    chosen = {variant.name: variant for variant in variants.VARIANTS}
-    for name, defect in (("W8A8, int8 head", "row_scales"), ("int8 KV", "antiquant_heads")):
-        with (
-            mock.patch.object(variants, "VARIANTS", (chosen[name],)), mock.patch.object(accept_tokens, "ANSWER", 24),
-            emulator.defects(defect),
-        ):
-            assert f"{name}: beside the CPU, bfloat16" in failed(check_variants(backend, 1))
+    chosen = next(variant for variant in variants.VARIANTS if variant.name == name)
+    with (
+        mock.patch.object(variants, "VARIANTS", (chosen,)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        emulator.defects(defect),
+    ):
+        found = failed(check_variants(backend, 1))
+    assert {f"{name}: beside the CPU, {dtype}" for dtype in ("float32", "bfloat16")} <= set(found)
+
+
+@pytest.mark.slow
+@emulated(relax=RELAX)
+def test_variants_fail_in_float32_with_one_wrong_column() -> None:
+    """No answer has this id."""
+    backend, name = started(), "W8A8, int8 head"
+    chosen = next(variant for variant in variants.VARIANTS if variant.name == name)
+    with mock.patch.object(variants, "VARIANTS", (chosen,)), emulator.defects("wrong_column"):
+        finding = next(check_variants(backend, 1))
+    assert (finding.name, finding.passed) == (f"{name}: beside the CPU, float32", False)
+    assert finding.figures["equal_tokens"] == 1.0
+    assert finding.figures["largest_logit_difference"] > model.MAX_FOLLOWED_DIFFERENCE
 
 
 @emulated()
