@@ -88,7 +88,8 @@ class Retries:
 class Attempts:
     """State of one answer across all its calls.
 
-    A client asks `next_call` which call to make, and reports its results to `read_metadata`, `accept` and `on_failure`.
+    A client makes the calls that `next_call` returns. It reports their results to `read_metadata`, `accept` and
+    `on_failure`.
 
     request: None to resume a stream by its token.
     tokens: number of tokens received, of all samples.

@@ -62,17 +62,17 @@ class Decoding:
             runner.collect(runner.launch(
                 Step([Row(row, prompt, 0, [row * self.blocks + i for i in own], True)], [new])))
         ids = [runner._last[:1].tolist()[0]] * self.rows  # any known token
-        flying: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         seconds: list[float] = []
         sampling: list[float] = []
         last = 0.0
         for step in range(steps + WARM_UP):
             at = self.context + step
-            flying.append(runner.launch(Step([
+            in_flight.append(runner.launch(Step([
                 Row(row, [PENDING] if step else [ids[row]], at, [row * self.blocks + i for i in own], True,
                     is_constrained=row < constrained) for row in range(self.rows)])))
-            if len(flying) == 2:
-                runner.collect(flying.popleft())
+            if len(in_flight) == 2:
+                runner.collect(in_flight.popleft())
                 now = time.perf_counter()
                 if last:
                     seconds.append(now - last)
@@ -80,9 +80,9 @@ class Decoding:
             if constrained:
                 given = {row: self.masks[(row + step) % MASKS] for row in range(constrained)}
                 began = time.perf_counter()
-                runner.sample(flying[-1], given)
+                runner.sample(in_flight[-1], given)
                 sampling.append(time.perf_counter() - began)
-        runner.collect(flying.popleft())
+        runner.collect(in_flight.popleft())
         runner.launch(Step([], ended=list(range(self.rows))))
         return seconds[WARM_UP:], sampling[WARM_UP:]
 

@@ -65,7 +65,7 @@ def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> di
         scheduler.add(Request("", [row % 7 + 1] * context, length - context, 0.0, sampling), (b"", 0), 0.0)
     runner = runner_of(rows, length)
     spent: dict[str, list[float]] = {part: [] for part in PARTS}
-    flying: deque[tuple[Step, StepResult]] = deque()
+    in_flight: deque[tuple[Step, StepResult]] = deque()
     first = scheduler.schedule(0.0).step  # all prompts at once: nobody computes them
     for new in first.new:
         runner._sampler.add(new)
@@ -76,11 +76,11 @@ def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> di
         planned = time.perf_counter()
         runner.launch(step)
         launched = time.perf_counter()
-        flying.append((step, StepResult({row.request_id: 5 for row in step.rows}, {}, {}, 0.0)))
+        in_flight.append((step, StepResult({row.request_id: 5 for row in step.rows}, {}, {}, 0.0)))
         spent["schedule"].append(planned - begun)
         spent["launch"].append(launched - planned)
-        if len(flying) == 2:
-            before = flying.popleft()
+        if len(in_flight) == 2:
+            before = in_flight.popleft()
             begun = time.perf_counter()
             scheduler.apply(*before, 0.0)
             spent["apply"].append(time.perf_counter() - begun)

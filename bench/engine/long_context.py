@@ -73,7 +73,7 @@ class Loop:
             max_num_batched_tokens=config.max_num_batched_tokens, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
         self.depth = 2 if config.double_buffering else 1
-        self.flying: deque[tuple[Step, LaunchedStep]] = deque()
+        self.in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self.times: dict[int, list[float]] = {}
 
     def add(self, prompt: list[int], answer: int) -> Sequence:
@@ -86,9 +86,9 @@ class Loop:
     def step(self) -> None:
         step = self.scheduler.schedule(time.monotonic()).step
         if step.rows:
-            self.flying.append((step, self.runner.launch(step)))
-        if self.flying and (not step.rows or len(self.flying) == self.depth):
-            done, handle = self.flying.popleft()
+            self.in_flight.append((step, self.runner.launch(step)))
+        if self.in_flight and (not step.rows or len(self.in_flight) == self.depth):
+            done, handle = self.in_flight.popleft()
             progress = self.scheduler.apply(done, self.runner.collect(handle), time.monotonic())
             now = time.perf_counter()
             for made in progress:
@@ -101,7 +101,7 @@ class Loop:
         return self.times[sequence.id]
 
     def finish(self) -> None:
-        while self.scheduler.has_work or self.flying:
+        while self.scheduler.has_work or self.in_flight:
             self.step()
 
 
@@ -123,15 +123,15 @@ def measure(loop: Loop, length: int, answer: int, streams: int) -> dict[str, Any
         running = [loop.add(short, limit) for short in shorts]
         for stream in running:
             loop.until(stream, LEAD)
-        came = time.perf_counter()
+        arrived = time.perf_counter()
         beside = loop.add(prompt, answer)
         first = loop.until(beside, 1)[0]
         for stream in running:  # the gap that ends after the prompt counts, too
             loop.until(stream, sum(t <= first for t in loop.times[stream.id]) + 1)
         gaps = [(b, 1e3 * (b - a)) for s in running for a, b in pairwise(loop.times[s.id])]
         loop.until(beside, answer)
-        during = [gap for end, gap in gaps if end > came]
-        row |= {"gap_before_ms": statistics.median(gap for end, gap in gaps if end <= came),
+        during = [gap for end, gap in gaps if end > arrived]
+        row |= {"gap_before_ms": statistics.median(gap for end, gap in gaps if end <= arrived),
                 "gap_p50_ms": statistics.median(during), "gap_worst_ms": max(during)}
         row["token_ids"] += [beside.token_ids[length:], *(s.token_ids[STREAM_PROMPT:][:LEAD] for s in running)]
         for stream in running:

@@ -33,7 +33,7 @@ class Npuserve(harness.Generator):
             os.environ)
         self.runner = load_model(config, config.model)
         self.budget = config.max_num_batched_tokens
-        self.flying: deque[tuple[Step, LaunchedStep]] = deque()
+        self.in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False), max_num_seqs=ROWS,
             max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds)
@@ -52,17 +52,17 @@ class Npuserve(harness.Generator):
             tick()
         for number in ids:
             self.scheduler.cancel(number)
-        while self.flying:
+        while self.in_flight:
             self.step()
 
     def step(self) -> int:
         """Launch up to two steps, as the engine does; collect the oldest, and return its number of tokens."""
-        while len(self.flying) < 2:
+        while len(self.in_flight) < 2:
             step = self.scheduler.schedule(time.monotonic()).step
             if not step.rows:
                 break
-            self.flying.append((step, self.runner.launch(step)))
-        step, launched = self.flying.popleft()
+            self.in_flight.append((step, self.runner.launch(step)))
+        step, launched = self.in_flight.popleft()
         result = self.runner.collect(launched)
         self.scheduler.apply(step, result, time.monotonic())
         return len(result.token_ids)

@@ -172,15 +172,15 @@ def serving(folder: Path, *arguments: str, seconds: float = 600) -> Iterator[Ser
             raise RuntimeError(f"the server ended with code {code}: {log.read_text()}")
 
 
-def answers(served: Served, asked: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
+def answers(served: Served, prompts_sent: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
     """Return the answers to prompts that arrive 50 ms apart."""
 
     def ask(number: int) -> list[int]:
         time.sleep(0.05 * number)
-        return served.answer(asked[number], tokens, timeout)
+        return served.answer(prompts_sent[number], tokens, timeout)
 
-    with ThreadPoolExecutor(len(asked)) as threads:
-        return list(threads.map(ask, range(len(asked))))
+    with ThreadPoolExecutor(len(prompts_sent)) as threads:
+        return list(threads.map(ask, range(len(prompts_sent))))
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,14 @@ class Tokens:
     decodes: int
 
 
-def on_the_cpu(folder: Path, asked: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
-    with serving(folder, "--device", "cpu", "--dtype", "float32", *_room(asked, tokens)) as served:
-        return answers(served, asked, tokens, timeout)
+def on_the_cpu(folder: Path, prompts_sent: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
+    with serving(folder, "--device", "cpu", "--dtype", "float32", *_context_flags(prompts_sent, tokens)) as served:
+        return answers(served, prompts_sent, tokens, timeout)
 
 
 def on_the_npu(
-    folder: Path, asked: Sequence[Sequence[int]], tokens: int, timeout: float, expected: list[list[int]], blocks: int,
-    *flags: str,
+    folder: Path, prompts_sent: Sequence[Sequence[int]], tokens: int, timeout: float, expected: list[list[int]],
+    blocks: int, *flags: str,
 ) -> Tokens:
     """Answer on the emulated NPU, whose KV cache has `blocks` blocks, and compare with `expected`."""
     config = ModelConfig.from_folder(folder)
@@ -211,9 +211,9 @@ def on_the_npu(
     with serving(
         folder, "--device", "npu", "--emulate", "--emulate-relax", RELAX, "--dtype", "float32", "--kv-cache-memory",
         str(blocks * block), "--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(BUDGET), "--decode-buckets",
-        "1,2,4,8", "--kernel-sampling", "0", *_room(asked, tokens), *flags,
+        "1,2,4,8", "--kernel-sampling", "0", *_context_flags(prompts_sent, tokens), *flags,
     ) as served:
-        made = answers(served, asked, tokens, timeout)
+        made = answers(served, prompts_sent, tokens, timeout)
         modes = ("captured", "decoder", "eager")
         decodes = {mode: int(served.metric("decode_tokens_total", mode=mode)) for mode in modes}
         return Tokens(
@@ -223,8 +223,8 @@ def on_the_npu(
             decodes["captured"] + decodes["decoder"], sum(decodes.values()))
 
 
-def _room(asked: Sequence[Sequence[int]], tokens: int) -> tuple[str, ...]:
-    return "--max-model-len", str(max(map(len, asked)) + tokens)
+def _context_flags(prompts_sent: Sequence[Sequence[int]], tokens: int) -> tuple[str, ...]:
+    return "--max-model-len", str(max(map(len, prompts_sent)) + tokens)
 
 
 def forced(folder: Path, file: Path) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     from npuserve.service.cli.acceptance.model import min_equal_share
     from npuserve.service.cli.acceptance.tokens import agreement
 
-    asked, made = zip(*json.loads(file.read_text()), strict=True)
-    sequences = [prompt + answer for prompt, answer in zip(asked, made, strict=True)]
+    prompts_sent, made = zip(*json.loads(file.read_text()), strict=True)
+    sequences = [prompt + answer for prompt, answer in zip(prompts_sent, made, strict=True)]
     length = max(map(len, sequences))
     config = ModelConfig.from_folder(folder)
     relaxed = (*(() if config.head_dim % 32 == 0 else ("small_heads",)), *(("fp32",) if config.quantization else ()))
@@ -259,7 +259,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
         return logits(loaded.model, backend)
 
     def compared(reference: list[Tensor], others: list[Tensor]) -> Agreement:
-        return agreement(reference, others, asked, made)
+        return agreement(reference, others, prompts_sent, made)
 
     golden, near, own = on_the_cpu("float32"), on_the_cpu("bfloat16"), on_the_npu("bfloat16")
     yardstick, found = compared(golden, near), compared(golden, own)
@@ -272,25 +272,25 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     if config.quantization:
         cpu = CpuBackend()
         cpu.int8_levels = backend.int8_levels
-        alike, ways = compared(golden, on_the_npu("float32")), compared(golden, on_the_cpu("float32", cpu))
-        deviation = (ways.share * (1 - ways.share) / ways.positions) ** 0.5
-        figures |= {"passed": figures["passed"] and alike.share >= min(LEAST_INT8, ways.share - 3 * deviation),
+        alike, quantized = compared(golden, on_the_npu("float32")), compared(golden, on_the_cpu("float32", cpu))
+        deviation = (quantized.share * (1 - quantized.share) / quantized.positions) ** 0.5
+        figures |= {"passed": figures["passed"] and alike.share >= min(LEAST_INT8, quantized.share - 3 * deviation),
                     "equal_argmax_beside_bfloat16": round(compared(near, own).share, 5),
                     "equal_argmax_in_float32": round(alike.share, 5),
-                    "of_the_cpu_in_float32": round(ways.share, 5),
+                    "of_the_cpu_in_float32": round(quantized.share, 5),
                     "largest_logit_difference_in_float32": round(alike.difference, 4),
-                    "difference_of_the_cpu_in_float32": round(ways.difference, 4)}
+                    "difference_of_the_cpu_in_float32": round(quantized.difference, 4)}
     return figures
 
 
 def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config = ModelConfig.from_folder(folder)
-    asked = prompts(config.vocab_size, args.requests, args.answer)
+    prompts_sent = prompts(config.vocab_size, args.requests, args.answer)
     texts = prompts_of(folder, config.vocab_size, min(3 * BLOCK, config.context_length) - args.answer)
     if "tokens" in args.parts:
-        expected = on_the_cpu(folder, asked, args.answer, args.timeout)
+        expected = on_the_cpu(folder, prompts_sent, args.answer, args.timeout)
         for way, flags in (("overlapped", ()), ("one step in flight", ("--no-double-buffering",))):
-            found = on_the_npu(folder, asked, args.answer, args.timeout, expected, args.blocks, *flags)
+            found = on_the_npu(folder, prompts_sent, args.answer, args.timeout, expected, args.blocks, *flags)
             yield {"model": name, "part": "tokens", "way": way, "passed": found.equal == found.tokens, **vars(found)}
     for part in ("forced", "int8"):
         if part not in args.parts:

@@ -115,13 +115,14 @@ def ours(page: str) -> str:
 
 def workload(args: argparse.Namespace, context: int) -> list[TimedRequest]:
     if args.trace:
-        asks = read_trace(args.trace, 0, args.time_scale)
+        requests = read_trace(args.trace, 0, args.time_scale)
     else:
-        asks = poisson(int(4 * args.seconds), 4.0, 200, 100, 0)
-    asks = cut_to_context([one for one in asks if one.at < args.seconds], args.max_prompt, args.max_output, context)[0]
+        requests = poisson(int(4 * args.seconds), 4.0, 200, 100, 0)
+    early = [one for one in requests if one.at < args.seconds]
+    requests = cut_to_context(early, args.max_prompt, args.max_output, context)[0]
     # Longer prompts begin with one of four instructions.
     return [replace(one, hashes=(number % 4, 4 + number), hash_tokens=INSTRUCTIONS)
-            if one.prompt_tokens > INSTRUCTIONS else one for number, one in enumerate(asks)]
+            if one.prompt_tokens > INSTRUCTIONS else one for number, one in enumerate(requests)]
 
 
 async def misbehave(target: str, engine: int, seconds: float) -> None:
@@ -163,9 +164,9 @@ async def load_it(args: argparse.Namespace, target: str, engine: int) -> dict[st
     load = Load(target, 4, 0.0, 0)
     try:
         model = await load.model_info()
-        asks = workload(args, model.max_model_len)
+        requests = workload(args, model.max_model_len)
         prompts, stop = Prompts(model.vocabulary_size, model.eos_token_ids, 0), asyncio.Event()
-        sending = asyncio.ensure_future(load.run(asks, prompts, stop))
+        sending = asyncio.ensure_future(load.run(requests, prompts, stop))
         misbehaving = asyncio.ensure_future(misbehave(target, engine, args.seconds))
         await asyncio.sleep(args.seconds)
         await misbehaving

@@ -233,11 +233,11 @@ def slope(lives: Sequence[Sequence[tuple[float, float]]]) -> float:
     return over / under if under else 0.0
 
 
-def requests(asks: Sequence[TimedRequest], prompts: Prompts) -> list[pb.GenerateRequest]:
+def requests(timed: Sequence[TimedRequest], prompts: Prompts) -> list[pb.GenerateRequest]:
     """Return greedy and seeded requests in turn; every third one shares a prefix."""
     shared = prompts.token_ids(10**6, TimedRequest(0.0, 64, 1))
     made = []
-    for number, ask in enumerate(asks):
+    for number, ask in enumerate(timed):
         ids = prompts.token_ids(number, ask)
         if number % 3 == 0:
             ids = (shared + ids)[: len(ids)]

@@ -84,7 +84,7 @@ RATIOS = ("hit_share", "ttft_p50_ms", "ttft_p99_ms", "tokens_per_second")
 
 
 @dataclass(frozen=True)
-class Ask:
+class HttpRequest:
     """Request to send. at: seconds after the start. body: of the HTTP request."""
 
     at: float
@@ -142,23 +142,23 @@ def endless_cache(prompts: Iterable[Sequence[int]], block: int = BLOCK_SIZE) -> 
 
 def workload(
     args: argparse.Namespace, words: Sequence[str], context: int, model: str
-) -> tuple[list[Ask], dict[str, Any]]:
+) -> tuple[list[HttpRequest], dict[str, Any]]:
     """Return the requests, and a description of them. Raise TraceError.
 
     words: words of one token each. context: tokens of prompt and answer. model: name in the requests.
     """
-    requests = read_trace(args.trace, 0)
-    if not all(request.hashes for request in requests):
+    traced = read_trace(args.trace, 0)
+    if not all(request.hashes for request in traced):
         raise TraceError(f"{args.trace}: hash_ids: there are none, so no request shares a prefix")
-    scale = args.length_scale or fitting_scale(requests, context)
+    scale = args.length_scale or fitting_scale(traced, context)
     chosen = conversations(read_trace(args.trace, 0, length_scale=scale), args.requests, args.seed)
     fit, cut = cut_to_context(lasting(chosen, args.seconds), 0, 0, context)
     drawn = Prompts(len(words), (), args.seed)
     prompts = [drawn.token_ids(place, request) for place, request in enumerate(fit)]
-    asks = [
-        Ask(request.at, completions.completion(model, "".join(words[i] for i in prompt), request.output_tokens))
+    requests = [
+        HttpRequest(request.at, completions.completion(model, "".join(words[i] for i in prompt), request.output_tokens))
         for request, prompt in zip(fit, prompts, strict=True)]
-    return asks, {
+    return requests, {
         "requests": len(fit), "length_scale": scale, "cut": cut, "context": context, "words": len(words),
         "prompt_tokens": sum(map(len, prompts)), "output_tokens": sum(r.output_tokens for r in fit),
         "endless_cache": round(endless_cache(prompts), 4)}
@@ -176,18 +176,18 @@ async def max_model_len(server: Serving) -> int:
         await load.close()
 
 
-async def send(url: str, asks: Sequence[Ask]) -> tuple[list[Outcome], float]:
+async def send(url: str, requests: Sequence[HttpRequest]) -> tuple[list[Outcome], float]:
     """Send each request at its time. Return the outcomes, and the seconds until the last one ended."""
     start = time.perf_counter()
 
     def now() -> float:
         return time.perf_counter() - start
 
-    async def one(ask: Ask) -> Outcome:
-        await asyncio.sleep(max(0.0, ask.at - now()))
-        return await completions.stream(url, ask.body, now, due=ask.at)
+    async def one(request: HttpRequest) -> Outcome:
+        await asyncio.sleep(max(0.0, request.at - now()))
+        return await completions.stream(url, request.body, now, due=request.at)
 
-    outcomes = await asyncio.gather(*(one(ask) for ask in asks))
+    outcomes = await asyncio.gather(*(one(request) for request in requests))
     return outcomes, now()
 
 
@@ -228,8 +228,8 @@ def run(
         gate = stack.enter_context(gateway([server.target for server in servers], policy=policy))
         model = gate.get("/v1/models")["data"][0]["id"]
         context = asyncio.run(max_model_len(servers[0]))
-        asks, described = workload(args, words, context - MARGIN_TOKENS, model)
-        outcomes, seconds = asyncio.run(send(gate.url, asks))
+        requests, described = workload(args, words, context - MARGIN_TOKENS, model)
+        outcomes, seconds = asyncio.run(send(gate.url, requests))
         return figures(outcomes, seconds, [counts(server) for server in servers]), described
 
 

@@ -53,12 +53,12 @@ def good(outcomes: Sequence[Outcome]) -> int:
 
 
 async def run(
-    server: Serving, asks: Sequence[TimedRequest], concurrency: int, seconds: float, patient: bool = False
+    server: Serving, requests: Sequence[TimedRequest], concurrency: int, seconds: float, patient: bool = False
 ) -> tuple[list[Outcome], float]:
     """Send the requests for `seconds`, wait until all have ended, and return their outcomes and the seconds taken."""
     load = Load(server.target, 4, 0.0, 1, (lambda ask: None) if patient else deadline)
     info = await load.model_info()
-    fitting = cut_to_context(asks, 0, 0, info.max_model_len)[0]
+    fitting = cut_to_context(requests, 0, 0, info.max_model_len)[0]
     stop = asyncio.Event()
     if concurrency:
         asyncio.get_running_loop().call_later(seconds, stop.set)
@@ -67,11 +67,11 @@ async def run(
     return load.outcomes, taken
 
 
-def arrivals(asks: Sequence[TimedRequest], rate: float, seconds: float) -> list[TimedRequest]:
+def arrivals(requests: Sequence[TimedRequest], rate: float, seconds: float) -> list[TimedRequest]:
     """Return the first requests of the trace, sped up to `rate` per second, for `seconds`. A short trace repeats."""
-    count, length = max(2, round(rate * seconds)), asks[-1].at
-    times = [asks[n % len(asks)].at + n // len(asks) * length for n in range(count)]
-    return [replace(asks[n % len(asks)], at=at * seconds / times[-1]) for n, at in enumerate(times)]
+    count, length = max(2, round(rate * seconds)), requests[-1].at
+    times = [requests[n % len(requests)].at + n // len(requests) * length for n in range(count)]
+    return [replace(requests[n % len(requests)], at=at * seconds / times[-1]) for n, at in enumerate(times)]
 
 
 def refusals(server: Serving, before: int) -> list[float]:
@@ -81,11 +81,11 @@ def refusals(server: Serving, before: int) -> list[float]:
         if line.get("message") == "request" and str(line.get("error", "")).startswith(REFUSED))
 
 
-def one(server: Serving, asks: Sequence[TimedRequest], rate: float, seconds: float) -> dict[str, Any]:
+def one(server: Serving, requests: Sequence[TimedRequest], rate: float, seconds: float) -> dict[str, Any]:
     before = len(server.lines())
     counted = ("tokens_in_vain_total", "generation_tokens_total", "prompt_tokens_total")
     counts = [server.metric(name) for name in counted]
-    outcomes, taken = asyncio.run(run(server, arrivals(asks, rate, seconds), 0, seconds))
+    outcomes, taken = asyncio.run(run(server, arrivals(requests, rate, seconds), 0, seconds))
     vain, *computed = (server.metric(name) - count for name, count in zip(counted, counts, strict=True))
     seconds_refused = refusals(server, before)
     lag = sorted(o.sent - o.due for o in outcomes)
@@ -103,19 +103,19 @@ def one(server: Serving, asks: Sequence[TimedRequest], rate: float, seconds: flo
 
 
 def measure(args: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    asks = read_trace(args.trace, 0, length_scale=args.length_scale)
+    requests = read_trace(args.trace, 0, length_scale=args.length_scale)
     seats = ["--max-num-seqs", str(args.seats)]
     with serving(args.model, [*seats, *flags]) as server:
-        outcomes, taken = asyncio.run(run(server, asks, args.seats, args.seconds, patient=True))
+        outcomes, taken = asyncio.run(run(server, requests, args.seats, args.seconds, patient=True))
     ended = [o for o in outcomes if o.ok and o.end <= args.seconds]
     capacity = len(ended) / min(taken, args.seconds)
     queue = max(1, round(capacity * TTFT * WORTH))
     rounds: dict[str, list[dict[str, Any]]] = {"once": [], "overload": []}
     with serving(args.model, [*seats, "--max-queue", str(queue), *flags]) as server:
-        asyncio.run(run(server, asks, args.seats, 5.0))  # so that the server has measured its pace
+        asyncio.run(run(server, requests, args.seats, 5.0))  # so that the server has measured its pace
         for _ in range(args.rounds):
             for name, times in (("once", 1.0), ("overload", args.times)):
-                rounds[name].append(one(server, asks, times * capacity, args.seconds))
+                rounds[name].append(one(server, requests, times * capacity, args.seconds))
                 print(name, json.dumps(rounds[name][-1]), file=sys.stderr, flush=True)
     once, over = (statistics.median(figures["goodput"] for figures in rounds[name]) for name in ("once", "overload"))
     worst = max((f["refusal_ms_p50_p99"][1] for f in rounds["overload"] if f["refusal_ms_p50_p99"]), default=0.0)

@@ -51,7 +51,7 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
         max_num_batched_tokens=config.max_num_batched_tokens, max_queue=config.max_queue,
         aging_seconds=config.priority_aging_seconds)
     depth = 2 if config.double_buffering else 1
-    flying: deque[tuple[Step, LaunchedStep]] = deque()
+    in_flight: deque[tuple[Step, LaunchedStep]] = deque()
 
     def ask() -> None:
         ids = [random.randrange(runner.config.vocab_size) for _ in range(prompt)]
@@ -63,13 +63,13 @@ def engine(model: str, serve: list[str], streams: int, prompt: int, output: int,
         for _ in range(streams):
             ask()
         began = time.perf_counter()
-        while scheduler.has_work or flying:
+        while scheduler.has_work or in_flight:
             step = scheduler.schedule(time.monotonic()).step
             if step.rows:
-                flying.append((step, runner.launch(step)))
-                if len(flying) < depth:
+                in_flight.append((step, runner.launch(step)))
+                if len(in_flight) < depth:
                     continue
-            step, launched = flying.popleft()
+            step, launched = in_flight.popleft()
             result = runner.collect(launched)
             ended = [progress for progress in scheduler.apply(step, result, time.monotonic()) if progress.reason]
             for _ in ended[:left]:

@@ -104,10 +104,10 @@ def slow_readers(server: Serving, tokens: int) -> Iterator[None]:
 async def others(server: Serving, count: int, seconds: float) -> list[Outcome]:
     load = Load(server.target, 4, 0.0, 1)
     info = await load.model_info()
-    asks = [TimedRequest(0.0, 32 + number % 32, 64 + number % 64) for number in range(100_000)]
+    requests = [TimedRequest(0.0, 32 + number % 32, 64 + number % 64) for number in range(100_000)]
     stop = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, stop.set)
-    await load.run(asks, Prompts(info.vocabulary_size, info.eos_token_ids, 1), stop, count)
+    await load.run(requests, Prompts(info.vocabulary_size, info.eos_token_ids, 1), stop, count)
     await load.close()
     return load.outcomes
 

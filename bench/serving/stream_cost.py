@@ -116,9 +116,9 @@ def runner_of(step_ms: float, chunks: int) -> FakeRunner:
 def steps_per_second(runner: FakeRunner, seconds: float) -> float:
     """Return steps per second of the runner alone, with two steps in flight."""
     began = time.perf_counter()
-    flying = runner.launch(Step([]))
+    in_flight = runner.launch(Step([]))
     for done in itertools.count(1):
-        before, flying = flying, runner.launch(Step([]))
+        before, in_flight = in_flight, runner.launch(Step([]))
         runner.collect(before)
         if (now := time.perf_counter()) - began > seconds:
             return done / (now - began)

@@ -154,9 +154,9 @@ def _part(
         tl.store(stats + 2 * mine + HEIGHT + m, total, mask=inside)
         # All threads write before one increments the counter; the program that reads the full count sees all writes.
         tl.debug_barrier()
-        came = arrived + slot * KV_HEADS + head
-        if tl.atomic_add(came, 1, sem="acq_rel", scope="gpu") == made - 1:
-            tl.store(came, 0)
+        counter = arrived + slot * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == made - 1:
+            tl.store(counter, 0)
             top = (begin + query).to(tl.int64) * KV_HEADS + head
             count = tl.minimum(n - query, BLOCK_Q) * GROUP
             for at in range(0, count, MERGED_ROWS):

@@ -149,9 +149,9 @@ class BatchBuffers:
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
         # Block tables on the device; the uploaded ones are narrower and are copied into it.
         self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
-        room = self._fixed + self._tables.nbytes + _PUTS_PER_ROW * rows + _ALIGNMENT * _PUTS + 8 * tokens
-        self._device = backend.empty((room,), torch.uint8)
-        self._hosts = [backend.host_buffer(room, dtype=torch.uint8) for _ in range(2)]
+        nbytes = self._fixed + self._tables.nbytes + _PUTS_PER_ROW * rows + _ALIGNMENT * _PUTS + 8 * tokens
+        self._device = backend.empty((nbytes,), torch.uint8)
+        self._hosts = [backend.host_buffer(nbytes, dtype=torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
         self._on: dict[str, Tensor] = {}
         self._at: list[dict[str, Array]] = [{}, {}]

@@ -93,8 +93,8 @@ class Dispatch:
     greedy: decode rows with argmax sampling, LM head included.
     sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included.
     decode: decode rows up to the final norm. It is `mixed` if decode steps need no padding. If the backend captures
-        the sampler, it is `greedy`, which also returns the hidden states. That saves a graph per bucket, and costs
-        rows that need logits a second product of the LM head.
+        the sampler, it is `greedy`, which also returns the hidden states. This saves a graph per bucket. Rows that need
+        logits take a second product of the LM head.
     mixed: any rows up to the final norm.
     head_argmax, head_sampled: second dispatch after `mixed`: LM head and sampler of the rows that yield a token.
 

@@ -67,7 +67,7 @@ class Vocabulary:
         engine serves requests.
 
         size: vocabulary size of the model, at least the tokenizer's. Ids above the tokenizer's are never allowed.
-        end_ids: tokens that end an answer, such as those of generation_config.json.
+        end_ids: tokens that end an answer, such as eos_token_id of generation_config.json.
 
         Raises UnsupportedVocabulary if the bytes of the tokens are unknown or there is no end token.
         """

@@ -19,9 +19,14 @@ _ids = count()
 
 
 @dataclass
-class Ask:
-    """A greedy request. blocks: its KV-cache blocks. computed: tokens whose keys and values are cached. tokens: the
-    prompt and the tokens sampled so far, of `want`; PENDING for tokens in flight."""
+class BenchRequest:
+    """A greedy request.
+
+    want: number of tokens to sample.
+    blocks: its KV-cache blocks.
+    computed: number of tokens whose keys and values are cached.
+    tokens: the prompt and the tokens sampled so far; PENDING for tokens in flight.
+    """
 
     prompt: list[int]
     want: int
@@ -55,43 +60,43 @@ class Collected:
 class Driver:
     """Loop over steps. budget: tokens per step. depth: steps in flight."""
 
-    def __init__(self, runner: Runner, asks: Sequence[Ask], budget: int, depth: int = 2):
-        self._runner, self._asks, self._budget, self._depth = runner, asks, budget, depth
-        self._met: set[int] = set()
-        self._flying: deque[tuple[list[Row], LaunchedStep]] = deque()
+    def __init__(self, runner: Runner, requests: Sequence[BenchRequest], budget: int, depth: int = 2):
+        self._runner, self._requests, self._budget, self._depth = runner, requests, budget, depth
+        self._sent: set[int] = set()
+        self._in_flight: deque[tuple[list[Row], LaunchedStep]] = deque()
 
     def run(self) -> Iterator[Collected]:
         """Yield each collected step until all answers are complete."""
         while True:
-            while len(self._flying) < self._depth and (rows := self._plan()):
-                new = [NewRequest(ask.id, ask.prompt, [], SamplingParams(temperature=0.0))
-                       for ask in self._asks if ask.id not in self._met]
-                self._met |= {request.request_id for request in new}
-                self._flying.append((rows, self._runner.launch(Step(rows, new))))
-            if not self._flying:
+            while len(self._in_flight) < self._depth and (rows := self._plan()):
+                new = [NewRequest(request.id, request.prompt, [], SamplingParams(temperature=0.0))
+                       for request in self._requests if request.id not in self._sent]
+                self._sent |= {request.request_id for request in new}
+                self._in_flight.append((rows, self._runner.launch(Step(rows, new))))
+            if not self._in_flight:
                 break
-            rows, launched = self._flying.popleft()
+            rows, launched = self._in_flight.popleft()
             result = self._runner.collect(launched)
             at = time.perf_counter()
-            for ask in self._asks:
-                if (token := result.token_ids.get(ask.id)) is not None:
-                    ask.tokens[ask.tokens.index(PENDING, len(ask.prompt))] = token
+            for request in self._requests:
+                if (token := result.token_ids.get(request.id)) is not None:
+                    request.tokens[request.tokens.index(PENDING, len(request.prompt))] = token
             yield Collected(at, len(rows), result)
-        self._runner.collect(self._runner.launch(Step([], ended=sorted(self._met))))
+        self._runner.collect(self._runner.launch(Step([], ended=sorted(self._sent))))
 
     def _plan(self) -> list[Row]:
         rows, left = [], self._budget
-        waiting = [ask for ask in self._asks if not ask.launched]
-        for ask in sorted(waiting, key=lambda ask: len(ask.tokens) - ask.computed > 1):
-            tokens = ask.tokens[ask.computed : ask.computed + left]
+        waiting = [request for request in self._requests if not request.launched]
+        for request in sorted(waiting, key=lambda request: len(request.tokens) - request.computed > 1):
+            tokens = request.tokens[request.computed : request.computed + left]
             if not tokens:
                 break
-            end = ask.computed + len(tokens)
-            samples = end == len(ask.tokens)
-            rows.append(Row(ask.id, tokens, ask.computed, ask.blocks, samples))
-            ask.computed, left = end, left - len(tokens)
+            end = request.computed + len(tokens)
+            samples = end == len(request.tokens)
+            rows.append(Row(request.id, tokens, request.computed, request.blocks, samples))
+            request.computed, left = end, left - len(tokens)
             if samples:
-                ask.tokens.append(PENDING)
+                request.tokens.append(PENDING)
         return rows
 
 
@@ -114,6 +119,6 @@ def runner_of(
                   max_num_batched_tokens=budget)
 
 
-def again(asks: Sequence[Ask], want: int) -> list[Ask]:
+def again(requests: Sequence[BenchRequest], want: int) -> list[BenchRequest]:
     """Return the same requests before their first token; only the prompt's last token is not computed."""
-    return [replace(ask, want=want, computed=len(ask.prompt) - 1, id=next(_ids), tokens=[]) for ask in asks]
+    return [replace(one, want=want, computed=len(one.prompt) - 1, id=next(_ids), tokens=[]) for one in requests]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpu_parts import profile
-from gpu_parts.driver import Ask, Driver, again, blocks_of, runner_of
+from gpu_parts.driver import BenchRequest, Driver, again, blocks_of, runner_of
 from gpu_parts.shapes import config_of, random_weights
 from gpu_parts.worker import Context, Units
 from npuserve.npu.backends.base import Backend
@@ -31,14 +31,18 @@ WARM_UP = 5
 
 @dataclass
 class Loaded:
-    """Loaded model. asks: requests; their prompts are in the cache once `filled`. budget: tokens per step. seconds: of
-    loading."""
+    """Loaded model.
+
+    requests: requests whose prompts are in the cache once `filled`.
+    budget: tokens per step.
+    seconds: duration of the load.
+    """
 
     runner: Runner
     config: ModelConfig
     weights: ModelWeights
     backend: Backend
-    asks: list[Ask]
+    requests: list[BenchRequest]
     budget: int
     seconds: float
     filled: bool = False
@@ -46,11 +50,11 @@ class Loaded:
     def fill(self) -> None:
         if self.filled:
             return
-        for ask in self.asks:
-            ask.computed, ask.tokens = 0, list(ask.prompt)
-        for _ in Driver(self.runner, self.asks, self.budget).run():
+        for request in self.requests:
+            request.computed, request.tokens = 0, list(request.prompt)
+        for _ in Driver(self.runner, self.requests, self.budget).run():
             pass
-        self.asks, self.filled = again(self.asks, 1), True
+        self.requests, self.filled = again(self.requests, 1), True
 
 
 @dataclass(frozen=True)
@@ -117,25 +121,26 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     runner = runner_of(backend, weights, config, rows, capacity, budget, [n for n in batches if n <= rows], longest)
     chance = random.Random(context.args.seed)
     blocks = blocks_of(rows, capacity, runner.block_size)
-    asks = [Ask([chance.randrange(config.vocab_size) for _ in range(length)], 1, own) for own in blocks]
-    return Loaded(runner, config, weights, backend, asks, budget, time.perf_counter() - began)
+    requests = [BenchRequest([chance.randrange(config.vocab_size) for _ in range(length)], 1, own) for own in blocks]
+    return Loaded(runner, config, weights, backend, requests, budget, time.perf_counter() - began)
 
 
 def decode(loaded: Loaded, rows: int, steps: int, depth: int = 2) -> Decoded:
     """Decode `steps` steps of `rows` requests, always from the end of the same prompts."""
     loaded.fill()
-    asks = again(loaded.asks[:rows], WARM_UP + steps)
-    found = list(Driver(loaded.runner, asks, max(loaded.budget, rows), depth).run())[WARM_UP - 1 :]
+    requests = again(loaded.requests[:rows], WARM_UP + steps)
+    found = list(Driver(loaded.runner, requests, max(loaded.budget, rows), depth).run())[WARM_UP - 1 :]
     between = [after.at - before.at for before, after in pairwise(found)]
     return Decoded(statistics.mean(between), statistics.median(between),
-                   statistics.mean(step.result.device_seconds for step in found[1:]), [ask.answer for ask in asks])
+                   statistics.mean(step.result.device_seconds for step in found[1:]),
+                   [request.answer for request in requests])
 
 
 def _decode(context: Context, loaded: Loaded, batches: Sequence[int], length: int, steps: int
             ) -> Iterator[dict[str, Any]]:
     _, best = context.ceilings()
     for rows in batches:
-        if rows > len(loaded.asks):
+        if rows > len(loaded.requests):
             continue
         made = decode(loaded, rows, steps)
         context_tokens = rows * (length + WARM_UP + steps / 2)
@@ -155,9 +160,9 @@ def _prefill(context: Context, loaded: Loaded, prompts: Sequence[int]) -> Iterat
     for tokens in prompts:
         seconds = []
         for _ in range(2 if context.toy else 5):
-            ask = Ask([chance.randrange(loaded.config.vocab_size) for _ in range(tokens)], 1, blocks)
+            request = BenchRequest([chance.randrange(loaded.config.vocab_size) for _ in range(tokens)], 1, blocks)
             began = time.perf_counter()
-            *_, last = Driver(loaded.runner, [ask], loaded.budget).run()
+            *_, last = Driver(loaded.runner, [request], loaded.budget).run()
             seconds.append(last.at - began)
         taken = statistics.median(seconds[1:])
         operations = prefill_operations(loaded.config, tokens)
@@ -175,7 +180,7 @@ def prefill_operations(config: ModelConfig, tokens: int) -> float:
 
 def _overlap(loaded: Loaded, batches: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
     for rows in batches:
-        if rows > len(loaded.asks):
+        if rows > len(loaded.requests):
             continue
         pairs = [(decode(loaded, rows, steps, 1), decode(loaded, rows, steps, 2)) for _ in range(2)]
         one, two = min(a.mean for a, _ in pairs), min(b.mean for _, b in pairs)
@@ -188,13 +193,13 @@ def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> I
     """Decode without captures: a runner of the same weights on a backend that captures nothing."""
     backend = copy(loaded.backend)
     backend.capture = lambda *_, **__: None  # type: ignore[method-assign]
-    rows = max([n for n in batches if n <= min(EAGER_ROWS, len(loaded.asks))])
+    rows = max([n for n in batches if n <= min(EAGER_ROWS, len(loaded.requests))])
     capacity = length + WARM_UP + steps + 2
     budget = max(rows, min(loaded.budget, 2048))
     runner = runner_of(backend, loaded.weights, loaded.config, rows, capacity, budget)
-    asks = [Ask(ask.prompt, 1, own) for ask, own in zip(
-        loaded.asks[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
-    theirs = Loaded(runner, loaded.config, loaded.weights, backend, asks, budget, 0.0)
+    requests = [BenchRequest(request.prompt, 1, own) for request, own in zip(
+        loaded.requests[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
+    theirs = Loaded(runner, loaded.config, loaded.weights, backend, requests, budget, 0.0)
     for batch in [n for n in batches if n <= rows]:
         single, replayed = decode(theirs, batch, steps), decode(loaded, batch, steps)
         same = sum(a == b for a, b in zip(single.tokens, replayed.tokens, strict=True))
@@ -206,10 +211,10 @@ def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> I
 def _profile(context: Context, loaded: Loaded, kind: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Profile ten steps. Only the host may wait, for its ids, and nothing may be allocated."""
     steps = 3 if context.toy else 10
-    for rows in [n for n in batches if n in (batches[0], 64) and n <= len(loaded.asks)] or batches[:1]:
+    for rows in [n for n in batches if n in (batches[0], 64) and n <= len(loaded.requests)] or batches[:1]:
         loaded.fill()
-        asks = again(loaded.asks[:rows], 2 * WARM_UP + steps)
-        run = Driver(loaded.runner, asks, max(loaded.budget, rows)).run()
+        requests = again(loaded.requests[:rows], 2 * WARM_UP + steps)
+        run = Driver(loaded.runner, requests, max(loaded.budget, rows)).run()
         for _ in islice(run, WARM_UP):
             pass
         target = context.out / f"trace-{kind}-{rows}.json.gz" if context.args.profile else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.driver import Ask, Driver, blocks_of, runner_of
+from gpu_parts.driver import BenchRequest, Driver, blocks_of, runner_of
 from gpu_parts.worker import Context, Units
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
@@ -68,10 +68,10 @@ def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[lis
     blocks = blocks_of(len(prompts), length, backend.block_size)
     budget = 8 if context.toy else BUDGET
     runner = runner_of(backend, weights, config, len(prompts), length, budget, (1, len(prompts)))
-    asks = [Ask(prompt, count, own) for prompt, own in zip(prompts, blocks, strict=True)]
-    steps = [step.result for step in Driver(runner, asks, budget).run()]
+    requests = [BenchRequest(prompt, count, own) for prompt, own in zip(prompts, blocks, strict=True)]
+    steps = [step.result for step in Driver(runner, requests, budget).run()]
     captured = sum(result.captured_decodes + result.decoder_decodes for result in steps)
-    return [ask.answer for ask in asks], captured
+    return [request.answer for request in requests], captured
 
 
 @torch.inference_mode()

@@ -43,12 +43,13 @@ def shapes(context: Context) -> Iterator[Shape]:
     yield from _attentions(context)
 
 
-def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, ways: dict[str, Callable[..., Any]],
+def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, variants: dict[str, Callable[..., Any]],
           context: Context) -> Shape:
     own = kernel.implementations[LABEL]
     if context.toy:
-        ways = dict(list(ways.items())[:2])
-    made = {CHOSEN: own} | {label: Implementation(way, own.adapt, own.restore) for label, way in ways.items()}
+        variants = dict(list(variants.items())[:2])
+    made = {CHOSEN: own} | {
+        label: Implementation(variant, own.adapt, own.restore) for label, variant in variants.items()}
     case = quantized.with_levels(replace(case, benchmark=True), context.backend.int8_levels)
     return Shape(name, key, replace(kernel, implementations=made), made_on(case, context.backend.device))
 
@@ -107,9 +108,9 @@ def _attentions(context: Context) -> Iterator[Shape]:
         for int8 in (False, True):
             for rows in all_rows[: 1 if context.toy or context.quick else None]:
                 case = attention._case(rows, *heads, 32, int8=int8)
-                ways = {str(config): _attention(chunked, config) for config in CONFIGS[chunked]}
+                variants = {str(config): _attention(chunked, config) for config in CONFIGS[chunked]}
                 yield _made(f"paged_attention {case.name}", f"{'chunks' if chunked else 'decode'}, {case.name}",
-                            KERNELS["paged_attention"], case, ways, context)
+                            KERNELS["paged_attention"], case, variants, context)
 
 
 def _attention(chunked: bool, config: Any) -> Callable[..., torch.Tensor]:

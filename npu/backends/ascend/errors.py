@@ -105,7 +105,7 @@ def known(error: BaseException) -> ErrorCode | None:
 def explain(error: BaseException) -> str:
     """Return the meaning of an error of a running step with advice; "" if `codes` has none.
 
-    `capture_advice` explains the errors of captures, and `advice` those of a device that does not start.
+    `capture_advice` explains errors of captures, and `advice` errors of a device that does not start.
     """
     found = known(error)
     return found.explain() if found else ""

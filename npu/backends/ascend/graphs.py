@@ -31,8 +31,8 @@ from npuserve.npu.backends.graphs import Graphs
 class AscendGraphs(Graphs[CapturedGraph]):
     """Steps captured as NPU graphs, with lengths updated by `lengths`.
 
-    decode: each row has one token. False: the rows are those of `cu_seqlens`, whose number was captured, and the
-        buckets are tokens.
+    decode: each row has one token. False: `cu_seqlens` has the rows. Their number was captured, and buckets are numbers
+        of tokens.
     """
 
     def __init__(

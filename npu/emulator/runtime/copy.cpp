@@ -17,8 +17,9 @@ struct Copy {
 };
 
 // Refuses addresses that a device's memory controller would refuse: of the wrong kind, or not allocated.
-int check(const char *name, void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind, Copy *copy) {
-  if (bytes > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: %zu bytes into %zu", name, bytes, room);
+int check(const char *name, void *to, size_t capacity, const void *from, size_t bytes, aclrtMemcpyKind kind,
+          Copy *copy) {
+  if (bytes > capacity) return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: %zu bytes into %zu", name, bytes, capacity);
   bool to_device = touches_device(to), from_device = touches_device(from);
   bool fits = true;
   switch (kind) {
@@ -44,11 +45,11 @@ int copy_now(const char *name, const Copy &copy) {
   return 0;
 }
 
-int copy_later(const char *name, void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind,
+int copy_later(const char *name, void *to, size_t capacity, const void *from, size_t bytes, aclrtMemcpyKind kind,
                aclrtStream handle) {
   if (int code = injected("memcpy")) return code;
   Copy copy;
-  if (int code = check(name, to, room, from, bytes, kind, &copy)) return code;
+  if (int code = check(name, to, capacity, from, bytes, kind, &copy)) return code;
   Lock lock(device().lock);
   Stream *stream = find(handle);
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, "%s: no such stream", name);
@@ -65,47 +66,47 @@ int copy_later(const char *name, void *to, size_t room, const void *from, size_t
   return copy_now(name, copy);
 }
 
-int set(const char *name, void *address, size_t room, size_t bytes) {
-  if (bytes > room || !on_device(address, bytes))
+int set(const char *name, void *address, size_t capacity, size_t bytes) {
+  if (bytes > capacity || !on_device(address, bytes))
     return fail(ACL_ERROR_RT_PARAM_INVALID, "%s: %zu bytes that are not all allocated on the device", name, bytes);
   return 0;
 }
 
 }  // namespace
 
-aclError aclrtMemcpy(void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind) {
+aclError aclrtMemcpy(void *to, size_t capacity, const void *from, size_t bytes, aclrtMemcpyKind kind) {
   ENTER();
   if (int code = injected("memcpy")) return code;
   Copy copy;
-  if (int code = check(__func__, to, room, from, bytes, kind, &copy)) return code;
+  if (int code = check(__func__, to, capacity, from, bytes, kind, &copy)) return code;
   return copy_now(__func__, copy);  // waits for no stream
 }
 
-aclError aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind,
+aclError aclrtMemcpyAsync(void *to, size_t capacity, const void *from, size_t bytes, aclrtMemcpyKind kind,
                           aclrtStream stream) {
   ENTER();
-  return copy_later(__func__, to, room, from, bytes, kind, stream);
+  return copy_later(__func__, to, capacity, from, bytes, kind, stream);
 }
 
-aclError aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind,
+aclError aclrtMemcpyAsyncWithCondition(void *to, size_t capacity, const void *from, size_t bytes, aclrtMemcpyKind kind,
                                        aclrtStream stream) {
   ENTER();
-  return copy_later(__func__, to, room, from, bytes, kind, stream);
+  return copy_later(__func__, to, capacity, from, bytes, kind, stream);
 }
 
-aclError aclrtMemset(void *address, size_t room, int32_t value, size_t bytes) {
+aclError aclrtMemset(void *address, size_t capacity, int32_t value, size_t bytes) {
   ENTER();
-  if (int code = set(__func__, address, room, bytes)) return code;
+  if (int code = set(__func__, address, capacity, bytes)) return code;
   if (unsafe_is_forbidden())
     return fail(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "%s: not while a stream is capturing", __func__);
   memset(address, value, bytes);
   return 0;
 }
 
-aclError aclrtMemsetAsync(void *address, size_t room, int32_t value, size_t bytes, aclrtStream handle) {
+aclError aclrtMemsetAsync(void *address, size_t capacity, int32_t value, size_t bytes, aclrtStream handle) {
   ENTER();
   if (int code = injected("launch")) return code;
-  if (int code = set(__func__, address, room, bytes)) return code;
+  if (int code = set(__func__, address, capacity, bytes)) return code;
   Lock lock(device().lock);
   Stream *stream = find(handle);
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, "%s: no such stream", __func__);

@@ -69,7 +69,7 @@ struct Stream {
   int error = 0;                   // kept until the stream is destroyed
   std::string text;                // message of the error
   Capture *capture = nullptr;      // records tasks instead of running them
-  Group *update = nullptr;         // tasks replace those of this group
+  Group *update = nullptr;         // tasks replace the tasks of this group
   size_t updated = 0;
   bool lane = false;               // belongs to the replay of a graph
 };

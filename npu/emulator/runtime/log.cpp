@@ -135,10 +135,10 @@ EMU_API void emu_mark(const char *text) {
   log(name);
 }
 
-// Returns the number of calls since the last clear and writes `room` of them, from `from` on, which must still be kept.
-EMU_API uint64_t emu_calls(uint64_t from, uint64_t room, const char **called, int64_t *threads) {
+// Returns the number of calls since the last clear. Writes `capacity` of them, from `from` on. They must still be kept.
+EMU_API uint64_t emu_calls(uint64_t from, uint64_t capacity, const char **called, int64_t *threads) {
   std::lock_guard<std::mutex> guard(lock);
-  for (uint64_t n = from; n < counted && n - from < room; n++) {
+  for (uint64_t n = from; n < counted && n - from < capacity; n++) {
     called[n - from] = calls[n % kept].name;
     threads[n - from] = calls[n % kept].thread;
   }
@@ -160,11 +160,11 @@ EMU_API void emu_log_tasks(int on) {
   logs_tasks = on;
 }
 
-// Returns the number of logged tasks and writes the first `room` of them, oldest first. The names are valid until the
+// Returns the number of logged tasks. Writes the first `capacity` of them, oldest first. The names are valid until the
 // next start of the log.
-EMU_API uint64_t emu_tasks(uint64_t room, const char **names_of, int64_t *streams) {
+EMU_API uint64_t emu_tasks(uint64_t capacity, const char **names_of, int64_t *streams) {
   std::lock_guard<std::mutex> guard(lock);
-  for (uint64_t n = 0; n < tasks.size() && n < room; n++) {
+  for (uint64_t n = 0; n < tasks.size() && n < capacity; n++) {
     names_of[n] = tasks[n].first.c_str();
     streams[n] = tasks[n].second;
   }

@@ -15,8 +15,8 @@ using namespace emu;
 namespace {
 
 int no_profiler(const char *name) {
-  static std::atomic<bool> told{false};
-  if (!told.exchange(true)) fputs("emulated NPU: no profile of the device: its times would say nothing\n", stderr);
+  static std::atomic<bool> warned{false};
+  if (!warned.exchange(true)) fputs("emulated NPU: no profile of the device: its times would say nothing\n", stderr);
   return fail(ACL_ERROR_FEATURE_UNSUPPORTED, "%s: no profile of the device: its times would say nothing", name);
 }
 

@@ -84,18 +84,18 @@ bool step(Lock &lock, Stream *stream) {
 // Runs one task of a requested stream. Returns false if all of them wait.
 bool advance(Lock &lock) {
   Device &d = device();
-  std::vector<Stream *> asked;
+  std::vector<Stream *> visited;
   size_t before;
   do {  // a request may request further tasks
-    before = asked.size();
+    before = visited.size();
     for (auto &stream : d.streams) {
       Stream *s = stream.get();
-      if (s->queue.empty() || s->finished >= s->wanted || std::count(asked.begin(), asked.end(), s)) continue;
+      if (s->queue.empty() || s->finished >= s->wanted || std::count(visited.begin(), visited.end(), s)) continue;
       if (step(lock, s)) return true;
-      asked.push_back(s);
+      visited.push_back(s);
       break;  // step may have added streams
     }
-  } while (asked.size() > before);
+  } while (visited.size() > before);
   return false;
 }
 
@@ -112,14 +112,15 @@ void run() {
     }
     d.idle = true;
     d.progress.notify_all();
-    bool asked = std::any_of(d.streams.begin(), d.streams.end(), [](auto &s) { return s->finished < s->wanted; });
-    if (!asked || warned) {
+    bool is_requested =
+        std::any_of(d.streams.begin(), d.streams.end(), [](auto &s) { return s->finished < s->wanted; });
+    if (!is_requested || warned) {
       d.work.wait(lock);
     } else if (d.work.wait_for(lock, std::chrono::seconds(20)) == std::cv_status::timeout) {
       warned = true;
       for (auto &s : d.streams)
         if (s->finished < s->wanted && !s->queue.empty())
-          fprintf(stderr, "emulated NPU: stream %d has waited 20 s at %s for what nobody has submitted\n", s->id,
+          fprintf(stderr, "emulated NPU: stream %d has waited 20 s at %s for a task that was not submitted\n", s->id,
                   s->queue.front().name);
     }
   }

@@ -44,8 +44,8 @@ def judge_cases(
 ) -> Finding:
     """Return the finding for some of the kernel's cases in one dtype, without a name.
 
-    other_ids: number of ids of a case that may differ from the golden function's in float64, beyond those of the golden
-        function in `dtype`.
+    other_ids: number of further ids of a case that may differ from the golden function in float64. Ids in which the
+        golden function in `dtype` differs do not count.
     """
     from npuserve.kernels.bench.accuracy import Oracle
     from npuserve.kernels.registry import GOLDEN

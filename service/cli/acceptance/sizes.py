@@ -23,8 +23,7 @@ class Size:
 
     kernels: names of the kernels.
     wanted: choice of a case by its name.
-    other_ids: number of ids in a case that may differ from the golden function's in float64, beyond those of the golden
-        function in the case's dtype.
+    other_ids: see `judge_cases`.
     """
 
     name: str

@@ -36,7 +36,7 @@ def profile(
 
     start: starts the profiler in place of the emulated device's own.
 
-    The heads and the rows of SwiGLU have sizes that take the fused operators, as those of Qwen3-14B.
+    The heads and the rows of SwiGLU have sizes that take the fused operators, as Qwen3-14B has.
     """
     runner = load(make(folder / f"{layers}", layers=layers, head_dim=128, inner=1024), dtype="bfloat16",
                   decode_buckets=(1, 2), kv_cache_memory=64 << 20)
