@@ -44,6 +44,7 @@ class Soaked:
     replays: number of replays.
     wrong: number of replays whose difference exceeds the limit.
     worst: largest difference.
+    first_wrong, contexts: number of the first wrong replay, from 0 on, and its contexts; -1 and () if none is wrong.
     seconds: duration.
     grown: device memory in bytes that is no longer free at the end.
     """
@@ -51,6 +52,8 @@ class Soaked:
     replays: int
     wrong: int
     worst: float
+    first_wrong: int
+    contexts: tuple[int, ...]
     seconds: float
     grown: int
 
@@ -105,14 +108,17 @@ class Replays:
         wanted = wanted[-patterns:]
         free = self._backend.memory_available()
         buffers = [self._backend.host_buffer(1, dtype=torch.float32) for _ in range(2)]
-        flying: list[tuple[Event, Tensor]] = []
+        flying: list[tuple[Event, Tensor, int, int]] = []
         began, replays, wrong, worst = time.perf_counter(), 0, 0, 0.0
+        first: tuple[int, tuple[int, ...]] = (-1, ())
 
         def collect() -> None:
-            nonlocal wrong, worst
-            event, buffer = flying.pop(0)
+            nonlocal wrong, worst, first
+            event, buffer, number, pattern = flying.pop(0)
             event.wait()
             found = float(buffer.nan_to_num(nan=torch.inf))
+            if found > limit and not wrong:
+                first = number, tuple(drawn[pattern])
             wrong, worst = wrong + (found > limit), max(worst, found)
 
         while time.perf_counter() - began < seconds or not replays:
@@ -121,12 +127,12 @@ class Replays:
             chosen = draw.randrange(patterns)
             buffer = buffers[replays % 2]
             event = self._backend.enqueue(partial(self._compared, drawn[chosen], wanted[chosen], buffer)).wait()
-            flying.append((event, buffer))
+            flying.append((event, buffer, replays, chosen))
             replays += 1
         while flying:
             collect()
         self._backend.synchronize()
-        return Soaked(replays, wrong, worst, time.perf_counter() - began,
+        return Soaked(replays, wrong, worst, *first, time.perf_counter() - began,
                       max(0, free - self._backend.memory_available()))
 
     def _fill(self, contexts: Sequence[int]) -> tuple[Staged, Part]:

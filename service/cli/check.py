@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from npuserve.service import settings
 from npuserve.service.arguments import number
 from npuserve.service.cli.acceptance import command as acceptance
-from npuserve.service.cli.acceptance.report import ending, line
+from npuserve.service.cli.acceptance.report import Finding, as_json, ending, line
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.ranks.world import read_world
 
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the model can be served here with these settings, and with --accept no finding failed; 1 if not.
+    Return 130 if Ctrl-C ends --accept, after the report of the findings so far.
 
     Raise ConfigError for an invalid setting or folder.
     """
@@ -72,19 +73,32 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(text(report), flush=True)
     good = found_model["fits"] and not any(notice["level"] == "error" for notice in report["preflight"])
+    code = 0
     if good and args.accept:
-        found = []
+        found, complete = accept(config, args)
+        good = complete and not any(finding.passed is False for finding in found)
+        report["acceptance"] = {
+            "passed": good, "complete": complete, "findings": [as_json(finding) for finding in found]}
+        if not args.json:
+            print(ending(found, complete=complete))
+        if not complete:
+            code = 130
+    if args.json:
+        print(json.dumps(report, allow_nan=False))
+    return code or (0 if good else 1)
+
+
+def accept(config: ServerConfig, args: argparse.Namespace) -> tuple[list[Finding], bool]:
+    """Return the findings of the acceptance check, and whether it is complete: Ctrl-C ends it."""
+    found: list[Finding] = []
+    try:
         for finding in acceptance.findings(config, args.least_share, args.sizes, args.soak):
             found.append(finding)
             if not args.json:
                 print(line(finding), flush=True)
-        good = not any(finding.passed is False for finding in found)
-        report["acceptance"] = {"passed": good, "findings": [asdict(finding) for finding in found]}
-        if not args.json:
-            print(ending(found))
-    if args.json:
-        print(json.dumps(report))
-    return 0 if good else 1
+    except KeyboardInterrupt:
+        return found, False
+    return found, True
 
 
 def explain(code: int) -> int:

@@ -27,10 +27,10 @@ from npuserve.service.arguments import number
 from npuserve.service.cli.acceptance.kernels import check_kernels
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 from npuserve.service.cli.acceptance.model import check_model
-from npuserve.service.cli.acceptance.report import Finding, failure
+from npuserve.service.cli.acceptance.report import Finding, guarded
 from npuserve.service.cli.acceptance.sizes import check_sizes
 from npuserve.service.cli.acceptance.variants import check_variants
-from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.config import ServerConfig
 from npuserve.service.text.model_folder import resolve
 
 MAX_SOAK_MINUTES = 7 * 24 * 60.0
@@ -76,11 +76,7 @@ def findings(
         ("model", check_model(folder, backend, config, latencies, quick=quick, soak_minutes=soak_minutes)),
         ("variants", check_variants(backend, config.threads)),
     ):
-        try:
-            yield from part_findings
-        except ConfigError:
-            raise
-        except Exception as error:  # raised by a device or its software
-            yield (failed := failure(part, error))
-            if failed.figures["fault"] in FATAL_FAULTS:
+        for finding in guarded(part, "", part_findings):
+            yield finding
+            if finding.figures.get("fault") in FATAL_FAULTS:
                 return

@@ -13,7 +13,7 @@ from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.captures import check_captures
 from npuserve.service.cli.acceptance.kernels import supports_dtype
 from npuserve.service.cli.acceptance.replays import check_contexts, check_soak
-from npuserve.service.cli.acceptance.report import Finding
+from npuserve.service.cli.acceptance.report import Finding, guarded
 from npuserve.service.cli.acceptance.sampling import check_sampling
 from npuserve.service.config import ServerConfig
 
@@ -72,14 +72,16 @@ def check_model(
             folder, backend, dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
             block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory,
             lm_head_dtype=config.lm_head_dtype)
-        yield from check_tokens(loaded, golden, prompts, answer, folder)
-        yield from check_sampling(loaded, golden, prompts, folder)
+        yield from guarded("tokens", dtype, check_tokens(loaded, golden, prompts, answer, folder))
+        yield from guarded("sampling", dtype, check_sampling(loaded, golden, prompts, folder))
         if dtype == served:
             if backend.capture_mode != "off":
-                yield from check_captures(loaded, rows)
-                yield from check_contexts(loaded, quick=quick)
-                yield from check_soak(loaded, soak_minutes)
-            yield from latencies.steps(loaded, context, budget)
+                yield from guarded("capture", dtype, check_captures(loaded, rows))
+                yield from guarded("contexts", dtype, check_contexts(loaded, quick=quick))
+                yield from guarded("soak", dtype, check_soak(loaded, soak_minutes))
+            elif soak_minutes:
+                yield Finding("soak", "captured steps", "nothing is captured: capture is off", None)
+            yield from guarded("latency", dtype, latencies.steps(loaded, context, budget))
         del loaded
         gc.collect()  # frees the memory for the next dtype
 
@@ -208,9 +210,13 @@ def min_equal_share(positions: int, own: float = 1.0) -> float:
 def _compare_overlap(loaded: Loaded, overlapped: accept_tokens.Answers, alone: accept_tokens.Answers) -> Finding:
     """Return the finding for the equality of tokens with two steps in flight and with one."""
     same, steps = overlapped.tokens == alone.tokens, overlapped.steps == alone.steps
+    first = next((f" from prompt {number}, token {place} on" for number, pair in enumerate(
+        zip(overlapped.tokens, alone.tokens, strict=True)) for place, (a, b) in enumerate(zip(*pair, strict=False))
+        if a != b), "")
     return Finding(
         "tokens", f"overlapped and not, {loaded.runner.dtype_name}",
-        f"{'equal' if same else 'OTHER'} tokens in {len(overlapped.steps)} {'equal' if steps else 'other'} steps",
+        f"{'equal' if same else 'OTHER'} tokens{first} in {len(overlapped.steps)} {'equal' if steps else 'other'} "
+        "steps",
         same if same or steps or loaded.runner.deterministic else None, {"steps": len(overlapped.steps)},
         "steps in flight corrupt each other: serve with --no-double-buffering until this is fixed, and send this "
         "report")

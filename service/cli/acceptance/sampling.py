@@ -1,8 +1,8 @@
 """Sampling part of the acceptance check: answers with each sampling parameter, judged by the CPU in float32.
 
-The requests of a group run together, in steps of mixed parameters: CAPTURED in captured steps with LM head and sampler,
-OUTSIDE with the sampler outside of them. The CPU gets prompt and answer, and samples each of the answer's tokens with
-the same parameters, seed and position.
+ROWS requests run together, in steps of mixed parameters: those of CAPTURED in captured steps with LM head and sampler,
+those of OUTSIDE with the sampler outside of them. The CPU gets prompt and answer, and samples each of the answer's
+tokens with the same parameters, seed and position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 COUNT = 16
 """Tokens of each answer."""
 
+ROWS = 8
+"""Requests that run together: no more than the requests of the part tokens, which decode_buckets must reach."""
+
 MAX_PROMPT = 24
+MIN_CAPTURED_SHARE = 0.95
 MIN_EQUAL = 0.9
 """Minimum share of tokens equal to the CPU's: now and then rounding moves a draw to the other side of a border. In
 bfloat16 the CPU's own share in bfloat16, less SIGMAS standard deviations, takes its place if that is lower. If a
@@ -71,7 +75,7 @@ class Expected:
 def check_sampling(
     loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], folder: Path
 ) -> Iterator[Finding]:
-    """Yield a finding for each parameter.
+    """Yield a finding for each parameter. Where the device captures the sampler, yield one for the share of such steps.
 
     golden: the model on the CPU in float32.
     """
@@ -92,14 +96,24 @@ def check_sampling(
                 loaded.runner.config.lm_head_dtype, "int8" if int8 else "auto")))
         return others[0] if others else None
 
+    alone = whole = 0
     for where, cases in (("captured", CAPTURED), ("outside", OUTSIDE | {"min_tokens": least})):
-        names = [name for name in cases for _ in short]
-        asked = [msgspec.structs.replace(cases[name], seed=place) for place, name in enumerate(names)]
-        asked_prompts = short * len(cases)
-        made = accept_tokens.answers(loaded.runner, asked_prompts, COUNT, 2, asked)
-        for name in cases:
-            mine = [place for place, other in enumerate(names) if other == name]
-            yield _judge(f"{name}, {where}", made, mine, asked_prompts, asked, reference, in_dtype, dtype)
+        each = ROWS // len(short)
+        for names in (list(cases)[first : first + each] for first in range(0, len(cases), each)):
+            asked = [msgspec.structs.replace(cases[name], seed=place)
+                     for place, name in enumerate(name for name in names for _ in short)]
+            made = accept_tokens.answers(loaded.runner, short * len(names), COUNT, 2, asked)
+            if where == "captured":
+                alone, whole = alone + made.alone, whole + made.whole
+            for number, name in enumerate(names):
+                mine = range(number * len(short), (number + 1) * len(short))
+                yield _judge(f"{name}, {where}", made, mine, short * len(names), asked, reference, in_dtype, dtype)
+    if loaded.backend.captures_sampler and loaded.backend.capture_mode != "off":
+        share = whole / max(alone, 1)
+        yield Finding(
+            "sampling", f"captured steps, {dtype}", f"{whole} of {alone} tokens computed and sampled in one dispatch",
+            share >= MIN_CAPTURED_SHARE, {"share": share},
+            f"decode_buckets must reach {ROWS} rows or more, otherwise the sampler runs outside of captured steps")
 
 
 def _judge(
@@ -117,14 +131,17 @@ def _judge(
         own = sum(_equal(x.tokens, y) for x, y in zip(expected, again, strict=True)) / positions
         least = min(least, own - SIGMAS * math.sqrt(own * (1 - own) / positions))
     limit = LOGPROB_LIMIT[dtype]
+    first = next((f"answer {i}, token {place}: {a} and not {b}" for i, x in zip(mine, expected, strict=True)
+                  for place, (a, b) in enumerate(zip(made.tokens[i], x.tokens, strict=True)) if a != b), None)
     said = f"{equal} of {positions} tokens as the CPU in float32 (limit {least:.2f})"
     said += f"; the CPU in {dtype}: {own:.2f}" if own is not None else ""
     said += f"; log-probabilities differ by {gap:.1e} (limit {limit:g})" if gap else ""
     return Finding(
         "sampling", f"{name}, {dtype}", said, equal >= least * positions and gap <= limit,
-        {"tokens": positions, "equal": equal, "least_share": least, "share_of_the_cpu": own, "logprob_gap": gap},
-        "the device samples other tokens with this parameter: send this report; if all parameters fail, compare the "
-        "part tokens first")
+        {"tokens": positions, "equal": equal, "least_share": least, "share_of_the_cpu": own, "logprob_gap": gap,
+         "first_difference": first},
+        f"the device samples other tokens with this parameter, first at {first or 'no token, in log-probabilities'}: "
+        "send this report; if all parameters fail, compare the part tokens first")
 
 
 def expected_tokens(runner: Runner, prompt: list[int], answer: list[int], sampling: SamplingParams) -> Expected:
@@ -148,12 +165,13 @@ def _equal(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _logprob_gap(made: accept_tokens.Answers, place: int, expected: Expected) -> float:
-    """Return the largest difference of a log-probability; infinite if reports are missing."""
+    """Return the largest difference of a log-probability; infinite for NaN or missing reports."""
     pairs = [(made.logprobs[place], expected.logprobs), (made.prompt_logprobs[place], expected.prompt_logprobs)]
     if any(len(found) != len(wanted) for found, wanted in pairs):
         return math.inf
-    return max((abs(a.logprob - b.logprob) for found, wanted in pairs for a, b in zip(found, wanted, strict=True)
-                if a.token_id == b.token_id), default=0.0)
+    gaps = [abs(a.logprob - b.logprob) for found, wanted in pairs for a, b in zip(found, wanted, strict=True)
+            if a.token_id == b.token_id]
+    return math.inf if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
 
 
 def _runner(loaded: Loaded, reference: tuple[Model, Backend]) -> Runner:

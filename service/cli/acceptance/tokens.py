@@ -80,6 +80,8 @@ class Answers:
     rows: rows of each step. Their request_id is the prompt's number, and a token that was sampled before is PENDING.
     decodes: number of decode tokens; without those of steps with chunks if such steps are never captured.
     captured: number of these tokens from captured steps.
+    alone: number of decode tokens of steps without chunks.
+    whole: number of these tokens that one captured dispatch computed and sampled.
     logprobs, prompt_logprobs: reports of each answer's and prompt's tokens, where requested.
     """
 
@@ -89,6 +91,8 @@ class Answers:
     rows: list[list[Row]] = field(default_factory=list, compare=False)
     decodes: int = 0
     captured: int = 0
+    alone: int = 0
+    whole: int = 0
 
     @property
     def steps(self) -> list[list[int]]:
@@ -124,9 +128,13 @@ def answers(
             continue
         made.rows.append([replace(row, request_id=places[row.request_id], block_ids=list(row.block_ids))
                           for row in done.step.rows])
-        if mixed or all(row.is_decode for row in done.step.rows):
-            made.decodes += sum(row.is_decode for row in done.step.rows)
+        decodes = sum(row.is_decode for row in done.step.rows)
+        if mixed or decodes == len(done.step.rows):
+            made.decodes += decodes
             made.captured += done.result.captured_decodes + done.result.decoder_decodes
+        if decodes == len(done.step.rows):
+            made.alone += decodes
+            made.whole += done.result.captured_decodes
         for progress in done.progress:
             place = places[progress.sequence.id]
             made.tokens[place] += progress.token_ids

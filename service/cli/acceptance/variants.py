@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.kernels import supports_dtype
 from npuserve.service.cli.acceptance.model import check_tokens
-from npuserve.service.cli.acceptance.report import Finding
+from npuserve.service.cli.acceptance.report import Finding, guarded
 from npuserve.service.text.model_folder import resolve
 
 if TYPE_CHECKING:
@@ -41,11 +41,9 @@ VARIANTS = (
 def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
     """Yield the findings of `check_tokens` for each variant that the device has: in float32, if the device has it, and
     in its preferred dtype."""
-    from npuserve.npu.diagnostics.acceptance import load, load_reference
     from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 
     plain = resolve("")
-    length = backend.block_size + 4 * accept_tokens.BUDGET + accept_tokens.ANSWER
     dtypes = dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []),
                             backend.resolve_dtype("auto", "bfloat16")])
     with tempfile.TemporaryDirectory() as made:
@@ -54,17 +52,22 @@ def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
         for variant in VARIANTS:
             if variant.kv_cache_dtype == "int8" and not backend.int8_cache:
                 continue
-            folder = int8 if variant.w8a8 else plain
-            golden = load_reference(folder, backend, "float32", length, threads, variant.lm_head_dtype,
-                                    variant.kv_cache_dtype)
             for dtype in dtypes:
-                loaded = load(
-                    folder, backend, dtype, max_model_len=length, max_num_seqs=ROWS,
-                    max_num_batched_tokens=accept_tokens.BUDGET, kv_cache_dtype=variant.kv_cache_dtype,
-                    lm_head_dtype=variant.lm_head_dtype)
-                prompts = accept_tokens.prompts_of(
-                    plain, loaded.runner.config.vocab_size, length - accept_tokens.ANSWER)
-                for finding in check_tokens(loaded, golden, prompts, accept_tokens.ANSWER, folder):
-                    yield replace(finding, part="variants", name=f"{variant.name}: {finding.name}")
-                del loaded
+                found = _check(variant, int8 if variant.w8a8 else plain, dtype, backend, threads)
+                yield from guarded("variants", f"{variant.name}, {dtype}", found)
                 gc.collect()
+
+
+def _check(variant: Variant, folder: Path, dtype: str, backend: Backend, threads: int) -> Iterator[Finding]:
+    from npuserve.npu.diagnostics.acceptance import load, load_reference
+
+    length = backend.block_size + 4 * accept_tokens.BUDGET + accept_tokens.ANSWER
+    golden = load_reference(
+        folder, backend, "float32", length, threads, variant.lm_head_dtype, variant.kv_cache_dtype)
+    loaded = load(
+        folder, backend, dtype, max_model_len=length, max_num_seqs=ROWS, max_num_batched_tokens=accept_tokens.BUDGET,
+        kv_cache_dtype=variant.kv_cache_dtype, lm_head_dtype=variant.lm_head_dtype)
+    prompts = accept_tokens.prompts_of(
+        resolve(""), loaded.runner.config.vocab_size, length - accept_tokens.ANSWER)
+    for finding in check_tokens(loaded, golden, prompts, accept_tokens.ANSWER, folder):
+        yield replace(finding, part="variants", name=f"{variant.name}: {finding.name}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npuserve.kernels.registry import KERNELS
 from npuserve.service.cli import main as cli
-from npuserve.service.cli.acceptance import command
+from npuserve.service.cli.acceptance import command, model
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 from npuserve.service.cli.acceptance.report import Finding
@@ -85,6 +85,66 @@ def test_findings_fatal_fault_ends_the_check(folder: Path, capsys: Capture, monk
         (error,) = [x for x in report["findings"] if x["name"] == "error"]
         assert error["said"] == "RuntimeError: the device is gone"
         assert len(part_of(report, "model")) == more
+
+
+@pytest.mark.parametrize("json_wanted", [True, False])
+def test_check_accept_interrupt_reports_findings_so_far(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, json_wanted: bool
+) -> None:
+    def interrupted(*_: Any) -> Iterator[Finding]:
+        yield Finding("kernels", "linear", "right", True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "check_kernels", interrupted)
+    code = cli.main(["check", str(folder), "--accept", "--device", "cpu", "--threads", "1",
+                     *(["--json"] if json_wanted else [])])
+    out = capsys.readouterr().out
+    assert code == 130
+    if json_wanted:
+        report = json.loads(out)["acceptance"]
+        assert (report["passed"], report["complete"]) == (False, False)
+        assert part_of(report, "kernels")["linear"]["passed"]
+    else:
+        assert out.splitlines()[-1] == (
+            "1 of 1 judged findings passed; the check was interrupted, other findings are missing")
+
+
+def test_check_accept_json_has_no_infinity(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Finding("kernels", "linear", "", False, {"error": float("inf"), "share": float("nan"), "cases": 2})]
+    monkeypatch.setattr(command, "findings", lambda *_: iter(found))
+    assert cli.main(["check", str(folder), "--accept", "--device", "cpu", "--threads", "1", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["acceptance"]
+    assert part_of(report, "kernels")["linear"]["figures"] == {"error": "inf", "share": "nan", "cases": 2}
+
+
+@built
+@pytest.mark.usefixtures("no_large_cases")
+def test_findings_failed_step_names_part_and_dtype_and_the_check_continues(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Iterator[Finding]:
+        raise RuntimeError("refused")
+        yield
+
+    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    for name in ("check_sampling", "check_contexts"):
+        monkeypatch.setattr(model, name, lambda *_, **__: broken())
+    code, report = accepted(capsys, str(folder), "--dtype", "bfloat16", "--block-size", "16")
+    assert code == 1
+    errors = [(x["part"], x["name"]) for x in report["findings"] if x["passed"] is False]
+    assert errors == [("sampling", "float32: error"), ("sampling", "bfloat16: error"), ("contexts", "bfloat16: error")]
+    assert part_of(report, "tokens").keys() >= {"beside the CPU, float32", "beside the CPU, bfloat16"}
+    assert part_of(report, "latency")
+
+
+@built
+@pytest.mark.usefixtures("no_large_cases")
+def test_soak_without_capture_is_reported(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((command, "check_kernels"), (model, "check_tokens"), (model, "check_sampling")):
+        monkeypatch.setattr(module, name, lambda *_: iter(()))
+    code, report = accepted(capsys, str(folder), "--capture", "off", "--soak", "1", "--block-size", "16")
+    assert code == 0
+    assert part_of(report, "soak")["captured steps"]["said"] == "nothing is captured: capture is off"
 
 
 @pytest.mark.usefixtures("no_large_cases")

@@ -81,6 +81,9 @@ def test_soak_fails_with_lost_updates() -> None:
         finding = next(check_soak(loaded, 0.02))
     assert not finding.passed
     assert 0 < finding.figures["wrong"] < finding.figures["replays"]
+    assert 0 <= finding.figures["first_wrong"] < finding.figures["replays"]
+    assert len(finding.figures["contexts"]) == replays.SOAK_ROWS
+    assert f"first replay {finding.figures['first_wrong']} with contexts" in finding.said
 
 
 @emulated(relax=RELAX)
@@ -116,6 +119,16 @@ def test_sampling_fails_where_the_device_ignores_top_k() -> None:
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
     with emulator.defects("top_k"):
         assert "top_k, captured, float32" in failed(check_sampling(loaded, golden, prompts, storyteller.FOLDER))
+
+
+@emulated(relax=RELAX)
+def test_sampling_fails_if_the_sampler_is_not_captured() -> None:
+    backend = started()
+    backend.decode_buckets = (4,)
+    loaded = story(backend, "float32")
+    golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
+    prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
+    assert failed(check_sampling(loaded, golden, prompts, storyteller.FOLDER)) == ["captured steps, float32"]
 
 
 @emulated(relax=RELAX)
