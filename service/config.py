@@ -35,18 +35,23 @@ class ConfigError(Exception):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `npuserve serve`. A field is named for its flag, with underscores.
 
+    docs/configuration.md describes all fields. Fields with special values, units or formats:
+
     model: folder or hub name; "" is the built-in model.
     port, metrics_port: 0 takes a free port.
     metrics_host: "" is `host`.
     health_port: 0 opens no such port.
+
     max_model_len: tokens of prompt and answer; 0 takes the model's limit.
     block_size: tokens per KV-cache block; 0 takes the backend's choice.
     kv_cache_memory: bytes; 0 takes a share of the free memory.
     max_queue: maximum number of waiting requests.
     emulate_relax, decode_buckets: comma-separated lists, parsed by `relaxations` and `buckets`.
+
     tls_*, api_keys: paths of files, reloaded when they change; "" for none.
     min_priority, max_priority: range of a request's priority, unless its API key has its own.
     admin_certificates: comma-separated list, parsed by `admin_names`.
+
     kv_events_endpoint, kv_events_replay_endpoint: ZeroMQ addresses; "" for no replays.
     kv_events_buffer: batches that are kept.
     profile_dir: folder for traces of profiles; "" refuses profiles.

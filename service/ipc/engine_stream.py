@@ -51,7 +51,7 @@ class Stream:
     record: all outputs so far. The first read of a resumed stream returns the record's outputs.
     buffered: number of unread tokens.
     first_token, last_token: arrival times, time.monotonic() seconds; None before. first_token stays None in a resumed
-        stream, whose first token went to another call.
+        stream, since another call has sent its first token.
     slow: error of a reader that was cancelled for being slow; None otherwise.
     is_accepted: whether the engine has queued the request, so that the client knows its resume token.
     """

@@ -44,8 +44,9 @@ class RankArgs(msgspec.Struct, frozen=True):
     config: settings of the server.
     folder: folder of the model.
     rank: number of the rank, from 1.
-    address: host:port where the ranks meet.
+    address: host:port at which rank 0 listens for the others.
     local: number of ranks of each host.
+
     memory: descriptor of the file in memory by which the ranks communicate; -1 for none.
     weights: descriptor of the file in memory for this rank's weights; -1 for none.
     shared_weights: description of its contents by the last process of this rank that was ready.

@@ -45,7 +45,7 @@ class ChildProcess:
     age: seconds of the current run, as counted by `tick`.
     silence: seconds without a heartbeat, as counted by `tick`; 0 before the first heartbeat.
     is_hung: whether the current run was killed because it hung.
-    kill_seconds: seconds since then.
+    kill_seconds: seconds since that kill.
     is_killer_found: whether the request that crashed the earlier runs was found.
     stopping: set once it must not be started again.
     """

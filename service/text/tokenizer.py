@@ -27,7 +27,7 @@ milliseconds for more ids."""
 class Tokenizer:
     """A model's tokenizer. Safe to use from several threads.
 
-    vocabulary_size: every id is below it; the model's may be larger, for padding.
+    vocabulary_size: every id is below it. The model's vocabulary size may be larger, for padding.
     special_ids: ids that skip_special_tokens leaves out.
     named_tokens: bos_token, eos_token and so on, as far as the folder names them.
     eos_id: id of the eos_token; None if there is none.

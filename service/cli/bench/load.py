@@ -36,7 +36,7 @@ class Outcome:
     code: name of the gRPC status; INTERRUPTED if the run was stopped first, NO_FINISH for status OK without a Finish.
     detail: details of the gRPC status.
     arrivals: (time, number of tokens) of each message with tokens.
-    reason, prompt_tokens, cached_tokens, generated_tokens: from the Finish.
+    reason, prompt_tokens, cached_tokens, generated_tokens: fields of the Finish.
     """
 
     due: float
@@ -60,7 +60,7 @@ class Load:
 
     temperature, seed: sampling parameters; request number n samples with seed + n.
     timeout: function from a request to its deadline in seconds after sending; None for no deadline.
-    tls, api_key: as for npuserve.client.Client.
+    tls, api_key: see npuserve.client.Client.
     outcomes: one entry for each ended request.
     """
 

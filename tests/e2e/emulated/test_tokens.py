@@ -81,7 +81,7 @@ def test_the_wide_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from npuserve.npu.execution.load import load_runner
 
     emulated = bench("quality.emulated")
-    assert emulated.QWEN3_14B.items() <= bench("engine.roofline").QWEN3_14B.items()
+    assert emulated.QWEN3_14B.items() <= bench("kernels.roofline").QWEN3_14B.items()
     small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
              "intermediate_size": 96}
     monkeypatch.setattr(emulated, "QWEN3_14B", small)

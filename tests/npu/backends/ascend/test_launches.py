@@ -75,7 +75,7 @@ def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, kind: str, w8a
 def test_ascend_graphs_and_operators_are_those_of_the_roofline(tmp_path: Path) -> None:
     """Design A of docs/ascend-roofline.md: for each bucket of rows a graph with argmax and one with the sampler, with
     the decoder and without."""
-    roofline = bench("engine.roofline")
+    roofline = bench("kernels.roofline")
     _, decoders, _, heads, _ = roofline.DESIGNS[0]
     dispatch = load(saved(tmp_path), dtype="bfloat16", decode_buckets=(1,))._dispatch
     assert dispatch.decode is dispatch.greedy

@@ -1,7 +1,7 @@
 """Predicted lower bound of a decode step of Qwen3-14B on one Ascend A2, by kernel.
 
-    python bench/engine/roofline.py [--model FOLDER] [--batch 1 16 64] [--context 1024] [--bandwidth 1.6e12]
-    python bench/engine/roofline.py --write     writes docs/ascend-roofline.md
+    python bench/kernels/roofline.py [--model FOLDER] [--batch 1 16 64] [--context 1024] [--bandwidth 1.6e12]
+    python bench/kernels/roofline.py --write     writes docs/ascend-roofline.md
 
 npu/profiling/floor.py runs the decoder on tensors without memory and counts the bytes of each call. The time is bytes
 divided by bandwidth: no launches, no kernel slower than the memory, no cache hits.
@@ -252,7 +252,7 @@ def comparison(bandwidth: float) -> str:
 
 INTRODUCTION = """# A decode step of Qwen3-14B on Ascend A2: the floor
 
-Written by `python bench/engine/roofline.py --write`; a test compares the two. **A prediction: nothing here was
+Written by `python bench/kernels/roofline.py --write`; a test compares the two. **A prediction: nothing here was
 measured.** The decoder of `npu/execution/decoder.py` is traced kernel by kernel. `kernels/bench/costs.py` counts each
 call (every byte read and written once), at a context of 1024 tokens and 1.6 TB/s, on one card. The floor is the bytes
 divided by the bandwidth. Launches, kernels slower than the memory and idle time add to it; activations that stay in an

@@ -12,12 +12,12 @@ from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.model.config import ModelConfig
 from tests.support.benches import bench
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def roofline() -> ModuleType:
-    return bench("engine.roofline")
+    return bench("kernels.roofline")
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1024), (16, 3338), (64, 1)])
@@ -68,4 +68,4 @@ def test_designs_of_captures_have_graphs_of_default_buckets(roofline: ModuleType
 
 
 def test_page_is_up_to_date(roofline: ModuleType) -> None:
-    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/engine/roofline.py --write"
+    assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/kernels/roofline.py --write"
