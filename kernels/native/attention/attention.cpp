@@ -38,6 +38,7 @@ struct Attention {
 
     // 2**x, where x is a score minus the largest score.
     static INLINE F power(F x) {
+        if constexpr (sizeof(T) < 4) return exp2_short(x);
         x = max(x, set1(-127.0f));
         F whole = nearest(x);
         return exp2_of(whole, x - whole);
@@ -214,27 +215,31 @@ struct Attention {
         for (int64_t i = 0; i < runs; i++)
             C::value_scales(value_scales[i], keys[i].tokens, work.value_scales + keys[i].first);
         float factor = float(s.op.f[0]) * LOG2E;
+        // A loop of its own, so that the weights of a row do not wait for its largest score.
         for (int64_t i = from; i < count; i++) {
-            int64_t mine = visible.by(i - from);
-            float *scores = work.scores + i * SPLIT;
-            typename C::Weights weights(work.weights + i * SPLIT, scores, work.value_scales);
+            int64_t mine = visible.by(i - from), full = mine / LANES * LANES;
+            const float *scores = work.scores + i * SPLIT;
             F low = set1(-INFINITY), most = low;
-            int64_t full = mine / LANES * LANES;
             for (int64_t t = 0; t < full; t += LANES) most = max(most, load(scores + t));
             if (full < mine) most = max(most, first(load(scores + full), mine - full, low));
-            float largest = lane_max(most);
-            F mass = zero(), peak = set1(largest), scale = set1(factor);
+            largest_of[i] = lane_max(most) * factor;
+        }
+        for (int64_t i = from; i < count; i++) {
+            int64_t mine = visible.by(i - from), full = mine / LANES * LANES;
+            float *scores = work.scores + i * SPLIT;
+            typename C::Weights weights(work.weights + i * SPLIT, scores, work.value_scales);
+            F mass = zero(), peak = set1(largest_of[i]), scale = set1(factor);
             for (int64_t t = 0; t < full; t += LANES)
-                mass = mass + weights.add(t, power((load(scores + t) - peak) * scale));
+                mass = mass + weights.add(t, power(fma(load(scores + t), scale, -peak)));
             int64_t t = full;
             if (full < mine) {
-                F p = first(power((load(scores + full) - peak) * scale), mine - full, zero());
+                F p = first(power(fma(load(scores + full), scale, -peak)), mine - full, zero());
                 mass = mass + weights.add(full, p);
                 t += LANES;
             }
             for (; t < weighed; t += LANES) weights.add(t, zero());
             work.weight_scales[i] = weights.end(weighed);
-            largest_of[i] = largest * factor, mass_of[i] = lane_sum(mass);
+            mass_of[i] = lane_sum(mass);
         }
         if constexpr (Amx::USED) {
             const char *made[SPLIT / Amx::TOKENS];

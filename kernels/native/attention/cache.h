@@ -185,6 +185,10 @@ struct PlainCache {
         X *to;
         Weights(X *to, float *, const float *) : to(to) {}
         INLINE F add(int64_t token, F p) {
+            if constexpr (sizeof(X) == sizeof(Number)) {
+                D::put(to + token, p);
+                return D::get(to + token);
+            }
             p = D::round(p);
             Product<D>::Held::put(to + token, p);
             return p;

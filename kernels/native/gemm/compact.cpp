@@ -276,10 +276,10 @@ struct CompactTile : OnceTile<DotBFloat16> {
 struct Compact {
     typedef DotBFloat16 Dot;
     static constexpr bool EXPANDS = true;
-    static bool expands(const Split &) { return true; }
+    static bool expands(bool) { return true; }
     // Many words at once, since every block loads and stores all accumulators. Expanded panels stay in the second-level
     // cache.
-    static int64_t block(const Split &, int64_t words) {
+    static int64_t block(bool, int64_t words) {
         constexpr int64_t MOST = Inner<Dot>::WORDS > 1 ? BLOCK_WORDS : 1536;
         return ceil_div(words, ceil_div(words, MOST) * BLOCK_WORDS) * BLOCK_WORDS;
     }

@@ -49,22 +49,31 @@ struct Int8s {
 
     struct Columns {
         const Int8s &of;
+        const float *x_scale;
+        bool plain;  // no zeros and no bias
         F scale, bias;
         I sum, offset, zeros;
         // The exact sum of (x - x_zero) * (w - w_zero), times both scales, plus bias.
         INLINE F operator()(int64_t row, const Dot::Acc &acc) const {
+            if (plain) return to_float(acc - offset) * (scale * set1(x_scale[row]));
             int32_t zero = of.x_zero ? of.x_zero[row] : 0;
             I total = acc - offset;
             if (of.x_zero) total = total - sum * zero;
             if (of.w_zero) total = total - zeros * (of.x_sum[row] - int32_t(of.k) * zero);
-            F x = to_float(total) * (scale * set1(of.x_scale[row]));
+            F x = to_float(total) * (scale * set1(x_scale[row]));
             return of.bias ? x + bias : x;
         }
     };
     INLINE Columns columns(int64_t column, int64_t n) const {
         I sum = get_n(w_sum + column, n);
-        return {*this, get_n<Float32>(w_scale + column, n), bias ? get_n<D>(bias + column, n) : zero(), sum,
-                sum * Dot::X_OFFSET, w_zero ? get_n(w_zero + column, n) : I{}};
+        return {*this,
+                x_scale,
+                !x_zero && !w_zero && !bias,
+                get_n<Float32>(w_scale + column, n),
+                bias ? get_n<D>(bias + column, n) : zero(),
+                sum,
+                sum * Dot::X_OFFSET,
+                w_zero ? get_n(w_zero + column, n) : I{}};
     }
 };
 
@@ -74,9 +83,8 @@ Split split_of(const Call &call, bool paired = false) {
 #if defined(__AMX_TILE__)
     if (BY_TILES<typename Of::Dot>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
 #endif
-    Split made(call.rows, words, call.op.n[2], call.threads, paired);
-    made.by_rows = Steps<typename Of::Dot>::COPIES && Of::Panels::block(made, words) >= words;
-    return made;
+    bool whole = Of::Panels::block(call.rows <= Split::NARROW_ROWS, words) >= words;
+    return Split(call.rows, words, call.op.n[2], call.threads, paired, whole);
 }
 
 // Work and memory of a unit, with tiles or with vectors.

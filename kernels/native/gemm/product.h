@@ -80,16 +80,22 @@ struct OnceTile : Tile<Dot> {
 };
 
 // Tile of panels in the cache. next: two runs of bytes, next_stride a word, to prefetch for this thread; each may be
-// null.
+// null. fresh: the sums begin at zero instead of the accumulators' values.
 template <class Dot>
 struct BlockTile : Tile<Dot> {
     const char *const *next;
     int64_t next_stride;
+    bool fresh;
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
-        this->load(acc);
+        if (fresh) {
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
+        } else {
+            this->load(acc);
+        }
         const char *w[P];
         for (int p = 0; p < P; p++) w[p] = this->panels[p];
         tile<Dot, R, P, 2, true>(acc, this->x, this->x_stride, w, 64, this->words, next, next_stride);
@@ -117,8 +123,8 @@ INLINE void with_tile(int r, int p, const Function &f) {
 // Panels of plain words. Interface of a form of weights:
 //
 //   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied
-//   expands      true if they are expanded for the rows of this split
-//   block        maximum words of a block for this split and this number of words
+//   expands      true if they are expanded for few rows (Split::NARROW_ROWS) or for many
+//   block        maximum words of a block for few or many rows and this number of words
 //   panel_bytes  bytes of a panel
 //   at, bytes    address of a panel's block from word `first` on, bytes of a block of that many words
 //   expand       writes that block to `out` as words of Inner
@@ -128,11 +134,11 @@ struct Plain {
     typedef D Dot;
     static constexpr bool EXPANDS = false;
     // With few rows, words are multiplied unexpanded: each tile widens them in registers.
-    static bool expands(const Split &split) { return Inner<Dot>::WORDS > 1 && !split.few; }
-    static int64_t block(const Split &split, int64_t) {
+    static bool expands(bool few) { return Inner<Dot>::WORDS > 1 && !few; }
+    static int64_t block(bool few, int64_t) {
         if (!Steps<Dot>::COPIES) return INT64_MAX;
         if (Steps<Dot>::X_BYTES == 4) return 1024;  // the copy of x is small, and each block loads all accumulators
-        return split.few ? 512 : expands(split) ? 64 : 128;
+        return few ? 512 : expands(few) ? 64 : 128;
     }
     static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * 64; }
     static INLINE const char *at(const char *panel, int64_t first) { return panel + first * 64; }
@@ -160,12 +166,12 @@ struct UnitLayout {
 
     UnitLayout(const Call &call, const Split &split) {
         int64_t k = call.op.n[1], words = words_of<Dot>(k);
-        copies = Steps<Dot>::COPIES || k % Dot::PER_WORD;
-        block = split.once ? words : std::min(Panels::block(split, words), words);
+        copies = k % Dot::PER_WORD || (split.few ? Steps<Dot>::COPIES : Steps<typename InPlace<Dot>::type>::COPIES);
+        block = split.whole ? words : Panels::block(split.few, words);
         x = copies ? MARK + rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
-        panels = !split.once && Panels::expands(split) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
-        int64_t kept = split.once ? split.tile_panels : split.panels_per_unit;
-        accumulators = split.rows_per_unit * kept * int64_t(sizeof(typename Dot::Acc));
+        panels = !split.once && Panels::expands(split.few) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
+        int64_t kept = split.whole ? split.tile_rows * split.tile_panels : split.rows_per_unit * split.panels_per_unit;
+        accumulators = kept * int64_t(sizeof(typename Dot::Acc));
     }
     int64_t bytes() const { return x + panels + accumulators; }
     static constexpr int64_t MARK = 64;  // bytes before the copy of x; they hold its row
@@ -257,8 +263,7 @@ struct Unit {
     }
 
     INLINE void blocks() const {
-        std::memset(static_cast<void *>(acc), 0, size_t(rows * (end - first)) * sizeof(Acc));
-        bool expands = Panels::EXPANDS || Panels::expands(split);
+        bool expands = Panels::EXPANDS || Panels::expands(split.few);
         for (int64_t begin = 0, count; begin < words; begin += count) {
             count = std::min(layout.block, words - begin);
             if (layout.copies) count == words ? copy_all() : copy(begin, count);
@@ -266,10 +271,15 @@ struct Unit {
                 p = tile_panels(panel);
                 if (expands)
                     block<typename Inner<Dot>::type, true>(begin, count, panel, int(p));
-                else if constexpr (!Panels::EXPANDS)
-                    block<Dot, false>(begin, count, panel, int(p));
+                else if constexpr (!Panels::EXPANDS) {
+                    if (layout.copies)
+                        block<Dot, false>(begin, count, panel, int(p));
+                    else
+                        block<typename InPlace<Dot>::type, false>(begin, count, panel, int(p));
+                }
             }
         }
+        if (split.whole) return;
         for (int64_t begin = 0; begin < rows; begin += TOGETHER) {
             int64_t count = std::min(TOGETHER, rows - begin);
             for (int64_t panel = first, p; panel < end; panel += p) {
@@ -279,7 +289,8 @@ struct Unit {
         }
     }
 
-    // Multiplies words [begin, begin + count) of p panels by all rows of the unit.
+    // Multiplies words [begin, begin + count) of p panels by all rows of the unit. If these are all words, stores the
+    // outputs of each tile.
     template <class TileDot, bool EXPANDS>
     INLINE void block(int64_t begin, int64_t count, int64_t panel, int p) const {
         constexpr int64_t PER = EXPANDS ? Inner<Dot>::WORDS : 1;
@@ -296,16 +307,20 @@ struct Unit {
                 w[j] = to;
             }
         }
-        int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows), next_stride = Panels::bytes(count) / (count * PER);
+        int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows), inner = count * PER;
+        // The tiles prefetch the next panels, in equal pieces if there are enough tiles.
+        int64_t pieces = std::max<int64_t>(1, tiles / p), piece = ceil_div(Panels::bytes(count), pieces);
         for (int64_t r = 0, tile = 0; r < rows; tile++) {
             int here = int(ceil_div(rows - r, tiles - tile)), most = widest_tile(here);
+            Acc *sums = split.whole ? acc : acc_of(panel) + r * p;
             for (int j = 0, some; j < p; j += some) {
                 some = std::min(p - j, most);
-                const char *runs[2] = {j == 0 && tile < p ? soon[tile] : nullptr,
+                const char *runs[2] = {j == 0 && tile < pieces * p ? soon[tile % p] + tile / p * piece : nullptr,
                                        j == 0 && tile + tiles < p ? soon[tile + tiles] : nullptr};
-                with_tile(here, some, BlockTile<TileDot>{{x_of(r, begin, count), x_stride(count), count * PER, w + j,
-                                                          acc_of(panel) + r * p + j, p}, runs, next_stride});
+                with_tile(here, some, BlockTile<TileDot>{{x_of(r, begin, count), x_stride(count), inner, w + j,
+                                                          sums + j, p}, runs, ceil_div(piece, inner), begin == 0});
             }
+            if (split.whole) put(panel, p, r, here, sums);
             r += here;
         }
     }

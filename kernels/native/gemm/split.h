@@ -29,13 +29,14 @@ struct Split {
     int64_t panels, panels_per_unit, panel_groups, rows_per_unit, row_groups;
     int tile_rows, tile_panels;
     bool once, few;
-    bool by_rows = false;  // units of the same rows are adjacent; otherwise units of the same panels
+    bool whole;  // a tile multiplies all of K at once, and its outputs are stored at once
 
     Split() {}
 
-    Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired = false) {
+    // one_block: a tile may multiply all of K at once.
+    Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired, bool one_block) {
         panels = ceil_div<int64_t>(columns, LANES);
-        once = rows <= ONCE_ROWS;
+        once = rows <= ONCE_ROWS, whole = once || one_block;
         few = rows <= NARROW_ROWS;
         if (once) {
             // Small units, so that all threads end at about the same time.
@@ -50,10 +51,12 @@ struct Split {
             if (few && panels < MIN_UNITS_PER_THREAD * threads * widest_tile(tile_rows)) tile_rows = ONCE_ROWS;
             tile_panels = tile_panels_of(tile_rows, paired);
             int64_t tiles = ceil_div(panels, int64_t(tile_panels)), least = UNITS_PER_THREAD * threads;
-            int64_t cuts = few ? 1 : std::max(ceil_div(least, tiles), ceil_div(rows, MAX_UNIT_ROWS));
+            int64_t most = whole ? MAX_WHOLE_ROWS : MAX_UNIT_ROWS;
+            int64_t cuts = few ? 1 : std::max(ceil_div(least, tiles), ceil_div(rows, most));
             rows_per_unit = ceil_div(ceil_div(rows, cuts), int64_t(tile_rows)) * tile_rows;
-            // A block of x serves all panels of a unit.
-            panels_per_unit = tile_panels * std::clamp<int64_t>(tiles * cuts / least, 1, MAX_UNIT_TILES);
+            // A block of x serves all panels of a unit. Without blocks, small units let all threads end together.
+            int64_t unit_tiles = whole && !few ? 1 : std::clamp<int64_t>(tiles * cuts / least, 1, MAX_UNIT_TILES);
+            panels_per_unit = tile_panels * unit_tiles;
         }
         rows_per_unit = std::max<int64_t>(rows_per_unit, 1);
         panel_groups = ceil_div(panels, panels_per_unit);
@@ -82,8 +85,9 @@ struct Split {
     }
 #endif
     int64_t units() const { return panel_groups * row_groups; }
-    int64_t row_group(int64_t unit) const { return by_rows ? unit / panel_groups : unit % row_groups; }
-    int64_t panel_group(int64_t unit) const { return by_rows ? unit % panel_groups : unit / row_groups; }
+    // Units of the same panels are adjacent.
+    int64_t row_group(int64_t unit) const { return unit % row_groups; }
+    int64_t panel_group(int64_t unit) const { return unit / row_groups; }
     static int tile_panels_of(int rows, bool paired) {
         return paired ? std::max(2, widest_tile(rows) / 2 * 2) : widest_tile(rows);
     }
@@ -94,6 +98,9 @@ struct Split {
     static constexpr int64_t NARROW_ROWS = 64;
     // Maximum rows of a unit, and tiles of panels: their accumulators and a block of x stay in the second-level cache.
     static constexpr int64_t MAX_UNIT_ROWS = 252, MAX_UNIT_TILES = 4;
+    // Maximum rows of a unit without accumulators between blocks: x passes through the cache once for each tile of
+    // panels, and few units expand the same panels.
+    static constexpr int64_t MAX_WHOLE_ROWS = 516;
 };
 
 }  // namespace NPUSERVE_ISA
