@@ -29,6 +29,8 @@ SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
 ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "tables.cpp")
 """Sources that are compiled once. Every other source is compiled once for each instruction set."""
+WITHOUT_TILES = ("ranks.cpp", "rope.cpp", "rowwise.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
+"""Sources that are not compiled for avx512_amx, whose table has their kernels of avx512_bf16 (runtime/isa.cpp)."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",
          "-Wno-unknown-pragmas", "-pthread")
@@ -160,7 +162,8 @@ def compile_objects(
     units = [(file, defines) for file in files if file.name in ONCE]
     for file in files:
         if file.name not in ONCE:
-            units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()]
+            units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()
+                      if name != "avx512_amx" or file.name not in WITHOUT_TILES]
     kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
     common = hashlib.sha256(run([*compiler, "--version"]).encode())
     for file in sources(folder, "*.h"):

@@ -379,12 +379,19 @@ struct AttentionMerge {
     }
 };
 
+extern const Kernel ATTENTION_BFLOAT16[] = {
+    KERNEL("attention/bfloat16", AttentionPlain<BFloat16>),
+    {nullptr, nullptr, nullptr},
+};
+
+#if !defined(__AMX_TILE__)  // without tiles: isa.cpp takes those of avx512_bf16
 extern const Kernel ATTENTION[] = {
-    BY_DTYPE("attention", AttentionPlain),
+    KERNEL("attention/float32", AttentionPlain<Float32>),
     BY_DTYPE("attention_int8", AttentionInt8),
     BY_DTYPE("attention_merge", AttentionMerge),
     {nullptr, nullptr, nullptr},
 };
+#endif
 
 }  // namespace NPUSERVE_ISA
 }  // namespace npuserve

@@ -91,6 +91,13 @@ struct Prefetch {
     }
 };
 
+// A tile of one of many sizes is a function of its own: one function of all tiles takes three times as long to compile.
+#if BF16_DOT
+#define ONE_TILE __attribute__((noinline))
+#else
+#define ONE_TILE INLINE
+#endif
+
 // acc += x . w over `words` words of P panels, panel_stride bytes apart.
 template <class Dot, int R, int P, class Fetch>
 INLINE void multiply(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
@@ -132,7 +139,7 @@ struct Scores {
         return ceil_div<int64_t>(visible.by(row + rows - 1) - keys.first, LANES) - panel;
     }
     template <int R, int P>
-    INLINE void run() const {
+    ONE_TILE void run() const {
         typename Dot::Acc acc[R][P];
         for (int r = 0; r < R; r++)
             for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
@@ -163,7 +170,7 @@ struct Weighted {
 
     INLINE int64_t panels(int) const { return of_panels - panel; }
     template <int R, int P>
-    INLINE void run() const {
+    ONE_TILE void run() const {
         typedef typename Dot::Acc Acc;
         constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
         Acc acc[R][P];
