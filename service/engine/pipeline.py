@@ -6,7 +6,7 @@ The device computes the forward pass meanwhile. At most one step, the last, is n
 
     host     plan 2, launch 2 │ collect 1, apply 1, masks, sample 2 │ plan 3, launch 3 │ collect 2 …
 
-Masks are prepared in a thread (mask_thread.py), for which a step waits at most MASK_WAIT_SECONDS. A row whose mask is
+Masks are prepared in threads (mask_threads.py), for which a step waits at most MASK_WAIT_SECONDS. A row whose mask is
 not there by then is deferred: its token is discarded, and it gets no row until the mask is there. The rows of the same
 grammar are deferred with it, since the loop must not use the grammar meanwhile. Others continue. The tokens are the
 same, since a mask depends on the text alone.
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
-from npuserve.service.grammar.mask_thread import MaskThread
+from npuserve.service.grammar.mask_threads import MaskThreads
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan
@@ -106,7 +106,7 @@ class StepPipeline:
         self._clock = clock
         self._steps: deque[StepInFlight] = deque()  # the oldest first
         self._vocabulary = vocabulary
-        self._masks = MaskThread(vocabulary, wake)
+        self._masks = MaskThreads(vocabulary, wake)
         self._mask_seconds = mask_seconds
         self._constrained: list[Sequence] = []  # of the step that was planned last, until it is sampled
         self._planned = 0.0

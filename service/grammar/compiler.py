@@ -15,7 +15,7 @@ from npuserve.service.grammar.compile_process import (
     build_library_matcher,
 )
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError
-from npuserve.service.grammar.mask_thread import Lexer
+from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc.messages import Constraint

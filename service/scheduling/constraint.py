@@ -22,7 +22,7 @@ import numpy as np
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, InvalidField, ServeError
 from npuserve.service.grammar.errors import ConstraintError, MatcherError
-from npuserve.service.grammar.mask_thread import Lexer
+from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc.messages import Request
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Compilation(Protocol):
 class AnswerMatcher:
     """Matcher of one answer.
 
-    After each token the answer is prepared (mask_thread.py): its forced tokens, or else its mask, are computed. Until
+    After each token the answer is prepared (mask_threads.py): its forced tokens, or else its mask, are computed. Until
     then, and while its lexer is in use, its request gets no row.
 
     lexer: of the grammar.

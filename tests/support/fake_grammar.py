@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError, MatcherError
-from npuserve.service.grammar.mask_thread import Lexer
+from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher
 

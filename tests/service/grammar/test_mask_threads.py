@@ -1,0 +1,79 @@
+"""The threads of the masks: order, limit of the wait, use of the lexers."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import pytest
+
+from npuserve.service.grammar.mask_threads import Lexer, MaskThreads
+
+
+class Waiting:
+    """Answer whose preparation lasts until `release`."""
+
+    def __init__(self, lexer: Lexer, made: list[Waiting], is_held: bool = False):
+        self.lexer, self._made, self.is_prepared = lexer, made, False
+        self.release = threading.Event()
+        if not is_held:
+            self.release.set()
+
+    def prepare(self, size: int) -> None:
+        assert size == 77
+        assert self.release.wait(20)
+        self._made.append(self)
+        self.is_prepared = True
+
+
+def test_answers_are_prepared_in_their_order_and_once() -> None:
+    made: list[Waiting] = []
+    thread, lexer = MaskThreads(77), Lexer()
+    answers = [Waiting(lexer, made) for _ in range(5)]
+    for answer in answers:
+        thread.prepare([answer], math.inf)
+    thread.prepare(answers, math.inf)
+    assert made == answers
+    assert not lexer.in_use
+
+
+def test_wait_is_limited_and_late_answers_come_first() -> None:
+    made: list[Waiting] = []
+    late = threading.Event()
+    threads, held = MaskThreads(77, late.set), Lexer()
+    slow, next_one = Waiting(held, made, is_held=True), Waiting(held, made)
+    began = time.perf_counter()
+    threads.prepare([slow], 0.02)
+    assert 0.02 <= time.perf_counter() - began < 5
+    assert (slow.is_prepared, held.in_use, threads.is_busy) == (False, True, True)
+    threads.prepare([next_one, slow], 0.0)
+    assert (next_one.is_prepared, late.is_set()) == (False, False)
+    slow.release.set()
+    assert late.wait(20)
+    threads.wait()
+    assert made == [slow, next_one]
+    assert (held.in_use, threads.is_busy) == (False, False)
+
+
+def test_slow_lexer_holds_up_no_other() -> None:
+    made: list[Waiting] = []
+    threads, held, free = MaskThreads(77), Lexer(), Lexer()
+    slow = [Waiting(held, made, is_held=True) for _ in range(3)]
+    threads.prepare(slow, 0.0)
+    for _ in range(20):
+        threads.prepare([answer := Waiting(free, made)], math.inf)
+        assert made[-1] is answer
+    assert (held.in_use, free.in_use) == (True, False)
+    for answer in slow:
+        answer.release.set()
+    threads.wait()
+    assert made[20:] == slow
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.inf])
+def test_prepared_answers_need_no_thread(seconds: float) -> None:
+    threads, answer = MaskThreads(77), Waiting(Lexer(), [])
+    answer.is_prepared = True
+    threads.prepare([answer], seconds)
+    assert not threads._num_threads
