@@ -10,7 +10,8 @@
 5. Capture: time and memory of each bucket, and its result against the same kernels one by one.
 6. Contexts: captured steps at contexts from 1,000 to 1,100 and from 12,000 to 13,000, against the same kernels.
    Soak: the same with random contexts for --soak minutes.
-7. Variants: tokens of the built-in model in W8A8, with an int8 LM head and an int8 KV cache.
+7. Variants: tokens of the built-in model in W8A8, with an int8 LM head and an int8 KV cache, and with an LM head of
+   151,936 ids.
 8. Latency: time of kernels and decode steps against the floor, which is the bytes that must be read by the measured
    memory bandwidth. Judged only with --least-share, and never on an emulated device.
 

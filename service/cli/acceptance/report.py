@@ -76,7 +76,7 @@ def as_json(finding: Finding) -> dict[str, Any]:
 def line(finding: Finding) -> str:
     """Return the finding as one line of the report."""
     verdict = {True: "ok", False: "FAILED", None: "-"}[finding.passed]
-    return f"{finding.part:9}{finding.name:48}{verdict:8}{finding.said}"
+    return f"{finding.part:9}{finding.name:48} {verdict:8}{finding.said}"
 
 
 def ending(findings: Sequence[Finding], *, complete: bool = True) -> str:

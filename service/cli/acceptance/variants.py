@@ -1,4 +1,5 @@
-"""Variants of the acceptance check: tokens of the built-in model in int8, whatever model is checked."""
+"""Variants of the acceptance check: tokens of the built-in model in int8 and with the LM head of a real model, whatever
+model is checked."""
 
 from __future__ import annotations
 
@@ -20,21 +21,32 @@ if TYPE_CHECKING:
     from npuserve.npu.model.config import HeadDtype
 
 ROWS = 8
+IDS = 151_936
+"""Ids of the Qwen3 models."""
+
+WIDE_PROMPTS, WIDE_ANSWER = slice(1, 5), 16
+"""Prompts and tokens of an answer at IDS ids: few, since the logits of all positions are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """int8 in one or more parts of the model."""
+    """int8 in one or more parts of the model, or an LM head of real width.
+
+    wide: the model has IDS ids, and an LM head apart from its embedding (`widen`).
+    """
 
     name: str
-    w8a8: bool
-    lm_head_dtype: HeadDtype
-    kv_cache_dtype: str
+    w8a8: bool = False
+    lm_head_dtype: HeadDtype = "auto"
+    kv_cache_dtype: str = "auto"
+    wide: bool = False
 
 
 VARIANTS = (
-    Variant("W8A8, int8 head", True, "int8", "auto"),
-    Variant("int8 KV", False, "auto", "int8"),
+    Variant("W8A8, int8 head", w8a8=True, lm_head_dtype="int8"),
+    Variant(f"W8A8, int8 head of {IDS:,}", w8a8=True, lm_head_dtype="int8", wide=True),
+    Variant(f"head of {IDS:,}", wide=True),
+    Variant("int8 KV", kv_cache_dtype="int8"),
 )
 
 
@@ -52,22 +64,34 @@ def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
         for variant in VARIANTS:
             if variant.kv_cache_dtype == "int8" and not backend.int8_cache:
                 continue
-            for dtype in dtypes:
-                found = _check(variant, int8 if variant.w8a8 else plain, dtype, backend, threads)
-                yield from guarded("variants", f"{variant.name}, {dtype}", found)
-                gc.collect()
+            with tempfile.TemporaryDirectory(dir=made) as own:
+                for dtype in dtypes:
+                    found = _check(variant, int8 if variant.w8a8 else plain, Path(own), dtype, backend, threads)
+                    yield from guarded("variants", f"{variant.name}, {dtype}", found)
+                    gc.collect()
 
 
-def _check(variant: Variant, folder: Path, dtype: str, backend: Backend, threads: int) -> Iterator[Finding]:
+def _check(
+    variant: Variant, folder: Path, own: Path, dtype: str, backend: Backend, threads: int
+) -> Iterator[Finding]:
+    """Yield the findings of one variant in one dtype. own: folder for a model that the variant needs."""
     from npuserve.npu.diagnostics.acceptance import load, load_reference
+    from npuserve.npu.diagnostics.wide_head import widen
+    from npuserve.npu.model.config import ModelConfig
 
-    length = backend.block_size + 4 * accept_tokens.BUDGET + accept_tokens.ANSWER
+    count = WIDE_ANSWER if variant.wide else accept_tokens.ANSWER
+    length = backend.block_size + 4 * accept_tokens.BUDGET + count
+    vocabulary = ModelConfig.from_folder(folder).vocab_size
+    prompts = accept_tokens.prompts_of(resolve(""), vocabulary, length - count)
+    if variant.wide:
+        if not (wide := own / "wide").exists():
+            widen(folder, wide, IDS)
+        folder = wide
+        prompts = [[IDS // vocabulary * token for token in prompt] for prompt in prompts[WIDE_PROMPTS]]
     golden = load_reference(
         folder, backend, "float32", length, threads, variant.lm_head_dtype, variant.kv_cache_dtype)
     loaded = load(
         folder, backend, dtype, max_model_len=length, max_num_seqs=ROWS, max_num_batched_tokens=accept_tokens.BUDGET,
         kv_cache_dtype=variant.kv_cache_dtype, lm_head_dtype=variant.lm_head_dtype)
-    prompts = accept_tokens.prompts_of(
-        resolve(""), loaded.runner.config.vocab_size, length - accept_tokens.ANSWER)
-    for finding in check_tokens(loaded, golden, prompts, accept_tokens.ANSWER, folder):
+    for finding in check_tokens(loaded, golden, prompts, count, folder):
         yield replace(finding, part="variants", name=f"{variant.name}: {finding.name}")

@@ -58,7 +58,7 @@ def test_check_accept_emulated_device_passes() -> None:
     assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
     assert found["sampling", "captured steps, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == ["8 rows", "2 rows"]
-    for part, count in (("sizes", 11), ("sampling", 28), ("contexts", 6), ("variants", 12), ("soak", 1)):
+    for part, count in (("sizes", 11), ("sampling", 28), ("contexts", 6), ("variants", 24), ("soak", 1)):
         assert sum(of == part for of, _ in found) == count, part
     assert all("reduced" in x["said"] for (part, _), x in found.items() if part in ("sizes", "contexts"))
     latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]

@@ -155,7 +155,8 @@ def test_sampling_fails_if_a_parameter_is_ignored() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "defect"), [
     ("W8A8, int8 head", "row_scales"), ("W8A8, int8 head", "column_scales"), ("W8A8, int8 head", "shifted_columns"),
-    ("int8 KV", "antiquant_heads")])
+    ("W8A8, int8 head of 151,936", "wide_int8_product"), ("W8A8, int8 head of 151,936", "column_scales"),
+    ("head of 151,936", "wide_product"), ("int8 KV", "antiquant_heads")])
 @emulated(relax=RELAX)
 def test_variants_fail_with_int8_defects(name: str, defect: str) -> None:
     backend = started()

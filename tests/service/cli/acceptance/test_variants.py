@@ -42,6 +42,7 @@ def test_exception_names_the_variant_and_the_others_are_checked(monkeypatch: pyt
         yield Finding("tokens", "it", "", True)
 
     monkeypatch.setattr(variants, "check_tokens", broken)
+    monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[0], variants.VARIANTS[-1]))
     found = [(finding.part, finding.name, finding.passed) for finding in variants.check_variants(started(), 1)]
     assert found == [
         ("variants", f"{W8A8}, float32: error", False), ("variants", f"{W8A8}: it", True),
