@@ -35,8 +35,8 @@ def limits(kind: str, num_bytes: int) -> LLParserLimits:
         initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_items_in_row=items,
         max_lexer_states=MAX_STATES + num_bytes, max_grammar_size=500_000, verbose_errors=False)
 
-MAX_FORCED_BYTES = 256
-"""Length of a text whose tokens are forced at once. It takes a few milliseconds when it is new."""
+MAX_FORCED_BYTES = 64
+"""Length of a text whose tokens are forced at once. The library holds the GIL while it builds its states."""
 WINDOW_BYTES = 64
 """Length of the text from which the tokenizer chooses one forced token."""
 
