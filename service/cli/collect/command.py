@@ -95,10 +95,9 @@ def server_log(path: Path) -> Part:
     """Return the last lines of the server's log, without prompts."""
     part = sources.file(path, 16 << 20, end=True)
     lines = part.data.decode(errors="replace").splitlines()
-    if part.status == "truncated":
-        lines = lines[1:]  # perhaps the second half of a line, which cannot be read
-    kept = redaction.log_lines(lines[-MAX_LOG_LINES:])
-    status: Status = "truncated" if len(kept) < len(lines) else part.status
+    kept = redaction.log_lines(lines, is_cut=part.status == "truncated")
+    status: Status = "truncated" if len(kept) > MAX_LOG_LINES else part.status
+    kept = kept[-MAX_LOG_LINES:]
     return Part("".join(f"{line}\n" for line in kept).encode(), status, part.detail or f"of {len(lines)} lines")
 
 

@@ -181,16 +181,55 @@ def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
     ('{"message": "call", "prompt": "MARKER", "id": "a"}', '{"message": "call", "id": "a"}'),
     ('{"message": "bug", "text": "in MARKER", "traceback": "File x"}', '{"message": "bug", "traceback": "File x"}'),
     ('{"message": "engine said", "text": "a warning"}', '{"message": "engine said", "text": "a warning"}'),
-    ('{"message": "x", "exception": "Traceback\\n  File x\\nValueError: MARKER"}',
-     '{"message": "x", "exception": "Traceback\\n  File x"}'),
+    ('{"message": "x", "exception": "Traceback (most recent call last):\\n  File x\\nValueError: a\\n  MARKER"}',
+     '{"message": "x", "exception": "Traceback (most recent call last):\\n  File x\\nValueError"}'),
     ('2026-11-20 INFO frontend-0: call id=a prompt="say \\"MARKER\\" now" tokens=3',
      "2026-11-20 INFO frontend-0: call id=a tokens=3"),
     ("2026-11-20 INFO frontend-0: call prompt=MARKER tokens=3", "2026-11-20 INFO frontend-0: call tokens=3"),
     ("2026-11-20 INFO supervisor: engine said text=[WARN]", "2026-11-20 INFO supervisor: engine said text=[WARN]"),
     ("a line of a library", "a line of a library"),
+    ('2026-11-20T06:54:41.1Z stderr F {"message": "call", "prompt": "MARKER"}', '{"message": "call"}'),
+    ('2026-11-20T06:54:41.1Z {"message": "call", "prompt": "MARKER"}', '{"message": "call"}'),
+    ('Nov 20 06:54:41 host npuserve[7]: {"message": "call", "prompt": "MARKER"}', '{"message": "call"}'),
+    (json.dumps({"log": '{"message": "call", "prompt": "MARKER"}\n', "stream": "stderr"}), '{"message": "call"}'),
 ])
 def test_log_line_loses_prompts(line: str, kept: str) -> None:
     assert redaction.log_lines([line]) == [kept]
+
+
+TEXT_LOG = """\
+2026-11-20 06:54:41.123 ERROR frontend-0: a task failed
+Traceback (most recent call last):
+  File "a.py", line 3, in f
+    raise ValueError(text)
+ValueError: MARKER
+  and MARKER
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 5, in g
+KeyError: 'MARKER'
+2026-11-20 06:54:42.123 INFO frontend-0: call id=a"""
+
+
+@pytest.mark.parametrize("prefix", ["", "2026-11-20T06:54:41.1Z stdout F ", "Nov 20 06:54:41 host npuserve[7]: "])
+def test_text_log_loses_messages_of_exceptions(prefix: str) -> None:
+    kept = redaction.log_lines([prefix + line for line in TEXT_LOG.splitlines()])
+    assert not [line for line in kept if "MARKER" in line]
+    assert [line for line in kept if line] == [
+        "2026-11-20 06:54:41.123 ERROR frontend-0: a task failed", "Traceback (most recent call last):",
+        '  File "a.py", line 3, in f', "    raise ValueError(text)", "ValueError",
+        "During handling of the above exception, another exception occurred:", "Traceback (most recent call last):",
+        '  File "a.py", line 5, in g', "KeyError", "2026-11-20 06:54:42.123 INFO frontend-0: call id=a"]
+
+
+def test_addresses_lose_user_password_and_query() -> None:
+    given = {"NPUSERVE_OTLP_ENDPOINT": "https://me:p@ss@collector:4317/v1?token=secret",
+             "HCCL_WHITELIST_FILE": "http://c:1/?key=secret", "NPUSERVE_KV_EVENTS_ENDPOINT": "tcp://*:5557"}
+    assert redaction.variables(given) == {
+        "NPUSERVE_OTLP_ENDPOINT": "https://removed@collector:4317/v1?removed",
+        "HCCL_WHITELIST_FILE": "http://c:1/?removed", "NPUSERVE_KV_EVENTS_ENDPOINT": "tcp://*:5557"}
 
 
 def test_archive_is_bounded(tmp_path: Path) -> None:
