@@ -24,6 +24,7 @@ from npuserve.kernels.bench.costs import Cost, nbytes
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.backends.ascend.backend import BACKEND, TOKEN_BUCKET
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
+from npuserve.npu.execution.dispatch import MAX_CHOSEN
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.profiling.floor import MetaModel
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
@@ -80,17 +81,35 @@ SAMPLER_LAUNCHES = 40
 SORT_BYTES = 24
 """Least bytes for each logit of `npu_top_k_top_p`: a sort reads a float32 and writes it with an int32 index. A filter
 reads both and writes a float32."""
-DESIGNS = (
-    ("A: with argmax, and with the sampler", 2, 2, 2, (1, 1, 2, 2)),
-    ("B: always with the sampler", 1, 2, 1, (1, 1, 2, 2)),
-    ("C: decoder; shared heads", 1, 1, 2, (2, 2, 2, 2)),
-    ("D: decoder, logits and argmax; shared sampler", 1, 1, 1, (1, 2, 1, 2)))
-"""Designs of captures: (name, graphs with a decoder, graphs with a sampler, graphs without a decoder, replays). The
-numbers of graphs are for each bucket of decode rows. Replays: of a greedy step, a sampled step, and the same two with a
-chunk."""
 CONTEXTS = (1024, 8192)
 BANDWIDTH = 1.6e12
 """Bytes a second of an Ascend A2's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Design of captures.
+
+    of_rows, of_tokens: graphs with a decoder for each bucket of decode rows, and for each bucket of tokens.
+    heads: graphs without a decoder for each bucket of decode rows.
+    samplers: graphs with the sampler for each bucket of decode rows, and of tokens.
+    replays: of a greedy step, a sampled one, and the two with a chunk.
+    """
+
+    name: str
+    of_rows: int
+    of_tokens: int
+    heads: int
+    samplers: tuple[int, int]
+    replays: tuple[int, int, int, int]
+
+
+DESIGNS = (
+    Design("A: with argmax, and with the sampler", 2, 2, 0, (1, 1), (1, 1, 1, 1)),
+    Design("B: always with the sampler", 1, 1, 0, (1, 1), (1, 1, 1, 1)),
+    Design("C: decoder; shared heads", 1, 1, 2, (1, 0), (2, 2, 2, 2)),
+    Design("D: decoder, logits and argmax; shared sampler", 1, 1, 1, (1, 0), (1, 2, 1, 2)),
+    Design("E: A for decode rows, C for chunks", 2, 1, 2, (2, 0), (1, 1, 2, 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +194,11 @@ def captures(config: ModelConfig, batches: Sequence[int], bandwidth: float) -> s
     of_layer, others = LAUNCHES["bf16"]
     decoder = of_layer * config.num_layers + others
     lines = []
-    for name, decoders, samplers, heads, replays in DESIGNS:
-        large = decoders * buckets + chunks
-        lines.append([name, str(large + heads * buckets), str(large),
-                      f"{large * decoder + samplers * buckets * SAMPLER_LAUNCHES:,}", *map(str, replays)])
+    for each in DESIGNS:
+        large = each.of_rows * buckets + each.of_tokens * chunks
+        samplers = each.samplers[0] * buckets + each.samplers[1] * chunks
+        lines.append([each.name, str(large + each.heads * buckets), str(large),
+                      f"{large * decoder + samplers * SAMPLER_LAUNCHES:,}", *map(str, each.replays)])
     return made + "\n" + table(
         ["design", "graphs", "with a decoder", "operators in graphs", "replays: greedy", "sampled", "chunk, greedy",
          "chunk, sampled"], lines)
@@ -279,12 +299,17 @@ CAPTURES = f"""## Captures
 A decode step ends with an argmax or with the [sampler](ascend.md#sampling), of {SAMPLER_LAUNCHES} operators. The first
 table has the bytes and times of what a design adds to a step: an operator reads its arguments and writes its results
 once. The sort of `npu_top_k_top_p` is counted with the least that any sort reads and writes, so it takes longer. The
-second table has the graphs of four designs, with the default buckets for 64 rows and chunks of up to 512 tokens.
+second table has the graphs of five designs, with the default buckets for 64 rows and chunks of up to 512 tokens.
 """
-DECISION = """**A is what is built.** It adds nothing to any step. Its price is more graphs at the start, and streams.
-All graphs share one memory pool. A device has 2,048 streams. vllm-ascend uses
-[up to 1,800](https://github.com/vllm-project/vllm-ascend/issues/8585), one for each graph without communication.
+DECISION = f"""**A is what is built.** It adds nothing to a step of decode rows, and every step is one replay. Its
+price is more graphs at the start, and streams. All graphs share one memory pool. A device has 2,048 streams.
+vllm-ascend uses [up to 1,800](https://github.com/vllm-project/vllm-ascend/issues/8585), one for each graph without
+communication.
 
+- A step with chunks has LM head and sampler for the {MAX_CHOSEN} first rows that yield a token, or `max_num_seqs` if
+  that is less, also where fewer do. That is the last line of the first table: 1.0 ms for a greedy step, 2.5 ms for a
+  sampled one, in a step of 64 to 512 tokens, once for each chunk of a prompt. A step with more such rows has LM head
+  and sampler kernel by kernel.
 - B has a graph less for each bucket, but each greedy step runs the sampler. At 1, 16 and 64 rows that takes at least
   0.06, 0.4 and 1.6 ms with the launches: 0.4%, 2% and 6% of a step in bfloat16, 0.7%, 4% and 10% in W8A8. The filter is
   a tenth of it, so a sampler without a sort does not help: penalties and the draw read all logits many times. What was
@@ -294,6 +319,8 @@ All graphs share one memory pool. A device has 2,048 streams. vllm-ascend uses
 - C and D have a second replay in each sampled step, the default of requests. A replay takes a launch by the host and
   the start of a graph on the device, whose time was not measured. D also copies the logits, and reads the LM head for
   chunks that yield no token.
+- E was built before. It chooses as many rows of a step with chunks as yield a token, in a second replay, and has 14
+  graphs more.
 
 Fewer `decode_buckets` have a larger effect: with 1,4,16,64 A has 24 graphs.
 """
@@ -302,7 +329,9 @@ COMPARISON = """## Published figures
 They are compared with the floor of a step at their batch and context: batches of 1 and of 16 where up to 16 requests
 ran, and a context of 1024 where none was published. Qwen3-VL-8B ran on an Ascend 910B3; its floor is that of its text
 model. xlite, at 1.2 times the floor, is near the better end of the prediction. The two figures without a link were read
-in pypto-serving's repository, and their page was not found again.
+in pypto-serving's repository, and their page was not found again. For three more figures that are ascribed to
+pypto-serving, a TPOT of 48.9 ms that became 47.5 ms and a TTFT of 6.05 s, no public source was found on 2026-11-25.
+Their model, batch and context are unknown, so they are not compared.
 """
 
 

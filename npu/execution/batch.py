@@ -176,6 +176,10 @@ class BatchBuffers:
         """Return the batch of `rows` rows of one token each."""
         return self._batch(0, rows, rows, rows, list(range(rows + 1)), [1] * rows, 0)
 
+    def sample_tokens(self, rows: int) -> Tensor:
+        """Return the indexes of the last tokens of the first `rows` rows of `tokens` that sample, and padding."""
+        return self._on["sample_tokens"][:rows]
+
     def sampling(self, rows: int) -> SamplingInputs:
         """Return the sampling parameters of the first `rows` rows, in memory that does not move."""
         floats = self._on["sampling"].view(7, -1)[:, :rows]

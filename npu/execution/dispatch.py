@@ -26,6 +26,10 @@ steps. Within a captured step it costs little more than a decode row. Otherwise 
 launches its kernels one by one: that takes as long as two or three captured steps."""
 
 
+MAX_CHOSEN = 64
+"""Rows of which a captured step with chunks can choose a token. It always chooses as many, so more would be slower."""
+
+
 class CapturableSteps:
     """Steps as a backend captures them: functions of a number of rows or tokens that read and write fixed memory.
 
@@ -40,10 +44,6 @@ class CapturableSteps:
     ):
         self._model, self._sampler, self._buffers, self._last = model, sampler, buffers, last
         self._hidden = hidden
-        self._selected: Tensor | None = None  # [R, H], of the rows of a mixed step that yield a token
-        if backend.captures_sampler:
-            shape = len(last), model.config.hidden_size
-            self._selected = backend.empty(shape, model.weights.norm.dtype).zero_()
 
     def argmax(self, rows: int) -> Tensor:
         """Compute a step of decode rows with argmax sampling; return the hidden states."""
@@ -58,22 +58,29 @@ class CapturableSteps:
         return self._hidden(self._buffers.decode(rows))
 
     def mixed(self, tokens: int) -> Tensor:
-        """Return the hidden states of a batch of any rows, and keep a copy of the rows that yield a token."""
-        batch = self._buffers.tokens(tokens)
-        hidden = self._hidden(batch)
-        if self._selected is not None:
-            torch.index_select(hidden, 0, batch.sample_tokens, out=self._selected)
+        """Return the hidden states of a batch of any rows."""
+        return self._hidden(self._buffers.tokens(tokens))
+
+    def mixed_argmax(self, tokens: int) -> Tensor:
+        """Compute a batch of any rows and the argmax tokens of its `chosen` rows; return the hidden states."""
+        hidden = self.mixed(tokens)
+        self._choose_argmax(self._chosen_of(hidden))
         return hidden
 
-    def selected_argmax(self, rows: int) -> Tensor:
-        """Choose the argmax tokens of the first rows that `mixed` selected."""
-        assert self._selected is not None
-        return self._choose_argmax(self._selected[:rows])
+    def mixed_sampled(self, tokens: int) -> Tensor:
+        """Compute a batch of any rows and sample its `chosen` rows with the buffers' parameters; return the hidden
+        states."""
+        hidden = self.mixed(tokens)
+        self._choose_sampled(self._chosen_of(hidden))
+        return hidden
 
-    def selected_sampled(self, rows: int) -> Tensor:
-        """Sample the first rows that `mixed` selected, with the buffers' sampling parameters."""
-        assert self._selected is not None
-        return self._choose_sampled(self._selected[:rows])
+    @property
+    def chosen(self) -> int:
+        """Rows of which a step of any rows chooses a token: the first that yield one, and padding."""
+        return min(len(self._last), MAX_CHOSEN)
+
+    def _chosen_of(self, hidden: Tensor) -> Tensor:
+        return hidden.index_select(0, self._buffers.sample_tokens(self.chosen))
 
     def _choose_argmax(self, hidden: Tensor) -> Tensor:
         self._model.kernels.keep_ids(self._model.argmax(hidden), self._last[: len(hidden)])
@@ -95,8 +102,10 @@ class Dispatch:
     decode: decode rows up to the final norm. It is `mixed` if decode steps need no padding. If the backend captures
         the sampler, it is `greedy`, which also returns the hidden states. This saves a graph per bucket. Rows that need
         logits take a second product of the LM head.
-    mixed: any rows up to the final norm.
-    head_argmax, head_sampled: second dispatch after `mixed`: LM head and sampler of the rows that yield a token.
+    mixed: any rows up to the final norm. If the backend captures the sampler, it is `mixed_argmax`, which also returns
+        the hidden states.
+    mixed_argmax, mixed_sampled: any rows, of which up to `chosen` yield a token, with argmax sampling or as `sampled`.
+        None if the backend does not capture the sampler.
 
     Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
 
@@ -117,7 +126,7 @@ class Dispatch:
         self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, on_host: bool,
         capture_chunks: bool, may_drop: bool = True,
     ):
-        self._buffers, self._on_host = buffers, on_host
+        self._buffers, self._on_host, self._chosen = buffers, on_host, steps.chosen
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
         self._drop()
         warm_up = backend.compiles
@@ -147,8 +156,8 @@ class Dispatch:
         self.sampled: Captured | None = None
         self.decode: Captured | None = None
         self.mixed: Captured | None = None
-        self.head_argmax: Captured | None = None
-        self.head_sampled: Captured | None = None
+        self.mixed_argmax: Captured | None = None
+        self.mixed_sampled: Captured | None = None
 
     def _capture(self, backend: Backend, steps: CapturableSteps, max_rows: int) -> None:
         self.greedy = backend.capture(steps.argmax, max_rows, decode=True)
@@ -160,10 +169,11 @@ class Dispatch:
         if self._pads:
             self._buffers.clear()
         if self._captures_chunks or not self._pads:
-            self.mixed = backend.capture(steps.mixed, self._buffers.most_tokens, decode=False)
-        if self.sampled and self.mixed:
-            self.head_argmax = backend.capture(steps.selected_argmax, max_rows, decode=True)
-            self.head_sampled = backend.capture(steps.selected_sampled, max_rows, decode=True)
+            most = self._buffers.most_tokens
+            if self.sampled:
+                self.mixed_argmax = backend.capture(steps.mixed_argmax, most, decode=False)
+                self.mixed_sampled = backend.capture(steps.mixed_sampled, most, decode=False)
+            self.mixed = self.mixed_argmax or backend.capture(steps.mixed, most, decode=False)
         self.decode = self.decode or self.mixed
 
     def parts(self, rows: Rows) -> list[tuple[Rows, int]]:
@@ -196,19 +206,11 @@ class Dispatch:
             return 0
         if _all_decode(part) and part.tokens <= self.sampled.largest:
             return part.padded
-        heads = self.head_sampled
-        fits = heads and self.mixed and part.tokens <= self.mixed.largest and 0 < len(part.samples) <= heads.largest
-        return heads.size(len(part.samples)) if heads and fits else 0
+        return self._chosen if self._chooses(self.mixed_sampled, part) else 0
 
-    def head(self, part: Part, captured: Captured | None, *, argmax: bool, fixed: bool) -> Captured | None:
-        """Return the dispatch of LM head and sampler that follows `captured`; None for kernel by kernel.
-
-        captured: the first result of `select`, whose arguments the others are.
-        """
-        if captured is None or captured is not self.mixed:
-            return None
-        heads = self.head_argmax if argmax else self.head_sampled if fixed else None
-        return heads if heads and 0 < len(part.samples) <= heads.largest else None
+    def _chooses(self, mixed: Captured | None, part: Part) -> bool:
+        """Return True if a captured step of any rows can choose the tokens of the part."""
+        return mixed is not None and part.tokens <= mixed.largest and len(part.samples) <= self._chosen
 
     def select(self, part: Part, *, argmax: bool, fixed: bool) -> tuple[Captured | None, bool]:
         """Return the captured step that serves a part, None for kernel by kernel, and whether it samples too.
@@ -221,14 +223,14 @@ class Dispatch:
         # A captured step reads the beginning of the buffers.
         if part.first or self.is_on_host(part):
             return None, False
-        candidates = (self.greedy if argmax else None, self.sampled if fixed else None, self.decode, self.mixed
-                      ) if _all_decode(part) else (self.mixed,)
-        captured: Captured | None = next(
-            (each for each in candidates if each and part.tokens <= each.largest), None)
-        if captured is not None and captured is self.mixed and self._pads:
+        decodes, mixed = ((self.greedy, self.mixed_argmax) if argmax else (self.sampled, self.mixed_sampled) if fixed
+                          else (None, None))
+        whole = [decodes if _all_decode(part) else None, mixed if self._chooses(mixed, part) else None]
+        candidates = (whole[0], self.decode if _all_decode(part) else None, whole[1], self.mixed)
+        captured = next((each for each in candidates if each and part.tokens <= each.largest), None)
+        if captured is not None and self._pads and (captured is self.mixed or captured is self.mixed_sampled):
             self._buffers.pad(part, captured.size(part.tokens))
-        whole = self.greedy if argmax else self.sampled if fixed else None
-        return captured, captured is not None and captured is whole
+        return captured, captured is not None and captured in whole
 
 
 def _is_usable(backend: Backend) -> bool:

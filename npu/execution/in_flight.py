@@ -43,7 +43,6 @@ class Work:
     first: index of its first token among the tokens that the step samples.
     captured: its dispatch; None for kernel by kernel.
     whole: the dispatch includes LM head and sampler.
-    head: second dispatch, for LM head and sampler of the rows that yield a token; None for kernel by kernel.
     """
 
     part: Part
@@ -52,7 +51,6 @@ class Work:
     captured: Captured | None
     whole: bool
     prompt: list[PromptRows]
-    head: Captured | None = None
 
 
 @dataclass(slots=True)

@@ -274,8 +274,7 @@ class Runner:
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         argmax = plan.argmax and not is_constrained
         captured, whole = self._dispatch.select(part, argmax=argmax, fixed=plan.fixed)
-        head = self._dispatch.head(part, captured, argmax=argmax, fixed=plan.fixed)
-        return Work(part, first, plan, captured, whole, prompt, head)
+        return Work(part, first, plan, captured, whole, prompt)
 
     # Work in the device's queue
 
@@ -346,13 +345,10 @@ class Runner:
         output.captured = True
         if work.whole:
             output.captured_decodes += part.decodes
+            output.prompt += self._prompt_logprobs(hidden, work.prompt)
             return None
         output.decoder_decodes += part.decodes
-        if work.head is None:
-            return hidden
-        output.prompt += self._prompt_logprobs(hidden, work.prompt)
-        work.head.replay(len(part.samples), [])
-        return None
+        return hidden
 
     def _sample(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.

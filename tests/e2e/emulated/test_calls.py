@@ -1,4 +1,4 @@
-"""Calls into CANN by a decode step, by the emulator's call log, with the engine's own loop.
+"""Calls into CANN by a steady step, by the emulator's call log, with the engine's own loop.
 
     launching thread    launch n+1  collect n  launch n+2  collect n+1         device: n+1 during the launch of n+2
 
@@ -13,10 +13,12 @@ from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from npuserve.npu import emulator
+from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 from npuserve.npu.cann.versions import is_before
 from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
@@ -26,7 +28,7 @@ from npuserve.service.ipc import messages
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.npu.backends.ascend.test_backend import load
-from tests.npu.backends.small import GREEDY, saved, saved_w8a8
+from tests.npu.backends.small import GREEDY, bits_of, saved, saved_w8a8
 from tests.npu.emulator.child import emulated
 from tests.service.engine.test_loop import MODEL
 from tests.service.engine.test_loop_overlap import Script
@@ -59,8 +61,9 @@ COLLECT = [
     "aclrtSynchronizeEvent",  # the ids of the previous step are on the host
     "aclrtSynchronizeEvent", "aclrtSynchronizeEvent", "aclrtEventElapsedTime",  # its time span, which has ended
 ]
-MAX_CALLS_WITH_A_CHUNK = 10 + 2 * len(REPLAY)
-"""Calls of a step with chunks: LAUNCH, COLLECT, the dispatch of LM head and sampler, and at times a new event."""
+MAX_CALLS_WITH_A_CHUNK = len(LAUNCH) + len(COLLECT) + 1
+"""At times an event is created."""
+MAX_CALLS_CONSTRAINED = 100
 LENGTHS = Counter({
     "aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclnnFusedInferAttentionScoreV3GetWorkspaceSize": LAYERS,
     "aclnnFusedInferAttentionScoreV3": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS, "aclrtValueWrite": LAYERS})
@@ -94,9 +97,26 @@ DEFAULT = SamplingParams()
 SAMPLING = {
     "greedy": [GREEDY] * ROWS,
     "sampled": [DEFAULT, SamplingParams(temperature=0.7, top_k=20, top_p=0.9), SamplingParams(min_p=0.1, seed=2)],
+    "penalized": [SamplingParams(repetition_penalty=1.1, presence_penalty=0.1 * n, seed=n) for n in range(ROWS)],
     "mixed": [GREEDY, DEFAULT, SamplingParams(top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1)],
 }
 """Parameters of the requests of a run."""
+HEAD, CACHE = {"lm_head_dtype": "int8"}, {"kv_cache_dtype": "int8"}
+MODELS: dict[str, tuple[bool, dict[str, str]]] = {
+    "float": (False, {}), "w8a8": (True, {}), "w8a8, int8 head": (True, HEAD), "int8 cache": (False, CACHE),
+    "w8a8, int8 head and cache": (True, HEAD | CACHE)}
+"""Name -> W8A8, and settings."""
+
+
+def cases(default: list[tuple[str, str]], models: list[str]) -> list[Any]:
+    """Return all pairs of a model and its requests' sampling. The default run has a few."""
+    return [pytest.param(model, sampling, marks=[] if (model, sampling) in default else pytest.mark.full,
+                         id=f"{model}, {sampling}") for model in models for sampling in SAMPLING]
+
+
+def loaded(folder: Path, model: str) -> Runner:
+    w8a8, settings = MODELS[model]
+    return load((saved_w8a8 if w8a8 else saved)(folder, layers=LAYERS), **settings)
 
 
 def serve(runner: Any, double_buffering: bool, sampling: list[SamplingParams]) -> Script:
@@ -111,12 +131,13 @@ def serve(runner: Any, double_buffering: bool, sampling: list[SamplingParams]) -
     return script
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("quantized", [False, True], ids=["float", "w8a8"])
+@pytest.mark.parametrize(("model", "sampling"), cases(
+    [("float", "mixed"), ("w8a8", "greedy"), ("w8a8, int8 head", "sampled"), ("int8 cache", "penalized")],
+    [*MODELS]))
 @emulated(relax=("fp32",))
-def test_a_steady_step_is_one_replay_and_ten_calls(tmp_path: Path, quantized: bool, sampling: str) -> None:
+def test_a_steady_step_is_one_replay_and_ten_calls(tmp_path: Path, model: str, sampling: str) -> None:
     """LM head and sampler are in the replay, whatever the requests' parameters are."""
-    runner = Marked(load((saved_w8a8 if quantized else saved)(tmp_path, layers=LAYERS)))
+    runner = Marked(loaded(tmp_path, model))
     emulator.clear_calls()
     serve(runner, double_buffering=True, sampling=SAMPLING[sampling])
     calls, here = emulator.calls(), threading.get_native_id()
@@ -151,31 +172,76 @@ def test_lengths_are_given_by_another_thread_with_five_calls_a_layer(tmp_path: P
     assert here not in {call.thread for call in calls if call.name in LENGTHS}
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+def counted(runner: Runner) -> Mock:
+    """Return the library that updates lengths, whose calls are counted from now on."""
+    lengths = runner.backend._lengths  # type: ignore[attr-defined]
+    assert isinstance(lengths, NativeLengths)
+    lengths._lib = Mock(wraps=lengths._lib)
+    return lengths._lib
+
+
+@pytest.mark.parametrize(("model", "sampling"), cases(
+    [("float", "mixed"), ("w8a8, int8 head", "greedy"), ("w8a8", "sampled")],
+    [model for model, (_, settings) in MODELS.items() if settings.get("kv_cache_dtype") != "int8"]))
 @emulated(relax=("fp32",))
-def test_a_step_with_a_chunk_is_two_replays_and_few_calls(tmp_path: Path, sampling: str) -> None:
-    """Three rows decode while a prompt is computed in chunks. LM head and sampler are the second replay."""
-    runner = load(saved(tmp_path, layers=LAYERS), max_num_batched_tokens=64)
+def test_a_step_with_a_chunk_is_one_replay_and_as_many_calls(tmp_path: Path, model: str, sampling: str) -> None:
+    """Three rows decode while a prompt is computed in chunks, of which the last yields a token. Over an int8 cache such
+    steps are not captured."""
+    runner = loaded(tmp_path, model)
     rows, here = range(ROWS), threading.get_native_id()
     prompt = [n % 90 for n in range(300)]
     flying = runner.launch(Step([Row(i, [5, 7, i], 0, [i], True) for i in rows],
                                 [NewRequest(i, [5, 7, i], [], SAMPLING[sampling][i]) for i in rows]))
-    lengths = runner.backend._lengths
-    for step in range(7):
+    lengths, library = runner.backend._lengths, counted(runner)
+    for step in range(8):
         lengths.check(lengths.given)
+        library.reset_mock()
         emulator.clear_calls()
-        new = [NewRequest(9, prompt, [], GREEDY)] if not step else []
+        new = [NewRequest(9, prompt, [], GREEDY if sampling == "greedy" else DEFAULT)] if not step else []
+        chunk = prompt[40 * step : 40 * step + 40]
         following = runner.launch(Step(
             [*(Row(i, [PENDING], 3 + step, [i], True) for i in rows),
-             Row(9, prompt[40 * step : 40 * step + 40], 40 * step, [3, 4, 5][: (40 * step + 39) // 128 + 1], False)],
-            new))
+             Row(9, chunk, 40 * step, [3, 4, 5][: (40 * step + len(chunk) - 1) // 128 + 1], step == 7)], new))
         result = runner.collect(flying)
         flying = following
         calls = [call.name for call in emulator.calls() if call.thread == here]
+        assert library.npuserve_lengths_put.call_count == library.npuserve_lengths_replayed.call_count == 1
         if step > 1:  # operators initialize at their first call
-            assert calls.count("aclmdlRIExecuteAsync") == 2, calls
+            assert calls.count("aclmdlRIExecuteAsync") == 1, calls
             assert len(calls) <= MAX_CALLS_WITH_A_CHUNK, (len(calls), calls)
+            assert not [name for name in calls if "Synchronize" in name and name != "aclrtSynchronizeEvent"]
+            assert result.captured_decodes == ROWS
+    assert len(runner.collect(flying).token_ids) == ROWS + 1
+
+
+@pytest.mark.parametrize("model", ["float", *(
+    pytest.param(model, marks=pytest.mark.full) for model in MODELS if model != "float")])
+@emulated(relax=("fp32",))
+def test_a_constrained_step_is_one_replay_and_its_sampler(tmp_path: Path, model: str) -> None:
+    """Its masks depend on the tokens of the step before and arrive when its decoder is at work. LM head, masks and
+    sampler are therefore called one by one, which takes more calls, and none of them blocks."""
+    runner = loaded(tmp_path, model)
+    rows, here = range(ROWS), threading.get_native_id()
+    flying = runner.launch(Step([Row(i, [5, 7, i], 0, [i], True) for i in rows],
+                                [NewRequest(i, [5, 7, i], [], SAMPLING["mixed"][i]) for i in rows]))
+    lengths, library = runner.backend._lengths, counted(runner)
+    for step in range(6):
+        lengths.check(lengths.given)
+        library.reset_mock()
+        emulator.clear_calls()
+        following = runner.launch(Step([
+            Row(i, [PENDING], 3 + step, [i], True, is_constrained=i != 1) for i in rows]))
+        result = runner.collect(flying)
+        runner.sample(following, {i: bits_of([step, 20, 40]) for i in rows if i != 1})
+        flying = following
+        calls = [call.name for call in emulator.calls() if call.thread == here]
+        assert library.npuserve_lengths_put.call_count == library.npuserve_lengths_replayed.call_count == 1
+        assert calls.count("aclmdlRIExecuteAsync") == 1, calls
+        if step > 1:
+            assert {name for name in calls if "Synchronize" in name} == {"aclrtSynchronizeEvent"}
+            assert len(calls) <= MAX_CALLS_CONSTRAINED, len(calls)
             assert result.decoder_decodes == ROWS
+            assert {result.token_ids[0], result.token_ids[2]} <= {step - 1, 20, 40}
     runner.collect(flying)
 
 

@@ -24,7 +24,7 @@ from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
-from tests.npu.backends.small import GREEDY, Ask, answers, asks, saved
+from tests.npu.backends.small import GREEDY, Ask, answers, asks, saved, saved_w8a8
 from tests.npu.emulator.child import emulated, missing, run
 
 RELAX = ("fp32",)
@@ -158,12 +158,11 @@ def test_ascend_padding_beyond_a_block_has_distinct_slots(tmp_path: Path) -> Non
 
 
 @emulated(relax=RELAX)
-def test_ascend_large_batch_is_eager_small_is_padded(tmp_path: Path) -> None:
+def test_ascend_small_batch_is_padded_large_is_a_step_of_any_rows(tmp_path: Path) -> None:
     saved(tmp_path)
-    got, results = answers(load(tmp_path, decode_buckets=(2, 4)), asks(6, 16))
-    for result in results[20:]:  # all requests decode and finish one after the other
-        rows = len(result.token_ids)
-        assert result.captured_decodes == (rows if rows <= 4 else 0)
+    runner = load(tmp_path, decode_buckets=(2, 4))
+    got, results = answers(runner, asks(6, 16))
+    assert all(result.captured_decodes == len(result.token_ids) for result in results[20:])  # all requests decode
     assert {len(result.token_ids) for result in results[20:]} >= {1, 3, 4}
     assert max(len(result.token_ids) for result in results) == 6
     assert got == answers(load(tmp_path, decode_buckets=(1,)), asks(6, 16))[0]
@@ -311,16 +310,25 @@ def test_ascend_variables_of_torch_npu_are_checked_before_the_load(tmp_path: Pat
         del os.environ[name]
 
 
+@pytest.mark.parametrize(("w8a8", "settings"), [
+    (False, {}), (True, {"lm_head_dtype": "int8"}), (True, {"kv_cache_dtype": "int8"}),
+    pytest.param(False, {"kv_cache_dtype": "int8"}, marks=pytest.mark.full),
+    pytest.param(True, {}, marks=pytest.mark.full)],
+    ids=["float", "w8a8, int8 head", "w8a8, int8 cache", "int8 cache", "w8a8"])
 @emulated(relax=RELAX)
-def test_ascend_bucket_is_captured_once_per_dispatch(tmp_path: Path) -> None:
-    """With argmax and with the sampler: two dispatches of each bucket of rows, two of LM head and sampler alone; one
-    of each bucket of tokens."""
-    saved(tmp_path)
-    load(tmp_path, decode_buckets=(1,), capture="on")  # also the test of new lengths
+def test_ascend_bucket_is_captured_once_per_sampling(tmp_path: Path, w8a8: bool, settings: dict[str, Any]) -> None:
+    """Each bucket of rows or tokens is captured with argmax and with the sampler, and not again by requests. Chunks are
+    not captured over an int8 cache. docs/ascend-roofline.md has the cost of a single capture (design B)."""
+    folder = saved_w8a8(tmp_path) if w8a8 else saved(tmp_path)
+    load(folder, decode_buckets=(1,), capture="on", **settings)  # a second updater of lengths may be tested
     emulator.clear_calls()
-    load(tmp_path, decode_buckets=(1, 4), capture="on")
+    runner = load(folder, decode_buckets=(1, 4), max_num_batched_tokens=130, capture="on", **settings)
+    buckets = [1, 4, *([] if "kv_cache_dtype" in settings else [64, 128, 130])]
+    for sampling in ({}, {"temperature": 0.9}):
+        answers(runner, asks(3, 4, **sampling))
+        runner.launch(Step([], ended=[0, 1, 2]))
     captures = [call.name for call in emulator.calls() if call.name == "aclmdlRICaptureBegin"]
-    assert len(captures) == 1 + 4 * 2 + 1  # new lengths, two buckets of rows, 64 tokens
+    assert len(captures) == 2 * len(buckets) + 1  # and the test of new lengths
 
 
 # The device

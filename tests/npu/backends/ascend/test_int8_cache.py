@@ -40,7 +40,7 @@ def golden(folder: Path, **settings: Any) -> Runner:
         return backend
 
     with patch("npuserve.npu.execution.load.select", cpu):
-        return load(folder, "cpu", block_size=128, threads=1, kv_cache_dtype="int8", **settings)
+        return load(folder, "cpu", **{"block_size": 128, "threads": 1, "kv_cache_dtype": "int8", **settings})
 
 
 def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: bool) -> None:

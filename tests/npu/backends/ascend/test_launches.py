@@ -73,19 +73,19 @@ def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, kind: str, w8a
 
 @emulated()
 def test_ascend_graphs_and_operators_are_those_of_the_roofline(tmp_path: Path) -> None:
-    """Design A of docs/ascend-roofline.md: for each bucket of rows a graph with argmax and one with the sampler, with
-    the decoder and without."""
+    """Design A of docs/ascend-roofline.md: for each bucket of rows or tokens a graph with argmax and one with the
+    sampler."""
     roofline = bench("kernels.roofline")
-    _, decoders, _, heads, _ = roofline.DESIGNS[0]
+    built = roofline.DESIGNS[0]
     dispatch = load(saved(tmp_path), dtype="bfloat16", decode_buckets=(1,))._dispatch
-    assert dispatch.decode is dispatch.greedy
-    assert decoders == len({dispatch.greedy, dispatch.sampled})
-    assert heads == len({dispatch.head_argmax, dispatch.head_sampled})
-    found = [nodes(each, 1, tmp_path / "graph.json") for each in (dispatch.head_argmax, dispatch.head_sampled)]
-    argmax = Counter({"aclnnMatmul": 1, "aclnnNanToNum": 1, "aclnnArgMax": 1, "aclnnInplaceCopy": 1})
-    assert found[0] == argmax
-    assert found[1].total() == roofline.SAMPLER_LAUNCHES + 2  # the LM head, and the copy of the ids
-    assert found[1]["aclnnApplyTopKTopP"] == 1
+    pairs = (dispatch.greedy, dispatch.sampled), (dispatch.mixed_argmax, dispatch.mixed_sampled)
+    assert (built.of_rows, built.of_tokens) == tuple(len({*pair}) for pair in pairs)
+    assert (built.heads, built.replays) == (0, (1, 1, 1, 1))
+    assert (dispatch.decode, dispatch.mixed) == tuple(pair[0] for pair in pairs)
+    for pair, size in zip(pairs, (1, 64), strict=True):
+        argmax, sampled = (nodes(each, size, tmp_path / "graph.json") for each in pair)
+        assert (argmax["aclnnArgMax"], argmax["aclnnNanToNum"], sampled["aclnnApplyTopKTopP"]) == (1, 1, 1)
+        assert sampled.total() - argmax.total() == roofline.SAMPLER_LAUNCHES - 2  # operators of the argmax
 
 
 @emulated(relax=("fp32",), triton=True)

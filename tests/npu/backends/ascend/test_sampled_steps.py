@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from npuserve.kernels import ascend
 from npuserve.kernels.registry import KERNELS, KernelSet
+from npuserve.npu.execution import dispatch
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.sampler import Sampler
 from npuserve.npu.execution.sampling_state import HostSampling, Penalties, SamplingInputs
@@ -43,16 +45,29 @@ def varied(count: int, parameters: list[SamplingParams]) -> list[Ask]:
 @pytest.mark.parametrize("buckets", [(), (1, 2)], ids=["captured", "beyond the largest bucket"])
 @emulated(relax=RELAX)
 def test_mixed_parameters_of_one_dispatch_equal_cpu(tmp_path: Path, buckets: tuple[int, ...]) -> None:
-    """Greedy, sampled and penalized rows share steps. Rows of steps with chunks or beyond the buckets are sampled
-    outside of the dispatch, and count the tokens of penalties in the same place."""
+    """Greedy, sampled and penalized rows share steps, also with chunks, and beyond the buckets, where a step of any
+    rows computes them. All count the tokens of penalties in the same place."""
     saved(tmp_path)
     npu, cpu = load(tmp_path, decode_buckets=buckets), load(tmp_path, "cpu", block_size=128, threads=1)
     got, results = answers(npu, varied(40, PARAMETERS))
     expected, _ = answers(cpu, varied(40, PARAMETERS))
     assert got == expected
-    assert sum(result.captured_decodes for result in results) > (0 if buckets else 150)
-    assert max(result.captured_decodes for result in results) == (2 if buckets else 7)
-    assert sum(result.decoder_decodes for result in results) > 10
+    assert sum(result.captured_decodes for result in results) > 150
+    assert max(result.captured_decodes for result in results) == 7
+    assert not any(result.decoder_decodes for result in results)
+
+
+@emulated(relax=RELAX)
+def test_step_of_any_rows_samples_a_limited_number(tmp_path: Path) -> None:
+    """Beyond it LM head and sampler follow kernel by kernel."""
+    saved(tmp_path)
+    with patch.object(dispatch, "MAX_CHOSEN", 3):
+        npu = load(tmp_path, decode_buckets=(1, 2))
+    got, results = answers(npu, varied(20, PARAMETERS))
+    assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), varied(20, PARAMETERS))[0]
+    assert npu._dispatch.mixed_sampled is not None
+    assert max(result.captured_decodes for result in results) == 3
+    assert max(result.decoder_decodes for result in results) == 7
 
 
 @emulated()
