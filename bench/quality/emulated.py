@@ -173,10 +173,10 @@ def serving(folder: Path, *arguments: str, seconds: float = 600) -> Iterator[Ser
 
 
 def answers(served: Served, prompts_sent: Sequence[Sequence[int]], tokens: int, timeout: float) -> list[list[int]]:
-    """Return the answers to prompts that arrive 50 ms apart."""
+    """Return the answers to prompts that arrive 20 ms apart."""
 
     def ask(number: int) -> list[int]:
-        time.sleep(0.05 * number)
+        time.sleep(0.02 * number)
         return served.answer(prompts_sent[number], tokens, timeout)
 
     with ThreadPoolExecutor(len(prompts_sent)) as threads:

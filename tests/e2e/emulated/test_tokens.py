@@ -20,7 +20,7 @@ from tests.support.benches import bench
 from tests.support.real_models import BUILT_IN, model_folder, published
 
 ROOT = Path(__file__).parents[3]
-REQUESTS, ANSWER = 6, 40
+REQUESTS, ANSWER = 6, 60
 
 needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
