@@ -124,7 +124,7 @@ def test_sampling_fails_where_the_device_ignores_top_k() -> None:
 @emulated(relax=RELAX)
 def test_sampling_fails_if_the_sampler_is_not_captured() -> None:
     backend = started()
-    backend.decode_buckets = (4,)
+    backend.decode_buckets, backend.capture_chunks = (4,), False
     loaded = story(backend, "float32")
     golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
