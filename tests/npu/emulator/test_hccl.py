@@ -159,11 +159,14 @@ def test_replays_and_eager_collectives_keep_their_order(rank: int) -> None:
 
 
 def fails(text: str, work: Callable[[], object]) -> None:
-    """Check the error of `work`, which the call or the device reports."""
+    """Check the error of `work`, which the call or the device reports. A thread of torch_npu may report it later."""
 
     def wait() -> None:
         work()
-        torch.npu.synchronize()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            torch.npu.synchronize()
+            time.sleep(0.01)
 
     with pytest.raises(RuntimeError, match=text):
         wait()
