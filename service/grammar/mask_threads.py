@@ -81,7 +81,8 @@ class MaskThreads:
                     answer.lexer.jobs += 1
                     self._unfinished.add(answer)
                     self._queue.append(answer)
-            if self._num_threads < min(MAX_THREADS, len(self._queue)):
+            idle = self._num_threads - len(self._active)
+            if idle < len(self._queue) and self._num_threads < MAX_THREADS:
                 self._num_threads += 1
                 threading.Thread(target=self._run, name=f"masks-{self._num_threads}", daemon=True).start()
             self._submitted.notify(len(self._queue))

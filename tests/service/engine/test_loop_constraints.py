@@ -175,7 +175,7 @@ def test_slow_mask_holds_up_no_other_stream(tmp_path: Path, overlap: bool, monke
 
     monkeypatch.setattr(FakeMatcher, "fill", fill_late)
     with running(tmp_path, overlap=overlap) as engine:
-        peer, rule = Reader(engine.address), m.Constraint("regex", "forced 5 9")
+        peer = Reader(engine.address)
         peer.submit(1, [5, 6], 9, constraint=RULE)
         peer.until_tokens(1, 2)
         for key in (2, 3):
@@ -183,16 +183,17 @@ def test_slow_mask_holds_up_no_other_stream(tmp_path: Path, overlap: bool, monke
         ends = peer.until_end(2, 3)
         assert all(end.finish for end in ends.values())
         assert len(peer.tokens(1)) == 2
-        peer.submit(4, [5, 7], 9, constraint=rule)  # its masks wait for the late one
-        peer.submit(5, [5, 7], 9, constraint=m.Constraint("regex", "6 9"))
+        peer.submit(4, [5, 7], 9, constraint=RULE)  # its masks wait for the late one of the same grammar
+        peer.submit(5, [5, 7], 9, constraint=RULE)
         peer.send(m.Cancel(5))
-        peer.submit(6, [6, 6], 40)
+        peer.submit(6, [6, 6], 9, constraint=FORCING)  # of another grammar
         assert peer.until_end(6)[6].finish
+        assert peer.tokens(6) == expected([6, 6], 9, FORCING)
         until(lambda: engine.engine._is_idle)
         go_on.set()
         peer.until_end(1, 4)
         assert peer.tokens(1) == expected([5, 6], 9)
-        assert peer.tokens(4) == expected([5, 7], 9, rule)
+        assert peer.tokens(4) == expected([5, 7], 9)
         engine.engine.stop()
         engine.engine.grammars._notify()  # ends the sleep
 

@@ -16,12 +16,13 @@ class Waiting:
 
     def __init__(self, lexer: Lexer, made: list[Waiting], is_held: bool = False):
         self.lexer, self._made, self.is_prepared = lexer, made, False
-        self.release = threading.Event()
+        self.begun, self.release = threading.Event(), threading.Event()
         if not is_held:
             self.release.set()
 
     def prepare(self, size: int) -> None:
         assert size == 77
+        self.begun.set()
         assert self.release.wait(20)
         self._made.append(self)
         self.is_prepared = True
@@ -56,14 +57,16 @@ def test_wait_is_limited_and_late_answers_come_first() -> None:
     assert (held.in_use, threads.is_busy) == (False, False)
 
 
-def test_slow_lexer_holds_up_no_other() -> None:
+@pytest.mark.parametrize("num_slow", [1, 3])
+def test_slow_lexer_holds_up_no_other(num_slow: int) -> None:
     made: list[Waiting] = []
     threads, held, free = MaskThreads(77), Lexer(), Lexer()
-    slow = [Waiting(held, made, is_held=True) for _ in range(3)]
+    slow = [Waiting(held, made, is_held=True) for _ in range(num_slow)]
     threads.prepare(slow, 0.0)
+    assert slow[0].begun.wait(20)
     for _ in range(20):
-        threads.prepare([answer := Waiting(free, made)], math.inf)
-        assert made[-1] is answer
+        threads.prepare([answer := Waiting(free, made)], 10)
+        assert made[-1:] == [answer]
     assert (held.in_use, free.in_use) == (True, False)
     for answer in slow:
         answer.release.set()
