@@ -115,9 +115,12 @@ class AnswerMatcher:
         """Compute the mask of the next token over `size` ids, and the forced tokens. In the thread of the masks."""
         if self._is_discarded:
             return
-        if self._bits is None:
-            self._bits = np.zeros(-(-size // 32), np.int32)
-        self._has_mask = self.fill(self._bits)
+        try:
+            if self._bits is None:
+                self._bits = np.zeros(-(-size // 32), np.int32)
+            self._has_mask = self.fill(self._bits)
+        except BaseException as error:  # a panic of a library in Rust is no Exception; the thread must not end
+            self._has_mask, self.error = False, self._failure(error)
         self._is_prepared = True
 
     def mask(self, size: int) -> npt.NDArray[np.int32] | None:
@@ -188,7 +191,7 @@ class AnswerMatcher:
                 self.error = InternalError(f"{self._constraint.kind}: no token may follow")
         return self.error is None
 
-    def _failure(self, error: Exception) -> ServeError:
+    def _failure(self, error: BaseException) -> ServeError:
         if isinstance(error, MatcherError):
             self._compilation.is_worn = True
             return InvalidField(self._constraint.field, f"cannot be followed within limits: {error}")

@@ -278,3 +278,24 @@ def test_matcher_beyond_its_limits_ends_its_request(tmp_path: Path) -> None:
         assert ends[1].error
         assert ends[1].error[:2] == ("InvalidField", "grammar: cannot be followed within limits: too many items")
         assert peer.tokens(2) == expected([5, 6], 9)
+
+
+def test_panic_of_the_library_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of a library in Rust is a BaseException. The thread of the masks survives it."""
+    fill = FakeMatcher.fill
+
+    def fill_or_panic(self: FakeMatcher, bits: npt.NDArray[np.int32]) -> None:
+        if len(self.tokens) == 2 and self._longest == 8:
+            raise BaseException("index out of bounds")
+        fill(self, bits)
+
+    monkeypatch.setattr(FakeMatcher, "fill", fill_or_panic)
+    with running(tmp_path) as engine:
+        peer = Reader(engine.address)
+        peer.submit(1, [5, 6], 9, constraint=m.Constraint("regex", "3 8"))
+        error = peer.until_end(1)[1].error
+        assert error
+        assert error[:2] == ("InternalError", "regex: the matcher failed")
+        peer.submit(2, [5, 6], 9, constraint=RULE)
+        assert peer.until_end(2)[2].finish
+        assert peer.tokens(2) == expected([5, 6], 9)
