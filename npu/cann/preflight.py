@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from npuserve.npu.cann.codes import MIN_DRIVER, UPDATE_DRIVER
@@ -12,8 +13,12 @@ from npuserve.npu.notices import Notice
 
 
 def set_variables() -> None:
-    """Set what torch_npu reads when it is imported, unless it is set: one queue of launches, by a thread of its own."""
-    os.environ.setdefault("TASK_QUEUE_ENABLE", "1")
+    """Set what torch_npu reads when it is imported, unless it is set: one queue of launches, by a thread of its own.
+
+    torch_npu reads an empty variable as 0.
+    """
+    if not os.environ.get("TASK_QUEUE_ENABLE"):
+        os.environ["TASK_QUEUE_ENABLE"] = "1"
 
 
 def notices(host: Readings, *, captures: bool, ranks: int = 1) -> list[Notice]:
@@ -32,17 +37,19 @@ def environment(host: Readings, *, captures: bool, ranks: int = 1) -> Iterator[N
     """
     if ranks > 1:
         yield from _collectives(host, captures=captures)
-    queue = host.environ.get("TASK_QUEUE_ENABLE") or "1"
-    blocking = host.environ.get("ASCEND_LAUNCH_BLOCKING", "0") == "1"
+    queue = _number(host.environ.get("TASK_QUEUE_ENABLE") or "1")
+    blocking = _number(host.environ.get("ASCEND_LAUNCH_BLOCKING", "0")) != 0
     allocator = host.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
-    if queue == "2" and captures:
+    if queue not in (0, 1, 2):
+        yield Notice("error", "TASK_QUEUE_ENABLE", f"TASK_QUEUE_ENABLE: {queue} must be 0, 1 or 2")
+    elif queue == 2 and captures:
         yield Notice("error", "TASK_QUEUE_ENABLE", "TASK_QUEUE_ENABLE: 2 refuses the capture of steps: set it to 1, or "
                      "serve with --capture off")
-    elif queue == "0":
+    elif queue == 0:
         yield Notice("warning", "TASK_QUEUE_ENABLE", "TASK_QUEUE_ENABLE: 0 launches every kernel on the calling "
                      "thread, which is slower: set it to 1")
     else:
-        yield Notice("ok", "TASK_QUEUE_ENABLE", queue)
+        yield Notice("ok", "TASK_QUEUE_ENABLE", str(queue))
     if blocking and captures:
         yield Notice("error", "ASCEND_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING: 1 makes every replay block the "
                      "launching thread: unset it, or serve with --capture off")
@@ -54,6 +61,12 @@ def environment(host: Readings, *, captures: bool, ranks: int = 1) -> Iterator[N
                      "fragments of device memory")
     else:
         yield Notice("ok", "PYTORCH_NPU_ALLOC_CONF", allocator)
+
+
+def _number(text: str) -> int:
+    """Return the integer at the beginning of a text, 0 without one, as torch_npu reads variables (strtol)."""
+    found = re.match(r"\s*[+-]?\d+", text, re.ASCII)
+    return int(found[0]) if found else 0
 
 
 def _collectives(host: Readings, *, captures: bool) -> Iterator[Notice]:

@@ -62,7 +62,11 @@ def test_deviation_gives_a_notice(
     ({"TASK_QUEUE_ENABLE": "2"}, True, "error", "refuses the capture of steps: set it to 1"),
     ({"TASK_QUEUE_ENABLE": "2"}, False, "ok", "2"),
     ({"TASK_QUEUE_ENABLE": "0"}, True, "warning", "slower: set it to 1"),
+    ({"TASK_QUEUE_ENABLE": "off"}, True, "warning", "slower: set it to 1"),
+    ({"TASK_QUEUE_ENABLE": "3"}, False, "error", "3 must be 0, 1 or 2"),
+    ({"TASK_QUEUE_ENABLE": ""}, True, "ok", "1"),
     ({}, True, "ok", "1"),
+    ({"ASCEND_LAUNCH_BLOCKING": "2"}, True, "error", "unset it, or serve with --capture off"),
     ({"ASCEND_LAUNCH_BLOCKING": "1"}, True, "error", "unset it, or serve with --capture off"),
     ({"ASCEND_LAUNCH_BLOCKING": "1"}, False, "warning", "unset it unless you debug"),
     ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:50"}, True, "advice", "expandable_segments:True avoids fragments"),
@@ -94,6 +98,9 @@ def test_task_queue_is_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
     preflight.set_variables()
     assert os.environ["TASK_QUEUE_ENABLE"] == "0"
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "")
+    preflight.set_variables()
+    assert os.environ["TASK_QUEUE_ENABLE"] == "1"
     monkeypatch.delenv("TASK_QUEUE_ENABLE")
     preflight.set_variables()
     assert os.environ["TASK_QUEUE_ENABLE"] == "1"
