@@ -1,4 +1,4 @@
-"""Nearly all decode tokens come from captured decoders while prefill chunks arrive, by the metrics page.
+"""Nearly all decode tokens come from captured steps while prefill chunks arrive, by the metrics page.
 
 The load is a trace with many lengths, and all settings are the defaults.
 """
@@ -48,6 +48,5 @@ def test_decode_tokens_come_from_captured_steps(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["requests"]["ok"] == REQUESTS
     assert captured + decoder + eager > 20 * REQUESTS
     assert mixed > REQUESTS
-    assert (captured + decoder) / (captured + decoder + eager) >= LEAST
-    assert captured > 0
-    assert decoder > 0  # LM head and sampler of a step with chunks are outside of its dispatch
+    assert captured / (captured + decoder + eager) >= LEAST
+    assert decoder == 0  # LM head and sampler of a step with chunks are part of its dispatch
