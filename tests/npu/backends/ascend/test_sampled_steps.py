@@ -19,7 +19,7 @@ from npuserve.npu.execution import dispatch
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.sampler import Sampler
 from npuserve.npu.execution.sampling_state import HostSampling, Penalties, SamplingInputs
-from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
 from tests.npu.backends.ascend.test_backend import RELAX, load, started
 from tests.npu.backends.small import Ask, answers, asks, saved, saved_w8a8
 from tests.npu.emulator.child import emulated
@@ -92,6 +92,33 @@ def test_rows_that_need_logits_are_counted_apart(tmp_path: Path, other: dict[str
             assert sum(result.decoder_decodes for result in results) > 4
             assert sum(result.captured_decodes for result in results) > 0  # steps of the other request alone
     assert found[0] == found[1]
+
+
+@emulated(relax=RELAX)
+def test_prompt_logprobs_of_captured_chunks_equal_cpu(tmp_path: Path) -> None:
+    """The dispatch that also chooses the tokens returns the hidden states of the whole chunk. All requests but one
+    have prompt_logprobs, and chunks run beside decode rows."""
+    saved(tmp_path)
+    found: list[tuple[list[list[int]], dict[int, list[TokenLogprobs]]]] = []
+    for runner in (load(tmp_path), load(tmp_path, "cpu", block_size=128, threads=1)):
+        requests = varied(12, [DEFAULT, *(SamplingParams(temperature=t, prompt_logprobs=2) for t in (0.0, 1.0, 1.0))])
+        got, results = answers(runner, requests)
+        reports: dict[int, list[TokenLogprobs]] = {}
+        for result in results:
+            for key, more in result.prompt_logprobs.items():
+                reports.setdefault(key, []).extend(more)
+        assert {key: len(made) for key, made in reports.items()} == {
+            key: len(requests[key].prompt) - 1 for key in (1, 2, 3)}
+        if runner.backend_name == "npu":
+            assert all(result.captured for result in results)
+            assert not any(result.decoder_decodes for result in results)
+        found.append((got, reports))
+    (got, reports), (expected, others) = found
+    assert got == expected
+    for key, made in reports.items():
+        for one, other in zip(made, others[key], strict=True):
+            assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def taking_turns(runner: Runner) -> tuple[dict[int, list[int]], list[StepResult]]:
