@@ -40,7 +40,7 @@ class Graphs(ABC, Generic[Graph]):
 
     def __init__(self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int]):
         self._buckets = sorted(set(buckets))
-        log.info("capturing steps of up to %d rows in %d graphs", self.largest, len(self._buckets))
+        log.info("capturing %d graphs of up to %d rows or tokens", len(self._buckets), self.largest)
         began, free = time.perf_counter(), streams.mem_get_info()[0]
         self._graphs = {rows: self._capture(step, rows) for rows in reversed(self._buckets)}
         self.seconds = time.perf_counter() - began
