@@ -86,7 +86,7 @@ def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> It
     if args.log:
         yield "server.log", server_log(Path(args.log))
     if args.accept_report:
-        yield "accept.json", sources.file(Path(args.accept_report), MAX_REPORT_BYTES)
+        yield "accept.json", accept_report(Path(args.accept_report))
     given = args.plog or os.environ.get("ASCEND_PROCESS_LOG_PATH")
     yield from sources.device_logs(Path(given) if given else Path.home() / "ascend" / "log")
 
@@ -94,11 +94,24 @@ def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> It
 def server_log(path: Path) -> Part:
     """Return the last lines of the server's log, without prompts."""
     part = sources.file(path, 16 << 20, end=True)
-    lines = part.data.decode(errors="replace").splitlines()
-    kept = redaction.log_lines(lines, is_cut=part.status == "truncated")
+    kept = redaction.log_lines(part.data.decode(errors="replace"), is_cut=part.status == "truncated")
+    lines = len(kept)
     status: Status = "truncated" if len(kept) > MAX_LOG_LINES else part.status
     kept = kept[-MAX_LOG_LINES:]
-    return Part("".join(f"{line}\n" for line in kept).encode(), status, part.detail or f"of {len(lines)} lines")
+    return Part("".join(f"{line}\n" for line in kept).encode(), status, part.detail or f"of {lines} lines")
+
+
+def accept_report(path: Path) -> Part:
+    """Return an earlier report of the acceptance check. Another file is not taken: it may hold prompts."""
+    part = sources.file(path, MAX_REPORT_BYTES)
+    if part.status == "complete":
+        try:
+            is_report = "acceptance" in json.loads(part.data)
+        except (ValueError, TypeError):
+            is_report = False
+        if not is_report:
+            return Part(b"", "failed", "is no report of npuserve check --accept --json")
+    return part
 
 
 def accept(config: ServerConfig, seconds: float) -> Part:

@@ -23,14 +23,29 @@ _VARIABLE = re.compile(
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY|KEYS\b|CERT|TLS|_CA\b|STATE_FOLDER", re.IGNORECASE)
 _USER = re.compile(r"(://)\S*@")
 _QUERY = re.compile(r"(://[^?\s]*\?)\S+")
-_RECORD = re.compile(r"\d{4}-\d\d-\d\d |{")
-"""Beginning of a log record in text or JSON; other lines continue the record before them."""
-_TRACEBACK = re.compile(r"(  [+| ] *)?Traceback \(|During handling of|The above exception was")
-_TEXT_FIELD = re.compile(r' (?:prompt|text)=(?:"(?:[^"\\]|\\.)*"|\S*)')
-_PREFIX = re.compile(r"\d{4}-\d\d-\d\dT\S+ (?:std(?:out|err) [FP] )?|\w{3} [ \d]\d [\d:]{8} \S+ \S+?\[\d+\]: ")
-"""Beginning of lines that `kubectl logs --timestamps`, a container runtime or journald adds."""
-_OUTPUT = re.compile(r"\w+(-\d+)? said$")
-"""Message of a line with the output of a child process's library, which gets no prompts."""
+_RECORD = re.compile(r'\d{4}-\d\d-\d\d (?:[\d:.]+ )?[A-Z]+ [\w.-]+: |{"time": ')
+"""Beginning of a log record in text or JSON. Other lines continue the record before them, or are raw output."""
+_TEXT_FIELD = re.compile(r' (?:prompt|text)=(?:"(?:[^"\\]|\\.)*(?:"|$)|\S*)')
+_PREFIX = re.compile(
+    r"\d{4}-\d\d-\d\dT\S+ (?:std(?:out|err) (?P<tag>[FP]) )?|\w{3} [ \d]\d [\d:]{8} \S+ \S+?\[\d+\]: ")
+"""Beginning of lines that `kubectl logs --timestamps`, a container runtime or journald adds. Tag P: the next line
+continues this one."""
+_OUTPUT = re.compile(r"(?:engine|rank)(?:-\d+)? said\b")
+"""Message of a line with the output of a child process that gets no prompts."""
+_CALLBACK = re.compile(r"(Exception in callback [\w.<>]+).*", re.DOTALL)
+"""Message of asyncio, which shows arguments."""
+_WARNING = re.compile(r"(\S+:\d+: \w*Warning).*", re.DOTALL)
+"""Message of Python's warnings."""
+_TRACEBACK = re.compile(r"Traceback \(|During handling of|The above exception was")
+_GROUP = re.compile(r"[ |+]*[|+] ")
+"""Beginning of the lines of a traceback of an exception group."""
+_PANIC = re.compile(r"(thread '[^']*'(?: \(\d+\))? panicked at )(?:.*?)([\w./-]+\.rs:\d+:\d+)?:?$")
+_RAW = re.compile(
+    r"\[(?:ERROR|WARN(?:ING)?|INFO|EVENT|DEBUG|TRACE|PID: \d+|rank ?\d+|[CEFIW]\d{4} )|E[A-Z0-9]\d{4}: |ERR\d{5}\b|"
+    r"[CEFIW]\d{4} [\d:.]+ |Fatal Python error: |(?:Current thread|Thread) 0x|  File \"|Extension modules: |"
+    r"terminate called after|Segmentation fault|Aborted|Killed|Bus error|double free|free\(\)|malloc\(\)|"
+    r"log record of \S+ cannot be formatted$|TBE Subprocess")
+"""Beginning of raw output that is kept: of CANN, torch_npu, gRPC, faulthandler, the C library and the log itself."""
 
 
 def settings(config: ServerConfig) -> dict[str, Any]:
@@ -46,13 +61,14 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
             for name, value in sorted(environ.items()) if _VARIABLE.fullmatch(name)}
 
 
-def log_lines(lines: list[str], *, is_cut: bool = False) -> list[str]:
-    """Return log lines of the server, in either format, without the prompts that --log-prompts and bugs add.
+def log_lines(text: str, *, is_cut: bool = False) -> list[str]:
+    """Return the lines of the server's log, in either format, without the prompts that --log-prompts and bugs add.
 
-    Of an exception they keep the frames and the class, since its message may quote a prompt. is_cut: the lines are the
-    end of a log, whose first record may have lost its beginning and is left out.
+    Of an exception they keep the frames and the class, since its message may quote a prompt. Of raw output they keep
+    the lines that begin as those of known libraries: a panic, for example, quotes the text that it failed on.
+    is_cut: the text is the end of a log, whose first record may have lost its beginning and is left out.
     """
-    lines = [_unwrapped(line) for line in lines]
+    lines = _unwrapped(text)
     kept: list[str] = []
     begin = 0
     if is_cut:
@@ -62,17 +78,33 @@ def log_lines(lines: list[str], *, is_cut: bool = False) -> list[str]:
         while end < len(lines) and not _RECORD.match(lines[end]):
             end += 1
         first = [_log_line(lines[begin])] if _RECORD.match(lines[begin]) else []
-        kept += first + _exception(lines[begin + len(first) : end])
+        kept += first + _raw_lines(lines[begin + len(first) : end])
         begin = end
     return kept
 
 
-def _unwrapped(line: str) -> str:
-    """Return the line as the server wrote it, without what a container runtime or journald adds to it."""
-    if line.startswith('{"log":'):  # Docker's json-file
-        with contextlib.suppress(ValueError):
-            line = str(json.loads(line)["log"]).rstrip("\n")
-    return _PREFIX.sub("", line, count=1) if _PREFIX.match(line) else line
+def _unwrapped(text: str) -> list[str]:
+    """Return the lines as the server wrote them, without what a container runtime or journald adds to them.
+
+    A runtime splits long lines. Only line feeds end a line of the log; prompts may have other separators.
+    """
+    found: list[str] = []
+    continues = False
+    for line in text.removesuffix("\n").split("\n"):
+        is_part = False
+        if line.startswith('{"log":'):  # Docker's json-file
+            with contextlib.suppress(ValueError, KeyError):
+                line = str(json.loads(line)["log"])
+                is_part = not line.endswith("\n")
+                line = line.removesuffix("\n")
+        if prefix := _PREFIX.match(line):
+            line, is_part = line[prefix.end() :], is_part or prefix["tag"] == "P"
+        if continues:
+            found[-1] += line
+        else:
+            found.append(line)
+        continues = is_part
+    return found
 
 
 def _address(value: str) -> str:
@@ -80,36 +112,59 @@ def _address(value: str) -> str:
     return _QUERY.sub(r"\1removed", _USER.sub(r"\1removed@", value))
 
 
-def _exception(lines: list[str]) -> list[str]:
-    """Return the lines after a record without the messages of exceptions.
+def _raw_lines(lines: list[str]) -> list[str]:
+    """Return the lines after a record without messages of exceptions and panics, and without unknown lines.
 
-    A message begins on the first line of a traceback that is not indented, and ends with the record or at the next
-    traceback. Lines before any traceback are kept: they are the output of a library.
+    A message begins on the first line of a traceback that is not indented, or after the first line of a panic. It ends
+    with the record or at the next traceback.
     """
     kept: list[str] = []
     is_traceback = is_message = False
+    removed = 0
     for line in lines:
-        if _TRACEBACK.match(line):
+        if group := _GROUP.match(line):
+            line = line[group.end() :]
+        if _TRACEBACK.match(line) or line.startswith("Exception Group Traceback ("):
             is_traceback, is_message = True, False
-        elif is_message:
-            continue
-        elif is_traceback and line and not line.startswith(" "):
+            kept.append(line)
+        elif panic := _PANIC.match(line):
             is_message = True
-            line = line.partition(":")[0]
-        kept.append(line)
-    return kept
+            kept.append(panic[1] + (panic[2] or "?"))
+        elif not is_message and is_traceback and line.startswith(" "):
+            kept.append(line)
+        elif not is_message and is_traceback and line:
+            is_message = True
+            name = re.match(r"[\w.]+", line)
+            kept.append(name[0] if name else REMOVED)
+        elif not line or (not is_message and _RAW.match(line)):
+            kept.append(line)
+        elif not is_message:
+            removed += 1
+    return [*kept, f"({removed} lines of unknown output are removed)"] if removed else kept
 
 
 def _log_line(line: str) -> str:
+    """Return the first line of a record."""
+    if not line.startswith("{"):
+        head, colon, message = line.partition(": ")
+        return head + colon + (message if _OUTPUT.match(message) else _TEXT_FIELD.sub("", _constant(message)))
     try:
         fields = json.loads(line)
     except ValueError:
-        return line if re.search(r": \w+(-\d+)? said ", line) else _TEXT_FIELD.sub("", line)
+        fields = None
     if not isinstance(fields, dict):
-        return line
+        return "(a line is removed)"
+    message = str(fields.get("message", ""))
+    if not str(fields.get("logger", "npuserve")).startswith(("npuserve", "__main__")):
+        fields["message"] = _constant(message.partition("\n")[0])
     fields.pop("prompt", None)
-    if not _OUTPUT.search(str(fields.get("message", ""))):
+    if not _OUTPUT.match(message):
         fields.pop("text", None)
     if "exception" in fields:
-        fields["exception"] = "\n".join(_exception(str(fields["exception"]).splitlines()))
+        fields["exception"] = "\n".join(_raw_lines(str(fields["exception"]).split("\n")))
     return json.dumps(fields, ensure_ascii=False)
+
+
+def _constant(message: str) -> str:
+    """Return the message of a library's logger without its variable part."""
+    return _WARNING.sub(r"\1", _CALLBACK.sub(r"\1", message))

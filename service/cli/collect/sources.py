@@ -131,14 +131,18 @@ def host_files(root: Path) -> Iterator[tuple[str, Part]]:
 
 
 def device_logs(folder: Path) -> Iterator[tuple[str, Part]]:
-    """Yield the ends of the newest files of CANN's log, newest first, up to `MAX_LOGS_BYTES` together."""
+    """Yield the ends of the newest files of CANN's log, newest first, up to `MAX_LOGS_BYTES` together.
+
+    CANN writes them to folders named plog, device-N or host-N. Other logs may lie beside them, as the server's.
+    """
     def age(path: Path) -> float:
         try:
             return -path.stat().st_mtime
         except OSError:
             return 0.0
 
-    files = sorted((path for path in folder.rglob("*.log") if path.is_file() and not path.is_symlink()), key=age)
+    files = sorted((path for path in folder.rglob("*.log") if path.is_file() and not path.is_symlink()
+                    and re.match(r"(plog|device-|host-)", path.parent.name)), key=age)
     if not files:
         yield "plog", Part(b"", "missing", f"no log of CANN in {folder}")
     left = MAX_LOGS_BYTES

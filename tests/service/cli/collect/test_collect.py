@@ -178,23 +178,48 @@ def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
 
 
 @pytest.mark.parametrize(("line", "kept"), [
-    ('{"message": "call", "prompt": "MARKER", "id": "a"}', '{"message": "call", "id": "a"}'),
-    ('{"message": "bug", "text": "in MARKER", "traceback": "File x"}', '{"message": "bug", "traceback": "File x"}'),
-    ('{"message": "engine said", "text": "a warning"}', '{"message": "engine said", "text": "a warning"}'),
-    ('{"message": "x", "exception": "Traceback (most recent call last):\\n  File x\\nValueError: a\\n  MARKER"}',
-     '{"message": "x", "exception": "Traceback (most recent call last):\\n  File x\\nValueError"}'),
+    ('{"time": "1", "message": "call", "prompt": "MARKER", "id": "a"}', '{"time": "1", "message": "call", "id": "a"}'),
+    ('{"time": "1", "message": "bug", "text": "in MARKER", "traceback": "File x"}',
+     '{"time": "1", "message": "bug", "traceback": "File x"}'),
+    ('{"time": "1", "message": "engine said", "text": "a warning"}',
+     '{"time": "1", "message": "engine said", "text": "a warning"}'),
+    ('{"time": "1", "message": "x", '
+     '"exception": "Traceback (most recent call last):\\n  File x\\nValueError: a\\n  MARKER"}',
+     '{"time": "1", "message": "x", "exception": "Traceback (most recent call last):\\n  File x\\nValueError"}'),
     ('2026-11-20 INFO frontend-0: call id=a prompt="say \\"MARKER\\" now" tokens=3',
      "2026-11-20 INFO frontend-0: call id=a tokens=3"),
     ("2026-11-20 INFO frontend-0: call prompt=MARKER tokens=3", "2026-11-20 INFO frontend-0: call tokens=3"),
     ("2026-11-20 INFO supervisor: engine said text=[WARN]", "2026-11-20 INFO supervisor: engine said text=[WARN]"),
-    ("a line of a library", "a line of a library"),
-    ('2026-11-20T06:54:41.1Z stderr F {"message": "call", "prompt": "MARKER"}', '{"message": "call"}'),
-    ('2026-11-20T06:54:41.1Z {"message": "call", "prompt": "MARKER"}', '{"message": "call"}'),
-    ('Nov 20 06:54:41 host npuserve[7]: {"message": "call", "prompt": "MARKER"}', '{"message": "call"}'),
-    (json.dumps({"log": '{"message": "call", "prompt": "MARKER"}\n', "stream": "stderr"}), '{"message": "call"}'),
+    ("[ERROR] RUNTIME(7): a line of CANN", "[ERROR] RUNTIME(7): a line of CANN"),
+    ("a line of a library with MARKER", "(1 lines of unknown output are removed)"),
+    # Separators that are no line feeds are not escaped in JSON.
+    ('{"time": "1", "message": "call", "prompt": "a\u2028MARKER\x85MARKER"}',
+     '{"time": "1", "message": "call"}'),
+    ('2026-11-20 INFO frontend-0: call prompt="a\u2028MARKER" tokens=3',
+     "2026-11-20 INFO frontend-0: call tokens=3"),
+    # The rest of a line is lost.
+    ('{"time": "1", "message": "call", "prompt": "a MARK', "(a line is removed)"),
+    ('2026-11-20 INFO frontend-0: call id=a prompt="a MARK', "2026-11-20 INFO frontend-0: call id=a"),
+    ('{"time": "1", "message": "frontend-0 said", "text": "MARKER"}',
+     '{"time": "1", "message": "frontend-0 said"}'),
+    ('2026-11-20 INFO supervisor: frontend-0 said text="a MARKER"', "2026-11-20 INFO supervisor: frontend-0 said"),
+    ('{"time": "1", "logger": "asyncio", "message": "Task failed\\nfuture: <Task exception=ValueError(MARKER)>"}',
+     '{"time": "1", "logger": "asyncio", "message": "Task failed"}'),
+    ('{"time": "1", "logger": "asyncio", "message": "Exception in callback f(MARKER)"}',
+     '{"time": "1", "logger": "asyncio", "message": "Exception in callback f"}'),
+    ('{"time": "1", "logger": "py.warnings", "message": "/a/b.py:3: UserWarning: MARKER\\n  f(x)"}',
+     '{"time": "1", "logger": "py.warnings", "message": "/a/b.py:3: UserWarning"}'),
+    ('2026-11-20T06:54:41.1Z stderr F {"time": "1", "message": "call", "prompt": "MARKER"}',
+     '{"time": "1", "message": "call"}'),
+    ('2026-11-20T06:54:41.1Z {"time": "1", "message": "call", "prompt": "MARKER"}',
+     '{"time": "1", "message": "call"}'),
+    ('Nov 20 06:54:41 host npuserve[7]: {"time": "1", "message": "call", "prompt": "MARKER"}',
+     '{"time": "1", "message": "call"}'),
+    (json.dumps({"log": '{"time": "1", "message": "call", "prompt": "MARKER"}\n', "stream": "stderr"}),
+     '{"time": "1", "message": "call"}'),
 ])
 def test_log_line_loses_prompts(line: str, kept: str) -> None:
-    assert redaction.log_lines([line]) == [kept]
+    assert redaction.log_lines(line) == [kept]
 
 
 TEXT_LOG = """\
@@ -215,13 +240,72 @@ KeyError: 'MARKER'
 
 @pytest.mark.parametrize("prefix", ["", "2026-11-20T06:54:41.1Z stdout F ", "Nov 20 06:54:41 host npuserve[7]: "])
 def test_text_log_loses_messages_of_exceptions(prefix: str) -> None:
-    kept = redaction.log_lines([prefix + line for line in TEXT_LOG.splitlines()])
+    kept = redaction.log_lines("".join(f"{prefix}{line}\n" for line in TEXT_LOG.split("\n")))
     assert not [line for line in kept if "MARKER" in line]
     assert [line for line in kept if line] == [
         "2026-11-20 06:54:41.123 ERROR frontend-0: a task failed", "Traceback (most recent call last):",
         '  File "a.py", line 3, in f', "    raise ValueError(text)", "ValueError",
         "During handling of the above exception, another exception occurred:", "Traceback (most recent call last):",
         '  File "a.py", line 5, in g', "KeyError", "2026-11-20 06:54:42.123 INFO frontend-0: call id=a"]
+
+
+RAW_LOG = """\
+{"time": "1", "message": "call"}
+thread '<unnamed>' panicked at /rust/tokenizers/src/a.rs:3:7:
+byte index 3 is not a char boundary; it is inside 'MARKER'
+note: run with `RUST_BACKTRACE=1`
+{"time": "1", "message": "group"}
+  + Exception Group Traceback (most recent call last):
+  |   File "a.py", line 3, in f
+  | ExceptionGroup: MARKER (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "a.py", line 5, in g
+    | ValueError: MARKER
+    | MARKER
+    +------------------------------------
+2026-11-20 06:54:41.123 ERROR engine: Task exception was never retrieved
+future: <Task finished exception=ValueError('MARKER')>
+Traceback (most recent call last):
+  File "a.py", line 7, in h
+ValueError: a schema
+{"message": "MARKER"}
+Fatal Python error: Segmentation fault"""
+
+
+def test_raw_output_loses_panics_groups_and_tasks() -> None:
+    kept = redaction.log_lines(RAW_LOG)
+    assert not [line for line in kept if "MARKER" in line]
+    assert [line for line in kept if "removed" not in line] == [
+        '{"time": "1", "message": "call"}', "thread '<unnamed>' panicked at /rust/tokenizers/src/a.rs:3:7",
+        '{"time": "1", "message": "group"}',
+        "Exception Group Traceback (most recent call last):", '  File "a.py", line 3, in f', "ExceptionGroup",
+        "Traceback (most recent call last):", '  File "a.py", line 5, in g', "ValueError",
+        "2026-11-20 06:54:41.123 ERROR engine: Task exception was never retrieved",
+        "Traceback (most recent call last):", '  File "a.py", line 7, in h', "ValueError"]
+
+
+@pytest.mark.parametrize("pieces", [
+    ['2026-11-20T06:54:41Z stderr P {"time": "1", "message": "call", "prompt": "a',
+     "2026-11-20T06:54:41Z stderr F MARKER\"}"],
+    [json.dumps({"log": '{"time": "1", "message": "call", "prompt": "a'}), json.dumps({"log": 'MARKER"}\n'})],
+], ids=["containerd", "docker"])
+def test_lines_that_a_runtime_splits_are_joined(pieces: list[str]) -> None:
+    assert redaction.log_lines("\n".join(pieces)) == ['{"time": "1", "message": "call"}']
+
+
+def test_collect_takes_no_other_file_for_a_log_of_cann_or_a_report(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "device-0").mkdir()
+    (home / "device-0" / "device-0_1.log").write_text("of CANN")
+    (home / "server.log").write_text("prompt=MARKER")
+    assert main(["collect", "--output", str(home / "a.tar.gz"), "--plog", str(home), "--accept-report",
+                 str(home / "server.log")]) == 0
+    found = members(home / "a.tar.gz")
+    assert found["plog/device-0/device-0_1.log"] == b"of CANN"
+    assert manifest(found)["accept.json"]["detail"] == "is no report of npuserve check --accept --json"
+    assert not [name for name, data in found.items() if b"MARKER" in data]
 
 
 def test_addresses_lose_user_password_and_query() -> None:
