@@ -57,13 +57,12 @@ class _Module:
 torch_npu: Any = _Module("torch_npu")
 
 
-def cached_head_dim(head_dim: int) -> int:
-    """Return the size of a head in the KV cache: `head_dim` padded with zeros to 128 or 192.
+HEAD_DIM = 128
+"""Size of a head in the KV cache, to which smaller heads are padded with zeros.
 
-    Fused attention over a paged cache supports only these sizes (documentation of FusedInferAttentionScore, layout
-    TND). Zeros change neither scores nor sums.
-    """
-    return 128 if head_dim <= 128 else 192
+Fused attention over a paged cache supports only this size of keys and values (documentation of
+FusedInferAttentionScore, layout TND). Zeros change neither scores nor sums.
+"""
 
 
 def padded(heads: Tensor, head_dim: int) -> Tensor:
@@ -83,10 +82,10 @@ def causal_mask(device: torch.device) -> Tensor:
 def by_head(cache: Int8) -> Int8:
     """Copy an int8 cache [B, block_size, Hkv, D] to the layout of the device: heads before tokens, scales in float32.
 
-    values: [B, Hkv, block_size, `cached_head_dim`(D)]. scale: [B, Hkv, block_size], as antiquant mode 5 of fused
+    values: [B, Hkv, block_size, `HEAD_DIM`]. scale: [B, Hkv, block_size], as antiquant mode 5 of fused
     attention reads it.
     """
-    values = padded(cache.values, cached_head_dim(cache.values.shape[-1]))
+    values = padded(cache.values, HEAD_DIM)
     return Int8(values.transpose(1, 2).contiguous(), cache.scale.float().transpose(1, 2).contiguous())
 
 

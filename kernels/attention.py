@@ -214,7 +214,7 @@ def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
         regroup = in_rows if size % ascend.BLOCK else lambda cache: cache
         if isinstance(cache, Int8):
             return ascend.by_head(Int8(regroup(cache.values), regroup(cache.scale)))
-        return ascend.padded(regroup(cache), ascend.cached_head_dim(cache.shape[-1]))
+        return ascend.padded(regroup(cache), ascend.HEAD_DIM)
 
     caches = on_device(keys), on_device(values)
     if size % ascend.BLOCK:
@@ -238,7 +238,7 @@ def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Run fused attention in its variable-length layout (TND): one call for decode rows and chunks.
 
-    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], block_size a multiple of `ascend.BLOCK`; or
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.HEAD_DIM`], block_size a multiple of `ascend.BLOCK`; or
         int8 as by `ascend.by_head`, which `_attend_int8` serves.
 
     The operator takes the lengths from the host. A captured graph keeps the lengths of its capture until

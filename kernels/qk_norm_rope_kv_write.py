@@ -157,7 +157,7 @@ def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     def on_device(cache: Cache) -> Cache:
         if isinstance(cache, Int8):
             return ascend.by_head(Int8(grown(cache.values), grown(cache.scale)))
-        return ascend.padded(grown(cache), ascend.cached_head_dim(cache.shape[-1]))
+        return ascend.padded(grown(cache), ascend.HEAD_DIM)
 
     slots = torch.where(slots < 0, padding + torch.arange(len(slots)), slots)
     return ascend.to_device((*others, slots, on_device(keys), on_device(values), heads))
@@ -202,7 +202,7 @@ def _(
     Any other operator copies them first.
 
     slot_mapping: not negative. Values to discard are written to a block that no request reads.
-    k_cache, v_cache: [B, block_size, Hkv, `ascend.cached_head_dim`(D)], or int8 as by `ascend.by_head`.
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.HEAD_DIM`], or int8 as by `ascend.by_head`.
     """
     tokens, dim = len(qkv), cos_sin.shape[1]
     kv_heads = (qkv.shape[1] // dim - num_q_heads) // 2
@@ -227,7 +227,7 @@ def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) 
     For an int8 cache each token's head is a row of npu_dynamic_quant, whose scale is the largest magnitude divided by
     127, and is written as a token of one head.
     """
-    wide = ascend.cached_head_dim(k.shape[-1])
+    wide = ascend.HEAD_DIM
     k, v = ascend.padded(k, wide), ascend.padded(v, wide)
     if isinstance(k_cache, Int8) and isinstance(v_cache, Int8):
         places = ascend.head_slots(slots, k_cache)

@@ -89,6 +89,10 @@ TEXTS: dict[str, ErrorCode] = {
     "Alloc sq cq fail": ErrorCode(
         "Alloc sq cq fail", "the driver has no queue for a captured graph's stream: it is too old", OLD_DRIVER,
         running=(_NO_STREAMS, FEWER_STREAMS)),
+    # torch_npu only warns of 207000, and finds later that no capture has begun or ended (NPUGraph.cpp).
+    "CAPTURE_STATUS_ACTIVE INTERNAL ASSERT FAILED": ErrorCode(
+        "CAPTURE_STATUS_ACTIVE INTERNAL ASSERT FAILED", _NO_FUNCTION, OLD_DRIVER, True),
+    "Invalid end capture model id": ErrorCode("Invalid end capture model id", _NO_FUNCTION, OLD_DRIVER, True),
     "HCCL function error": ErrorCode("HCCL function error", "HCCL refused a call of this rank", RANKS),
 }
 """Texts in messages and in CANN's log that have no code."""

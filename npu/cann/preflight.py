@@ -39,7 +39,6 @@ def environment(host: Readings, *, captures: bool, ranks: int = 1) -> Iterator[N
         yield from _collectives(host, captures=captures)
     queue = _number(host.environ.get("TASK_QUEUE_ENABLE") or "1")
     blocking = _number(host.environ.get("ASCEND_LAUNCH_BLOCKING", "0")) != 0
-    allocator = host.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
     if queue not in (0, 1, 2):
         yield Notice("error", "TASK_QUEUE_ENABLE", f"TASK_QUEUE_ENABLE: {queue} must be 0, 1 or 2")
     elif queue == 2 and captures:
@@ -56,11 +55,27 @@ def environment(host: Readings, *, captures: bool, ranks: int = 1) -> Iterator[N
     elif blocking:
         yield Notice("warning", "ASCEND_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING: 1 waits for every kernel, which is "
                      "slow: unset it unless you debug")
-    if "expandable_segments:True" not in allocator.replace(" ", ""):
-        yield Notice("advice", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF: expandable_segments:True avoids "
-                     "fragments of device memory")
-    else:
-        yield Notice("ok", "PYTORCH_NPU_ALLOC_CONF", allocator)
+    yield _allocator(host, captures=captures)
+
+
+def _allocator(host: Readings, *, captures: bool) -> Notice:
+    """Check the variable of torch_npu's allocator, as NPUAllocatorConfig.cpp and NPUGraph.cpp of torch_npu do."""
+    names = [name for name in ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if name in host.environ]
+    name = next(iter(names), "PYTORCH_NPU_ALLOC_CONF")
+    text = host.environ.get(name, "")
+    options = dict(re.findall(r"(\w+)\s*:\s*([^\s,]+)", text))
+    expands, pins = (options.get(each, "False") for each in ("expandable_segments", "pin_memory_expandable_segments"))
+    if len(names) > 1:
+        return Notice("error", name, f"{' and '.join(names)}: torch_npu takes one of them: unset the other")
+    if not {expands, pins} <= {"True", "False"}:
+        return Notice("error", name, f"{name}: {text!r}: expandable_segments and pin_memory_expandable_segments must "
+                      "be True or False")
+    if pins == "True" and captures:
+        return Notice("error", name, f"{name}: pin_memory_expandable_segments:True refuses the capture of steps: "
+                      "remove it, or serve with --capture off")
+    if expands == "True":
+        return Notice("ok", name, text)
+    return Notice("advice", name, f"{name}: expandable_segments:True avoids fragments of device memory")
 
 
 def _number(text: str) -> int:

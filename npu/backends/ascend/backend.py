@@ -168,8 +168,12 @@ class AscendBackend(StreamBackend):
         return self.dtypes
 
     def supports_heads(self, head_dim: int) -> bool:
-        """Return True for multiples of 32 (required by npu_mrope) up to 192 (limit of attention)."""
-        return head_dim <= 192 and head_dim % 32 == 0
+        """Return True for multiples of 32 (required by npu_mrope) up to 128.
+
+        Fused attention over a paged cache takes no values of 192 dimensions in the layout TND (torch_npu's page of
+        npu_fused_infer_attention_score_v2), and no other sizes above 128.
+        """
+        return head_dim <= ascend.HEAD_DIM and head_dim % 32 == 0
 
     @classmethod
     def fault(cls, error: BaseException) -> Fault | None:
@@ -207,9 +211,9 @@ class AscendBackend(StreamBackend):
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if dtype == torch.int8:  # heads before tokens: the scales' order, and the faster one of fused attention
-            shape = (num_blocks, kv_heads, block_size, ascend.cached_head_dim(head_dim))
+            shape = (num_blocks, kv_heads, block_size, ascend.HEAD_DIM)
             return shape, shape
-        return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.cached_head_dim(head_dim), dtype)
+        return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.HEAD_DIM, dtype)
 
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
         return num_blocks, kv_heads, block_size
@@ -223,7 +227,7 @@ class AscendBackend(StreamBackend):
         return self.capture_chunks and cache_dtype != torch.int8
 
     def int8_chunk_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
-        return gathered_bytes(context, block_size, kv_heads * ascend.cached_head_dim(head_dim))
+        return gathered_bytes(context, block_size, kv_heads * ascend.HEAD_DIM)
 
     def communicator_bytes(self, size: int) -> int:
         """Return twice HCCL_BUFFSIZE, which a communicator takes to send and to receive.
@@ -237,7 +241,7 @@ class AscendBackend(StreamBackend):
         if not self.supports_heads(head_dim):
             raise BackendError(
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes multiples of 32 up "
-                "to 192")
+                f"to {ascend.HEAD_DIM}")
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         return FetchedAfterLengths(super().fetch(tensor, buffer), self._lengths)

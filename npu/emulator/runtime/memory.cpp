@@ -34,13 +34,18 @@ size_t pages(size_t size) {
   return (std::max<size_t>(size, 1) + page - 1) / page * page;
 }
 
-// True if one of the ranges contains [address, address + size).
-bool covering(const std::map<char *, size_t> &ranges, const void *address, size_t size) {
-  auto at = static_cast<char *>(const_cast<void *>(address));
-  auto after = ranges.upper_bound(at);
-  if (after == ranges.begin()) return false;
-  --after;
-  return at + size <= after->first + after->second;
+// True if one of the ranges contains [address, address + size), or with `joined` several ranges without a gap.
+bool covering(const std::map<char *, size_t> &ranges, const void *address, size_t size, bool joined = false) {
+  auto at = static_cast<char *>(const_cast<void *>(address)), end = at + size;
+  auto range = ranges.upper_bound(at);
+  if (range == ranges.begin()) return false;
+  --range;
+  for (; range != ranges.end() && range->first <= at; ++range) {
+    at = range->first + range->second;
+    if (end <= at) return true;
+    if (!joined) break;
+  }
+  return false;
 }
 
 int out_of_memory(const char *name, size_t size) {
@@ -109,7 +114,7 @@ int allocate_host(const char *name, void **address, size_t size) {
 
 bool on_device(const void *address, size_t size) {
   std::lock_guard<std::mutex> guard(lock);
-  return covering(taken, address, size) || covering(mapped, address, size);
+  return covering(taken, address, size) || covering(mapped, address, size, true);
 }
 
 bool is_pinned(const void *address, size_t size) {

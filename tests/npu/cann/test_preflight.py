@@ -70,12 +70,23 @@ def test_deviation_gives_a_notice(
     ({"ASCEND_LAUNCH_BLOCKING": "1"}, True, "error", "unset it, or serve with --capture off"),
     ({"ASCEND_LAUNCH_BLOCKING": "1"}, False, "warning", "unset it unless you debug"),
     ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:50"}, True, "advice", "expandable_segments:True avoids fragments"),
+    ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments : True"}, True, "ok", "expandable_segments : True"),
+    ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:true"}, True, "error", "must be True or False"),
+    ({"PYTORCH_NPU_ALLOC_CONF": "pin_memory_expandable_segments:True"}, True, "error", "remove it, or serve with"),
+    ({"PYTORCH_NPU_ALLOC_CONF": "pin_memory_expandable_segments:True"}, False, "advice", "avoids fragments"),
 ])
 def test_environment_variable_gives_a_notice(
     tmp_path: Path, environ: Mapping[str, str], captures: bool, level: str, said: str
 ) -> None:
     notice = found(tmp_path, captures, environ={**ENVIRONMENT, **environ})[next(iter(environ), "TASK_QUEUE_ENABLE")]
     assert (notice.level, said in notice.said) == (level, True), notice
+
+
+@pytest.mark.parametrize(("environ", "level"), [
+    ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "ok"), (
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_NPU_ALLOC_CONF": ""}, "error")])
+def test_either_variable_of_the_allocator_is_taken(tmp_path: Path, environ: Mapping[str, str], level: str) -> None:
+    assert found(tmp_path, environ=environ)[list(environ)[-1]].level == level
 
 
 @pytest.mark.parametrize(("environ", "captures", "level", "said"), [
