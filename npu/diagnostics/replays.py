@@ -69,12 +69,12 @@ class Replays:
 
     def __init__(self, loaded: Loaded, rows: int, longest: int):
         self._backend, self._rows, self._size = loaded.backend, rows, loaded.runner.block_size
-        self._model = _shortened(loaded, longest)
+        self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
         blocks = rows * self._per_row
         self._cache = KVCache.allocate(
             self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend)
-        self._backend.enqueue(partial(_randomize, self._cache)).wait()
+        self._backend.enqueue(partial(randomize, self._cache)).wait()
         self._buffers = BatchBuffers(
             rows, rows, self._per_row, self._size, blocks if self._backend.padding_blocks else None, self._backend)
         chosen, self._backend.decode_buckets = self._backend.decode_buckets, (rows,)
@@ -168,7 +168,7 @@ class Replays:
         return self._backend.fetch(((off * off).sum() / (wide * wide).sum()).sqrt().view(1), buffer)
 
 
-def _shortened(loaded: Loaded, longest: int) -> Model:
+def shortened(loaded: Loaded, longest: int) -> Model:
     """Return the first layers of a model, with rotary tables for `longest` positions, beyond its own context too."""
     model = loaded.model
     count = min(LAYERS, model.config.num_layers)
@@ -178,7 +178,7 @@ def _shortened(loaded: Loaded, longest: int) -> Model:
     return Model(config, weights, cos_sin, model.kernels)
 
 
-def _randomize(cache: KVCache) -> None:
+def randomize(cache: KVCache) -> None:
     generator = torch.Generator().manual_seed(0)
     for keys_and_values in cache.layers:
         for part in keys_and_values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from npuserve.npu import storyteller
 from npuserve.npu.backends import select
 from npuserve.npu.diagnostics import acceptance
+from npuserve.npu.diagnostics.chunk_captures import chunk_buckets
 from tests.npu.emulator.child import emulated
 
 RELAX = ("fp32", "small_heads")
@@ -34,6 +35,33 @@ def test_buckets_on_ascend_report_wrong_lengths() -> None:
     finally:
         NativeLengths.put = put  # type: ignore[method-assign]
     assert all(x.difference > 0.2 for x in wrong)
+
+
+@emulated(relax=RELAX)
+def test_chunk_buckets_on_ascend_report_wrong_lengths_and_ends() -> None:
+    from npuserve.npu.backends.ascend.captured_graph import Lengths
+    from npuserve.npu.backends.ascend.native_lengths import NativeLengths
+
+    backend, put = select("npu", RELAX), NativeLengths.put
+    loaded = acceptance.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
+                             max_num_batched_tokens=16)
+    right = list(chunk_buckets(loaded))
+    assert [x.tokens for x in right] == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert all(max(x.difference, x.long_difference) < 0.05 for x in right)
+    for name, change in (("actual_seq_lengths_kv", -1), ("actual_seq_lengths", 1)):
+
+        def off(self: NativeLengths, graph: object, lengths: Lengths, *more: object) -> None:
+            first, *others = lengths[name]  # noqa: B023
+            put(self, graph, {**lengths, name: [first + change, *others]}, *more)  # type: ignore[arg-type] # noqa: B023
+
+        NativeLengths.put = off  # type: ignore[assignment]
+        try:
+            wrong = list(chunk_buckets(loaded))
+        finally:
+            NativeLengths.put = put  # type: ignore[method-assign]
+        assert all(x.difference > 0.2 for x in wrong), wrong
+    backend.capture_chunks = False
+    assert list(chunk_buckets(loaded)) == []
 
 
 @emulated(relax=RELAX)

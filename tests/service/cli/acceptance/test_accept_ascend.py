@@ -57,7 +57,8 @@ def test_check_accept_emulated_device_passes() -> None:
     assert 0.98 < rounded["least_equal_argmax"] <= rounded["equal_argmax"]
     assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
     assert found["sampling", "captured steps, bfloat16"]["figures"]["share"] == 1.0
-    assert [name for part, name in found if part == "capture"] == ["8 rows", "2 rows"]
+    assert [name for part, name in found if part == "capture"] == [
+        "8 rows", "2 rows", *(f"{tokens} tokens" for tokens in range(64, 513, 64))]
     for part, count in (("sizes", 11), ("sampling", 28), ("contexts", 6), ("variants", 24), ("soak", 1)):
         assert sum(of == part for of, _ in found) == count, part
     assert all("reduced" in x["said"] for (part, _), x in found.items() if part in ("sizes", "contexts"))
