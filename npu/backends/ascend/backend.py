@@ -44,6 +44,9 @@ VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 HCCL_BUFFER_MIB = 200
 """Default of HCCL_BUFFSIZE."""
 
+FEATURE_NOT_SUPPORTED = 207000
+"""Error of an old driver, of which torch_npu only warns: after its own updates a replay would wait forever."""
+
 TOKEN_BUCKET = 64
 """Tokens between the buckets of captured steps with chunks."""
 
@@ -293,6 +296,8 @@ class AscendBackend(StreamBackend):
             try:
                 self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
             except (UnsupportedCall, UpdateError) as error:
+                if acl_errors.code_of(error) == FEATURE_NOT_SUPPORTED:
+                    raise
                 reason = error
             if self._takes_lengths:
                 return

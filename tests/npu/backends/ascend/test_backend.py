@@ -242,12 +242,15 @@ def test_ascend_cache_too_large_names_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "said"), [
-    (207000, "the driver is too old .error 107033"), (207008, "it is too old .error 207008"),
+    (207000, "it is too old .error 207000"), (207019, "the driver is too old .error 207019"),
+    (207008, "it is too old .error 207008"),
     (207001, "short of memory or of a resource .error 207001.: .* fewer decode_buckets")])
 @emulated(fresh=True)
 def test_ascend_capture_error_gives_advice(tmp_path: Path, code: int, said: str) -> None:
     saved(tmp_path)
     if code == 207000:
+        emulator.fail("aclrtValueWrite", code, times=-1)
+    elif code == 207019:
         emulator.fail("aclmdlRICaptureTaskUpdateBegin", code, times=2)  # both updaters of lengths are tried
     else:
         emulator.fail("aclmdlRICaptureBegin", code)
@@ -279,7 +282,8 @@ def test_ascend_without_possible_capture_runs_kernel_by_kernel(tmp_path: Path, c
 
 
 @pytest.mark.parametrize(("call", "code", "nth", "told"), [
-    ("aclmdlRICaptureTaskUpdateBegin", 207000, 1, " .error 107033"),
+    ("aclmdlRICaptureTaskUpdateBegin", 207000, 1, " .error 207000"),
+    ("aclmdlRICaptureTaskUpdateBegin", 207019, 1, " .error 207019"),
     ("aclmdlRICaptureEnd", 207005, 3, " .error 207005"),
     ("aclmdlRICaptureEnd", 207000, 3, ": update the Ascend HDK driver")])
 @emulated(fresh=True)
