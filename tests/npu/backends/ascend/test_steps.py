@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from npuserve.kernels.ascend import LABEL
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
+from npuserve.service import metrics
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.small import GREEDY, Ask, answers, asks, masked, saved
 from tests.npu.emulator.child import emulated
@@ -201,7 +203,9 @@ ORDERS = [(depth, pool, is_restored) for depth in (1, 2) for pool in (64, 3) for
 """Steps in flight, blocks of the KV cache, and whether an engine died before."""
 
 
-def constrained_by_grammars(folder: Path, orders: list[tuple[int, int, bool]]) -> None:
+def constrained_by_grammars(
+    folder: Path, orders: list[tuple[int, int, bool]], mask_seconds: float = math.inf
+) -> None:
     saved(folder, vocabulary=constrained.VOCABULARY)
     npu, cpu = load(folder), load(folder, "cpu", block_size=128, threads=1)
     cases, alone = constrained.cases(128), constrained.expected_by(cpu, 64)
@@ -209,12 +213,13 @@ def constrained_by_grammars(folder: Path, orders: list[tuple[int, int, bool]]) -
     preemptions = forced = 0
     for depth, pool, is_restored in orders:
         found, scheduler = constrained.answered(
-            npu, cases, alone, depth=depth, pool=pool, seats=8, budget=64, is_restored=is_restored)
+            npu, cases, alone, depth=depth, pool=pool, seats=8, budget=64, is_restored=is_restored,
+            mask_seconds=mask_seconds)
         assert found == expected
         preemptions += scheduler.preemptions
         forced += scheduler.forced_tokens
     assert preemptions
-    assert forced
+    assert forced or not mask_seconds
     for case in cases[:3]:
         assert constrained.answered(npu, [case], alone, depth=2, pool=64, seats=8, budget=64)[0] == [alone(case)]
 
@@ -223,6 +228,14 @@ def constrained_by_grammars(folder: Path, orders: list[tuple[int, int, bool]]) -
 def test_ascend_tokens_by_grammars_equal_cpu(tmp_path: Path) -> None:
     """Requests of all kinds run together and are preempted; the last orders begin after the death of an engine."""
     constrained_by_grammars(tmp_path, [(2, 64, False), (1, 3, False), (2, 3, True)])
+
+
+@emulated(relax=RELAX)
+def test_ascend_tokens_by_grammars_do_not_depend_on_deferred_rows(tmp_path: Path) -> None:
+    """No step waits for a mask, so rows are computed again, on the device and beside captured decodes."""
+    deferred = metrics.deferred_rows_total._value.get()
+    constrained_by_grammars(tmp_path, [(2, 64, False), (1, 3, False), (2, 3, True)], mask_seconds=0.0)
+    assert metrics.deferred_rows_total._value.get() > deferred
 
 
 @pytest.mark.full

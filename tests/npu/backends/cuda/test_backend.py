@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -176,10 +177,14 @@ def test_cuda_tokens_with_prefix_hits_and_preemption_equal_cpu(tmp_path: Path, n
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("mask_seconds", [math.inf, 0.0], ids=["waiting", "deferred"])
 @pytest.mark.parametrize("is_restored", [True, False], ids=["restored", "new"])
 @pytest.mark.parametrize("depth", [2, 1])
-def test_cuda_tokens_by_grammars_equal_cpu(tmp_path: Path, depth: int, is_restored: bool) -> None:
-    """Requests of several kinds run together and are preempted, also after an engine's death.
+def test_cuda_tokens_by_grammars_equal_cpu(
+    tmp_path: Path, depth: int, is_restored: bool, mask_seconds: float
+) -> None:
+    """Requests of several kinds run together and are preempted, also after an engine's death. Rows are deferred if no
+    step waits for a mask.
 
     By default the CPU and Ascend run grammars, and CUDA masks: tests/npu/execution/test_constrained_loop.py.
     """
@@ -190,7 +195,7 @@ def test_cuda_tokens_by_grammars_equal_cpu(tmp_path: Path, depth: int, is_restor
     chosen = [("json_schema", "greedy"), ("none", "greedy"), ("regex", "seeded")]
     cases = [case for one in chosen for case in cases if (case.kind, case.sampling) == one]
     found, scheduler = constrained.answered(
-        cuda, cases, alone, depth=depth, pool=4, seats=4, budget=16, is_restored=is_restored)
+        cuda, cases, alone, depth=depth, pool=4, seats=4, budget=16, is_restored=is_restored, mask_seconds=mask_seconds)
     assert found == [alone(case) for case in cases]
     assert scheduler.preemptions > 0
 
