@@ -1,18 +1,23 @@
-"""Analysis of schemas: values that are infinite, alternatives that exclude each other, and exact numbers."""
+"""Analysis of schemas: infinite values, alternatives that exclude each other, names of properties, exact numbers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from npuserve.service.grammar.translation import pattern
 from npuserve.service.grammar.translation.errors import ConstraintError
 
 _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 """Types that exclude each other: an integer, also one written as 1.0, is no fraction. "number" is both."""
+
+_LITERALS = re.compile(r"\^(?:(\w+)|\((?:\?:)?(\w+(?:\|\w+)*)\))\$")
+"""Expressions of given names, such as "^(a|b)$"."""
 
 
 def require_finite_value(schema: Mapping[str, Any]) -> None:
@@ -182,3 +187,56 @@ def _exclude(one: _Facts, other: _Facts, types: frozenset[str]) -> bool:
         return True
     return shared == {"object"} and any(
         not one.properties[name] & other.properties[name] for name in one.properties.keys() & other.properties.keys())
+
+
+def declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Move patterns that match only declared names to 'properties'.
+
+    The library would begin one more property for such a pattern, and find no name for it.
+    """
+    declared = {*out.get("properties", ()), *out.get("required", ())}
+    for source in schema.get("patternProperties", ()):
+        found = _LITERALS.fullmatch(source)
+        names = (found[1] or found[2]).split("|") if found else []
+        pattern_name = pattern.translate(source, quoted=True) if names else ""
+        if pattern_name not in out["patternProperties"] or not declared.issuperset(names):
+            continue
+        inner, properties = out["patternProperties"].pop(pattern_name), out.setdefault("properties", {})
+        for matched in names:
+            properties[matched] = {"allOf": [properties[matched], inner]} if matched in properties else inner
+
+
+def restrict_names(out: dict[str, Any], names: Mapping[str, Any]) -> bool:
+    """Express 'propertyNames' by other keywords. Return False, without a change, if that is not possible.
+
+    out: translated schema of an object.
+    names: translated value of 'propertyNames'.
+    """
+    rule = {keyword: value for keyword, value in names.items() if (keyword, value) != ("type", "string")}
+    if not rule:
+        return True
+    if "patternProperties" in out:
+        return False
+    if rule.keys() <= {"enum", "const"}:
+        listed = [name for name in rule.get("enum", [rule.get("const")]) if name == rule.get("const", name)]
+        declared, other = out.get("properties", {}), out.get("additionalProperties", True)
+        allowed = {name: declared.get(name, other) for name in listed if isinstance(name, str)}
+        out["properties"] = {name: value for name, value in allowed.items() if name in declared or other is not False}
+    else:
+        expression = _expression(rule)
+        if expression is None or out.get("properties") or out.get("required"):
+            return False
+        out["patternProperties"] = {expression: out.get("additionalProperties", True)}
+    out["additionalProperties"] = False
+    return True
+
+
+def _expression(rule: Mapping[str, Any]) -> str | None:
+    """Return the expression of the names that 'pattern', 'format' or lengths allow; None for other rules."""
+    if rule.keys() == {"allOf"} and len(rule["allOf"]) == 1:  # of a format
+        (rule,) = rule["allOf"]
+    if rule.keys() == {"pattern"}:
+        return str(rule["pattern"])
+    if rule.keys() <= {"minLength", "maxLength"}:
+        return pattern.translate(rf"^[\s\S]{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}$", quoted=True)
+    return None

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from npuserve.service.grammar.translation import formats, pattern
-from npuserve.service.grammar.translation.analysis import is_exact, require_finite_value
+from npuserve.service.grammar.translation.analysis import (
+    declare_matched_names,
+    is_exact,
+    require_finite_value,
+    restrict_names,
+)
 from npuserve.service.grammar.translation.errors import ConstraintError
 
 MAX_DEPTH = 64
@@ -33,7 +37,7 @@ MAX_COUNT = 100_000
 
 _UNSUPPORTED = frozenset({
     "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains",
-    "maxContains", "propertyNames", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef",
+    "maxContains", "uniqueItems", "unevaluatedItems", "unevaluatedProperties", "$dynamicRef",
     "$recursiveRef", "extends", "disallow", "divisibleBy"})
 ORIGIN = "$comment"
 """Annotation of a translated schema: the path of the client's schema, for errors of the library."""
@@ -42,8 +46,6 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OLD_DRAFTS = ("http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-06/schema",
                "http://json-schema.org/draft-07/schema")
-_LITERALS = re.compile(r"\^(?:(\w+)|\((?:\?:)?(\w+(?:\|\w+)*)\))\$")
-"""Expressions of given names, such as "^(a|b)$"."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
@@ -166,7 +168,7 @@ class _Schema:
                 out[keyword] = self._properties(keyword, value, base, here, depth)
             elif keyword == "additionalProperties":
                 out[keyword] = self._walk(value, base, here, depth + 1)
-            elif keyword in ("items", "prefixItems", "additionalItems"):
+            elif keyword in ("items", "prefixItems", "additionalItems", "propertyNames"):
                 pass  # below
             elif keyword == "format":
                 added += _format(value, here) if self._formats_apply else ()
@@ -175,7 +177,9 @@ class _Schema:
         self._items(schema, base, path, depth, out)
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
-        _declare_matched_names(schema, out)
+        declare_matched_names(schema, out)
+        if "propertyNames" in schema:
+            self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)
         if added:
             out.setdefault("allOf", []).extend(added)
         return out or True
@@ -204,6 +208,17 @@ class _Schema:
             found = self._walk(inner, base, here, depth + 1)
             out[name] = {"allOf": [out[name], found]} if name in out else found  # "(a)" and "(?:a)" are one pattern
         return out
+
+    def _names(self, value: Any, base: str, path: str, out: dict[str, Any]) -> None:
+        """Restrict the names of properties."""
+        here = path
+        for _ in range(MAX_DEPTH):
+            if isinstance(value, dict) and value.keys() - {"title", "description"} == {"$ref"}:
+                value, base, here = self._target(value["$ref"], base, f"{here}/$ref")
+        found = self._walk(value, base, here, 0)
+        if found is not True and not (found and restrict_names(out, found)):
+            raise _error(path, "keyword 'propertyNames' is supported with 'enum' or 'const', or for an object without "
+                               "declared properties with one of 'pattern', 'format' and lengths,")
 
     def _items(self, schema: Mapping[str, Any], base: str, path: str, depth: int, out: dict[str, Any]) -> None:
         items, rest = schema.get("items", True), "items"
@@ -373,23 +388,6 @@ def _inside(value: float, sign: int, others: Sequence[float]) -> float:
     if value != int(value) or not any(0 < sign * (other - value) < 1 for other in others):
         return value
     return float(value + sign * max(MIN_BOUND, 10.0 ** (len(str(int(abs(value)))) - 15)))
-
-
-def _declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Move patterns that match only declared names to 'properties'.
-
-    The library would begin one more property for such a pattern, and find no name for it.
-    """
-    declared = {*out.get("properties", ()), *out.get("required", ())}
-    for source in schema.get("patternProperties", ()):
-        found = _LITERALS.fullmatch(source)
-        names = (found[1] or found[2]).split("|") if found else []
-        pattern_name = pattern.translate(source, quoted=True) if names else ""
-        if pattern_name not in out["patternProperties"] or not declared.issuperset(names):
-            continue
-        inner, properties = out["patternProperties"].pop(pattern_name), out.setdefault("properties", {})
-        for matched in names:
-            properties[matched] = {"allOf": [properties[matched], inner]} if matched in properties else inner
 
 
 def _check_properties(out: Mapping[str, Any], path: str) -> None:
