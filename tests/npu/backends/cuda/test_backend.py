@@ -27,6 +27,7 @@ from npuserve.npu.profile import ProfileSummary
 from npuserve.npu.profiling.session import Profiler
 from npuserve.npu.profiling.trace_folder import TraceFolder
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
+from npuserve.service import metrics
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
 from tests.support import constrained
 from tests.support.loop import Ask, serve
@@ -194,10 +195,12 @@ def test_cuda_tokens_by_grammars_equal_cpu(
     cases, alone = constrained.cases(16), constrained.expected_by(cpu, 64)
     chosen = [("json_schema", "greedy"), ("none", "greedy"), ("regex", "seeded")]
     cases = [case for one in chosen for case in cases if (case.kind, case.sampling) == one]
+    deferred = metrics.deferred_rows_total._value.get()
     found, scheduler = constrained.answered(
         cuda, cases, alone, depth=depth, pool=4, seats=4, budget=16, is_restored=is_restored, mask_seconds=mask_seconds)
     assert found == [alone(case) for case in cases]
     assert scheduler.preemptions > 0
+    assert (metrics.deferred_rows_total._value.get() > deferred) == (not mask_seconds)
 
 
 # Order
