@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from npuserve.npu.storyteller import FOLDER
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import KV_CACHE_MEMORY, Server, request, streamed
 from tests.e2e.test_exactness import STORIES, check
-from tests.e2e.test_ranks import answers, copied, erase
+from tests.e2e.test_ranks import answers, erase, shares_weights
 from tests.support.models import random_model, saved
 from tests.support.processes import free_port
 
@@ -53,9 +54,15 @@ def hosts(environment: object = torchrun, model: Path = FOLDER) -> Iterator[tupl
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[tuple[Server, Server]]:
-    """Two hosts that torchrun's variables join, shared by the first tests."""
-    with hosts() as servers:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy of the built-in model."""
+    return shutil.copytree(FOLDER, tmp_path_factory.mktemp("hosts") / "model")
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path) -> Iterator[tuple[Server, Server]]:
+    """Two hosts that torchrun's variables join, shared by the first tests. Their model is in `folder`."""
+    with hosts(model=folder) as servers:
         yield servers
 
 
@@ -71,19 +78,25 @@ def test_two_hosts_answer_as_transformers_do(group: tuple[Server, Server]) -> No
         check(group[0], FOLDER, STORIES[:3], index)
 
 
-def test_killed_rank_of_the_other_host_shows_in_no_stream(group: tuple[Server, Server]) -> None:
+def test_killed_rank_of_the_other_host_shows_in_no_stream(group: tuple[Server, Server], folder: Path) -> None:
+    """The next group finds the weights in memory where they are kept: a rank that read the files, which are
+    overwritten, would compute other tokens. Further restarts: test_ranks.py.
+    """
     first, second = group
-    alone = streamed(first.stub, request("Once upon a time", 100, ignore_eos=True))[:2]
-    call = first.stub.StreamGenerate(request("Once upon a time", 100, ignore_eos=True), timeout=100)
+    ask = request("Once upon a time", 100, ignore_eos=True)
+    alone = streamed(first.stub, ask)[:2]
+    if shares_weights():
+        erase(folder)
+    call = first.stub.StreamGenerate(ask, timeout=100)
     received = [next(call) for _ in range(5)]
-    engine = engine_of(first)
-    (rank,) = (int(pid) for pid in Path(f"/proc/{second.process.pid}/task/{second.process.pid}/children")
-               .read_text().split())
+    engine, rank = engine_of(first), rank_of(second)
     os.kill(rank, signal.SIGKILL)
     received += list(call)
     assert "".join(message.text for message in received) == alone[0]
     assert engine_of(first) not in (0, engine)
+    assert rank_of(second) not in (0, rank)
     until(lambda: answers(first), first)
+    assert streamed(first.stub, ask)[:2] == alone
 
 
 def test_stopped_first_host_leaves_the_other_waiting(group: tuple[Server, Server]) -> None:
@@ -118,36 +131,13 @@ def test_drain_of_both_hosts_ends_no_stream() -> None:
         assert "starting them again" not in second.log
 
 
-@pytest.fixture(scope="module")
-def erased(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server, tuple[str, list[int]]]]:
-    """Two hosts whose model's files are overwritten after the start, and an answer of the first."""
-    folder = copied(tmp_path_factory.mktemp("erased"))
-    with hosts(model=folder) as (first, second):
-        answer = streamed(first.stub, request("Once upon a time", 64))[:2]
-        erase(folder)
-        yield first, second, answer
-
-
-def test_restarted_group_finds_the_weights_in_memory(
-    erased: tuple[Server, Server, tuple[str, list[int]]]
-) -> None:
-    """A rank that read the files would compute other tokens. Further restarts: test_ranks.py."""
-    first, second, alone = erased
-    rank = rank_of(second)
-    os.kill(rank, signal.SIGKILL)
-    until(lambda: rank_of(second) not in (0, rank), first)
-    until(lambda: answers(first), first)
-    assert streamed(first.stub, request("Once upon a time", 64))[:2] == alone
-
-
-def test_second_signal_ends_a_host_at_once(erased: tuple[Server, Server, tuple[str, list[int]]]) -> None:
-    """Last test of that group."""
-    _, second, _ = erased
-    second.process.terminate()
-    with pytest.raises(subprocess.TimeoutExpired):
-        second.process.wait(1)
-    second.process.terminate()
-    assert second.process.wait(10) == 0
+def test_second_signal_ends_a_host_at_once() -> None:
+    with hosts() as (_, second):
+        second.process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.process.wait(1)
+        second.process.terminate()
+        assert second.process.wait(10) == 0
 
 
 def test_missing_rank_is_named_and_ends_the_server() -> None:

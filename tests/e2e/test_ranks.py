@@ -79,17 +79,6 @@ def test_killed_ranks_show_in_no_stream(server: Server, kills: ModuleType, kills
     assert server.metric("npuserve_kv_cache_usage_ratio") == 0
 
 
-@pytest.mark.parametrize("victim", ["engine", "rank"])
-def test_death_of_a_rank_ends_the_group_within_a_second(server: Server, victim: str) -> None:
-    until(lambda: ranks_of(server.process.pid), server)
-    engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
-    os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
-    began = time.monotonic()
-    until(lambda: not is_alive(engine) and not is_alive(rank), server)
-    assert time.monotonic() - began < 1
-    until(lambda: answers(server), server)
-
-
 def answers(server: Server) -> bool:
     """Return False while the engine restarts."""
     try:
@@ -116,15 +105,13 @@ def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
     assert server.metric("npuserve_engine_restarts_total") == before + 1
 
 
-def copied(folder: Path) -> Path:
-    """Copy the built-in model; skip the test where no weights are kept in memory."""
+def shares_weights() -> bool:
+    """Return True if a server keeps its weights in memory for the next engine."""
     from npuserve.npu.backends.cpu import CpuBackend
 
     with (open(os.memfd_create("test"), "rb") as file,
           CpuBackend().sharing(file.fileno(), filled=False) as possible):
-        if not possible:
-            pytest.skip("no native kernels, or no large pages of a file in memory")
-    return Path(shutil.copytree(FOLDER, folder / "model"))
+        return bool(possible)
 
 
 def erase(folder: Path) -> None:
@@ -137,29 +124,40 @@ def erase(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def erased(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, tuple[str, list[int]]]]:
-    """Server with two ranks whose model's files are overwritten after the start; their folder, and an answer."""
-    folder = copied(tmp_path_factory.mktemp("erased"))
+    """Server with two ranks, the folder of its model and an answer.
+
+    The model's files are overwritten after the start where the weights are kept in memory.
+    """
+    folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("erased") / "model")
     with serving(str(folder), *parallel(2), "--kv-cache-memory", KV_CACHE_MEMORY) as running:
         answer = streamed(running.stub, request("Once upon a time", 64))[:2]
-        erase(folder)
+        if shares_weights():
+            erase(folder)
         yield running, folder, answer
 
 
-def test_restarted_ranks_find_the_weights_in_memory(erased: tuple[Server, Path, tuple[str, list[int]]]) -> None:
-    """A rank that read the files would compute other tokens."""
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_death_of_a_rank_ends_the_group_within_a_second(
+    erased: tuple[Server, Path, tuple[str, list[int]]], victim: str
+) -> None:
+    """The next group finds the weights in memory: a rank that read the files would compute other tokens."""
     server, _, alone = erased
-    for victim in ("engine", "rank"):
-        engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
-        os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
-        until(lambda engine=engine: engine_of(server) not in (0, engine), server)
-        until(lambda: answers(server), server)
-        assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
+    until(lambda: ranks_of(server.process.pid), server)
+    engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
+    os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
+    began = time.monotonic()
+    until(lambda: not is_alive(engine) and not is_alive(rank), server)
+    assert time.monotonic() - began < 1
+    until(lambda: engine_of(server) not in (0, engine) and answers(server), server)
+    assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
 
 
 def test_ranks_read_the_files_of_a_model_that_has_changed(
     erased: tuple[Server, Path, tuple[str, list[int]]]
 ) -> None:
     """Last test of that server."""
+    if not shares_weights():
+        pytest.skip("no native kernels, or no large pages of a file in memory")
     server, folder, _ = erased
     for file in folder.glob("*.safetensors"):
         os.utime(file)
