@@ -85,8 +85,12 @@ def test_death_of_a_rank_ends_the_group_and_the_stream_continues(server: Server)
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
 
 
+@pytest.mark.full
 def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
-    """The collectives of the other rank wait. HCCL itself would wait for half an hour."""
+    """The collectives of the other rank wait. HCCL itself would wait for half an hour.
+
+    By default: a kernel that never returns (test_faults.py), and a stopped rank on CPUs (tests/e2e/test_ranks.py).
+    """
     alone = streamed(server.stub, request("Once upon a time", 24))[1]
     restarts = server.metric("npuserve_engine_restarts_total")
     os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
