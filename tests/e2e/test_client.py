@@ -14,6 +14,7 @@ import pytest
 
 from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost, channel
 from npuserve.npu.storyteller import FOLDER
+from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import processes
 from tests.e2e.server import Server, serving
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW
@@ -24,7 +25,8 @@ PROMPTS = ("Once upon a time", "One day", "The cat", "Tim wanted", "从前有", 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(str(FOLDER), "--frontends", "2", "--dtype", "float32", "--debuggable") as running:
+    """Server whose engine counts: the answers are the same before and after a kill, which clients do not see."""
+    with serving(str(FOLDER), "--frontends", "2", "--debuggable", **COUNTING) as running:
         yield running
 
 
