@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -271,41 +272,33 @@ def test_stream_resumes_with_its_constraint(server: Server) -> None:
     assert text == whole.text
 
 
-def test_stream_continues_after_the_death_of_the_engine(server: Server) -> None:
-    """The grammar is compiled again, and advanced over the tokens so far."""
-    message = ask(150, regex=LONG, temperature=1.0, seed=10)
-    whole = server.stub.Generate(message, timeout=100)
-    text, is_killed = "", False
-    for part in server.stub.StreamGenerate(message, timeout=100):
-        text += part.text
-        if not is_killed:
-            os.kill(engine_of(server), signal.SIGKILL)
-            is_killed = True
-    assert text == whole.text
-    assert (part.finish.reason, part.finish.grammar_completed) == (whole.finish.reason, whole.finish.grammar_completed)
-    assert re.fullmatch(r"([a-z]{1,9} )*[a-z]{0,9}", text)
-
-
 def test_streams_of_all_kinds_continue_after_the_death_of_the_engine(server: Server) -> None:
-    """They run beside a stream without a constraint; each matcher is advanced over another number of tokens."""
-    asks = [ask(80, temperature=seed / 2, seed=seed, **fields) for seed in range(2) for fields, _ in CASES.values()]
-    asks.append(ask(80, ignore_eos=True))
-    whole = [server.stub.Generate(message, timeout=100) for message in asks]
-    held = [0] * len(asks)
+    """Grammars are compiled again, and each matcher is advanced over another number of tokens.
 
-    def read(place: int) -> tuple[str, bool]:
+    A long constrained stream and one without a constraint run beside the others when the engine is killed.
+    """
+    asks = [ask(80, temperature=seed / 2, seed=seed, **fields) for seed in range(2) for fields, _ in CASES.values()]
+    asks += [ask(150, regex=LONG, temperature=1.0, seed=10), ask(150, ignore_eos=True)]
+    whole = [server.stub.Generate(message, timeout=100) for message in asks]
+    messages, at_kill = [0] * len(asks), [0] * len(asks)
+    kill = threading.Lock()  # taken once, and never released
+
+    def read(place: int) -> tuple[str, pb.FinishReason, bool]:
         text = ""
         for part in server.stub.StreamGenerate(asks[place], timeout=100):
             text += part.text
-            held[place] += 1
-            if place == len(asks) - 1 and held[place] == 4:
+            messages[place] += 1
+            if min(messages[-2:]) >= 2 and kill.acquire(blocking=False):
+                at_kill[:] = messages
                 os.kill(engine_of(server), signal.SIGKILL)
-        return text, part.finish.grammar_completed
+        return text, part.finish.reason, part.finish.grammar_completed
 
     with ThreadPoolExecutor(len(asks)) as pool:
         found = list(pool.map(read, range(len(asks))))
-    assert found == [(answer.text, answer.finish.grammar_completed) for answer in whole]
-    assert held[-1] > 4
+    assert found == [(answer.text, answer.finish.reason, answer.finish.grammar_completed) for answer in whole]
+    assert re.fullmatch(r"([a-z]{1,9} )*[a-z]{0,9}", found[-2][0])
+    for place in (-2, -1):
+        assert messages[place] > at_kill[place] >= 2
 
 
 def test_python_client_returns_objects(server: Server) -> None:
