@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -19,7 +19,7 @@ from bench.serving.server import engine_of
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
-from tests.support.processes import require_mount_namespaces
+from tests.support.processes import free_port, has_mount_namespaces, require_mount_namespaces
 
 STREAMS = 16
 """Number of streams at SIGTERM."""
@@ -31,11 +31,12 @@ chart = pytest.importorskip("tests.helm.chart")
 pytestmark = [chart.needs_helm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def container(free_port: Callable[[], int]) -> Iterator[Container]:
+@pytest.fixture(scope="module")
+def container() -> Iterator[Container]:
     """Container with the chart's own times and settings, except for free ports, since pods share an address here.
 
-    Its volumes have short paths, as in a pod: a socket's path is limited to 100 characters.
+    It has started, with a read-only file system where mount namespaces are allowed, and the tests share it. Its volumes
+    have short paths, as in a pod: a socket's path is limited to 100 characters.
     """
     objects = chart.render({"host": "127.0.0.1", "ports": {
         "grpc": free_port(), "metrics": free_port(), "health": free_port()}})
@@ -44,6 +45,8 @@ def container(free_port: Callable[[], int]) -> Iterator[Container]:
         program = entrypoint(chart.ROOT / "docker" / "Dockerfile.cpu")
         made = Container(chart.pod(objects), config, program, Path(volumes))
         try:
+            made.start(read_only=has_mount_namespaces())
+            made.succeed("startup", 0.1)
             yield made
         finally:
             made.close()
@@ -117,9 +120,36 @@ def watch(channel: grpc.Channel, seen: list[tuple[float, int]]) -> threading.Thr
     return thread
 
 
+def test_it_writes_to_its_volumes_alone(container: Container, channel: grpc.Channel):
+    """Its threads are the CPUs that the pod requests."""
+    require_mount_namespaces()
+    environment = dict(entry.split("=", 1) for entry in
+                       Path(f"/proc/{container.process.pid}/environ").read_text().split("\0") if "=" in entry)
+    requests = container.spec["resources"]["requests"]
+    assert environment["NPUSERVE_THREADS"] == str(requests["cpu"])
+    answer = rpc.InferenceServiceStub(channel).Generate(request("Once upon a time", 8), timeout=60)
+    assert answer.finish.usage.generated_tokens == 8
+    assert len(list(Path(environment["TMPDIR"]).glob("npuserve-*/engine.sock"))) == 1
+
+
+def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
+    seen: list[tuple[float, int]] = []
+    watch(channel, seen)
+    while not seen:
+        time.sleep(0.01)
+    os.kill(engine_of(container.process.pid), signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while len(seen) < 3:
+        assert container.probe("liveness"), "the kubelet would count this against the container"
+        assert time.monotonic() < deadline, container.log
+        time.sleep(0.05)
+    assert [status for _, status in seen] == [HEALTH.SERVING, HEALTH.NOT_SERVING, HEALTH.SERVING]
+    assert container.probe("readiness")
+    assert container.process.poll() is None
+
+
 def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: grpc.Channel):
-    container.start()
-    container.succeed("startup", 0.1)
+    """Last test of the container."""
     assert container.probe("readiness")
     assert container.probe("liveness")
     seen: list[tuple[float, int]] = []
@@ -154,35 +184,3 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     print(f"{STREAMS} streams at SIGTERM, {sum(s.whole for s in earlier)} before, 0 cut; readiness down after "
           f"{down - signalled[0]:.3f} s, the last stream's end after {max(ended) - signalled[0]:.1f} s, exit 0 "
           f"{left - began:.1f} s after the deletion, of {container.grace:.0f} s grace")
-
-
-def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
-    container.start()
-    container.succeed("startup", 0.1)
-    seen: list[tuple[float, int]] = []
-    watch(channel, seen)
-    while not seen:
-        time.sleep(0.01)
-    os.kill(engine_of(container.process.pid), signal.SIGKILL)
-    deadline = time.monotonic() + 90
-    while len(seen) < 3:
-        assert container.probe("liveness"), "the kubelet would count this against the container"
-        assert time.monotonic() < deadline, container.log
-        time.sleep(0.05)
-    assert [status for _, status in seen] == [HEALTH.SERVING, HEALTH.NOT_SERVING, HEALTH.SERVING]
-    assert container.probe("readiness")
-    assert container.process.poll() is None
-
-
-def test_it_writes_to_its_volumes_alone(container: Container, channel: grpc.Channel):
-    """Its threads are the CPUs that the pod requests."""
-    require_mount_namespaces()
-    container.start(read_only=True)
-    container.succeed("startup", 0.1)
-    environment = dict(entry.split("=", 1) for entry in
-                       Path(f"/proc/{container.process.pid}/environ").read_text().split("\0") if "=" in entry)
-    requests = container.spec["resources"]["requests"]
-    assert environment["NPUSERVE_THREADS"] == str(requests["cpu"])
-    answer = rpc.InferenceServiceStub(channel).Generate(request("Once upon a time", 8), timeout=60)
-    assert answer.finish.usage.generated_tokens == 8
-    assert len(list(Path(environment["TMPDIR"]).glob("npuserve-*/engine.sock"))) == 1

@@ -39,11 +39,15 @@ def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda:
     return found
 
 
+def has_mount_namespaces() -> bool:
+    """Return True where MOUNT_NAMESPACE is allowed."""
+    return subprocess.run([*MOUNT_NAMESPACE, "true"], capture_output=True).returncode == 0
+
+
 def require_mount_namespaces() -> None:
     """Skip the test where MOUNT_NAMESPACE is not allowed."""
-    allowed = subprocess.run([*MOUNT_NAMESPACE, "true"], capture_output=True)
-    if allowed.returncode:
-        pytest.skip(f"no mount namespaces here: {allowed.stderr.decode().strip()}")
+    if not has_mount_namespaces():
+        pytest.skip(f"no mount namespaces here: {' '.join(MOUNT_NAMESPACE)} fails")
 
 
 def is_running(pid: int) -> bool:
