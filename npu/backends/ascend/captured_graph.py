@@ -89,6 +89,7 @@ def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) ->
     """Capture `step` for `rows` rows on a stream, with memory of `pool`."""
     step(rows)  # operators that initialize at their first call do so before the capture
     graph = torch.npu.NPUGraph()
+    _omit_dynamo(graph)
     modes = len(_get_current_dispatch_mode_stack())
     try:
         with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True):
@@ -99,3 +100,14 @@ def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) ->
             mode.__exit__(None, None, None)
         raise
     return CapturedGraph(graph, rows, output)
+
+
+def _omit_dynamo(graph: Any) -> None:
+    """Let the graph's dispatch mode run without torch._dynamo, whose import takes half a second.
+
+    torch imports it to exclude the mode's function from torch.compile, which nothing here uses. The attribute is
+    torch's cache of the excluded function (torch/_compile.py). Without effect on a function that torch has not wrapped.
+    """
+    function = getattr(graph.graph_dispatch_mode.__torch_dispatch__, "__wrapped__", None)
+    if function is not None:
+        vars(function).setdefault("__dynamo_disable", function)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -311,6 +312,15 @@ def test_ascend_with_growing_segments_equals_cpu(tmp_path: Path, monkeypatch: py
         pytest.skip(reason)
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     run(serve_with_growing_segments, {"folder": tmp_path}, {"relax": RELAX}, fresh=True)
+
+
+@emulated(fresh=True)
+def test_ascend_capture_imports_no_dynamo(tmp_path: Path) -> None:
+    """The import would take half a second of each start."""
+    saved(tmp_path)
+    with patch.dict(sys.modules, {"torch._dynamo": None}):  # its import fails
+        _, results = answers(load(tmp_path, dtype="bfloat16", decode_buckets=(1,), capture="on"), asks(1, 4))
+    assert all(result.captured for result in results)
 
 
 @emulated(relax=RELAX)
