@@ -91,8 +91,7 @@ def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     reports = []
     for runner in (npu, cpu):
-        new = NewRequest(1, prompt, [], GREEDY.__replace__(logprobs=5) if hasattr(GREEDY, "__replace__") else
-                         type(GREEDY)(temperature=0.0, logprobs=5))
+        new = NewRequest(1, prompt, [], type(GREEDY)(temperature=0.0, logprobs=5))
         reports.append(runner.collect(runner.launch(Step([Row(1, prompt, 0, [0], True)], [new]))).logprobs[1])
     assert reports[0].token_id == reports[1].token_id
     assert reports[0].logprob == pytest.approx(reports[1].logprob, abs=0.05)
