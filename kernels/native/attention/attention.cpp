@@ -52,7 +52,7 @@ struct Attention {
         float *sum;       // [rows, Dp] of one split
         float *total;     // [rows, Dp] of all splits so far
         float *largest, *mass, *total_largest, *total_mass;  // [rows]
-        float *q_scales, *weight_scales;                     // [rows]
+        float *q_scales, *weight_scales, *old, *young;        // [rows]
         float *value_scales;   // [SPLIT]
         uint32_t *last_word;   // [Dp]
         uint16_t *key_scales;  // [SPLIT], of gathered keys
@@ -60,9 +60,9 @@ struct Attention {
 
         explicit UnitScratch(const Shape &s) {
             int64_t rows = s.item_queries * s.group + (GATHERS ? MAX_PADDING : Amx::PADDING), size = int64_t(sizeof(X));
-            int64_t of_row = s.dim * size + SPLIT * (size + 4) + s.padded_dim * 8 + 6 * 4;
+            int64_t of_row = s.dim * size + SPLIT * (size + 4) + s.padded_dim * 8 + 8 * 4;
             int64_t copied = GATHERS ? Gather<C>::bytes(s) : Amx::bytes(s);
-            int64_t bytes = rows * of_row + SPLIT * (4 + 2) + s.padded_dim * 4 + copied + 16 * 64;
+            int64_t bytes = rows * of_row + SPLIT * (4 + 2) + s.padded_dim * 4 + copied + 18 * 64;
             at = static_cast<char *>(scratch(size_t(bytes)));
             take(q, rows * s.dim + 64 / size);
             take(scores, rows * SPLIT);
@@ -71,7 +71,7 @@ struct Attention {
             else
                 take(weights, rows * SPLIT);
             for (float **made : {&sum, &total}) take(*made, rows * s.padded_dim);
-            for (float **made : {&largest, &mass, &total_largest, &total_mass, &q_scales, &weight_scales})
+            for (float **made : {&largest, &mass, &total_largest, &total_mass, &q_scales, &weight_scales, &old, &young})
                 take(*made, rows);
             take(value_scales, SPLIT);
             take(last_word, s.padded_dim);
@@ -154,17 +154,11 @@ struct Attention {
                 if (!next.empty()) after = next.keys(s, next.split);
             }
             attend(s, work, tiles, item, part.head, split, from, count, after, first ? work.total : work.sum,
-                   first ? work.total_largest : work.largest, first ? work.total_mass : work.mass);
-            for (int64_t i = first ? count : from; i < count; i++) {
-                float *sum = work.sum + i * s.padded_dim;
-                if (part.cut) {
-                    float *p = s.partial(part.index, part.splits, split, part.head * s.group + i);
-                    p[0] = work.largest[i], p[1] = work.mass[i];
-                    std::memcpy(p + LANES, sum, size_t(s.padded_dim) * 4);
-                } else {
-                    merge(s, work.largest[i], work.mass[i], sum, work.total_largest[i], work.total_mass[i],
-                          work.total + i * s.padded_dim);
-                }
+                   first ? work.total_largest : work.largest, first ? work.total_mass : work.mass, !first && !part.cut);
+            for (int64_t i = part.cut ? from : count; i < count; i++) {
+                float *p = s.partial(part.index, part.splits, split, part.head * s.group + i);
+                p[0] = work.largest[i], p[1] = work.mass[i];
+                std::memcpy(p + LANES, work.sum + i * s.padded_dim, size_t(s.padded_dim) * 4);
             }
             first = false;
         }
@@ -174,9 +168,9 @@ struct Attention {
                 part.head * s.group + i % s.group);
     }
 
-    // Computes sum, largest and mass of rows [from, count) over one split.
+    // Computes sum, largest and mass of rows [from, count) over one split. merges: adds them to the totals.
     static void attend(const Shape &s, const UnitScratch &work, const Amx &tiles, const Item &item, int64_t head, int64_t split, int64_t from,
-                       int64_t count, const Prefetch &after, float *sum, float *largest_of, float *mass_of) {
+                       int64_t count, const Prefetch &after, float *sum, float *largest_of, float *mass_of, bool merges) {
         int64_t begin = split * SPLIT, tokens = std::min(SPLIT, item.position + count / s.group - begin);
         int64_t padded = ceil_div<int64_t>(tokens, PER_WORD) * PER_WORD;
         int64_t weighed = std::max(padded, ceil_div(tokens, Amx::TOKENS) * Amx::TOKENS);
@@ -241,19 +235,27 @@ struct Attention {
             work.weight_scales[i] = weights.end(weighed);
             mass_of[i] = lane_sum(mass);
         }
+        Merging merging{merges ? work.old + from : nullptr, work.young + from, work.total - sum};
+        if (merges)
+            merging.masses(count - from, work.largest + from, work.mass + from, work.total_largest + from,
+                           work.total_mass + from);
         if constexpr (Amx::USED) {
             const char *made[SPLIT / Amx::TOKENS];
             int64_t steps = tiles.values(values, value_runs, work.buffer, made);
-            return tiles.weighted(work.weights, made, steps, from, count, visible, sum);
+            tiles.weighted(work.weights, made, steps, from, count, visible, sum);
+            for (int64_t i = merges ? from : count; i < count; i++)
+                for (int64_t d = 0; d < s.padded_dim; d += LANES)
+                    merging.put(i - from, sum + i * s.padded_dim + d, load(sum + i * s.padded_dim + d));
+            return;
         }
         float *to = sum + from * s.padded_dim;
         if (GATHERS && !few)
-            return gathered_weighted(s, work, values, value_runs, item, head, begin + SPLIT, from, count, to, visible);
+            return gathered_weighted(s, work, values, value_runs, item, head, begin + SPLIT, from, count, to, merging, visible);
         int64_t step = few ? 1 : value_runs;  // one block at a time, or all of them in registers
         for (int64_t i = 0; i < value_runs; i += step)
             weighted<Dot, Tiles, PER_WORD>(
                 s, work, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES, from, count, to,
-                visible, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
+                merging, visible, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
     }
 
     // Scores of many rows over gathered keys. The values of the split are prefetched meanwhile.
@@ -274,7 +276,7 @@ struct Attention {
     // Weighted sums over gathered values. The keys of the next split, from `next_split` on, are prefetched meanwhile.
     static void gathered_weighted(const Shape &s, const UnitScratch &work, const Run *values, int64_t runs, const Item &item,
                                   int64_t head, int64_t next_split, int64_t from, int64_t count, float *to,
-                                  const Visibility &visible) {
+                                  const Merging &merging, const Visibility &visible) {
         if constexpr (GATHERS) {
             typedef Gather<C> G;
             Run gathered[G::MOST_RUNS];
@@ -291,7 +293,7 @@ struct Attention {
                 for (int64_t i = 0; i < made; i++) {
                     int64_t here = std::min<int64_t>(GROUP, panels - panel);
                     weighted<typename G::Dot, ManyTiles, G::PER_WORD>(
-                        s, work, gathered, i, i + 1, made, G::STRIDE, here, from, count, to, visible, ByTile{&next});
+                        s, work, gathered, i, i + 1, made, G::STRIDE, here, from, count, to, merging, visible, ByTile{&next});
                     gathered[i].at += G::CHUNK * G::STRIDE;
                 }
         }
@@ -310,12 +312,12 @@ struct Attention {
     template <class By, class Height, int64_t PER, class Fetch>
     static ONE_COPY void weighted(const Shape &s, const UnitScratch &work, const Run *values, int64_t begin, int64_t end,
                                   int64_t runs, int64_t stride, int64_t panels, int64_t from, int64_t count, float *to,
-                                  const Visibility &visible, const Fetch &ahead) {
+                                  const Merging &merging, const Visibility &visible, const Fetch &ahead) {
         for_tiles<Height>(
             count - from, panels,
             Weighted<C, By, PER, Fetch>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
                                         work.weight_scales + from, values, begin, end, runs, stride, panels,
-                                        s.padded_dim, to, visible, 0, 0, ahead});
+                                        s.padded_dim, to, merging, visible, 0, 0, ahead});
     }
 
     static Prefetch keys_ahead(const Shape &s, const Run &run) {
@@ -323,24 +325,6 @@ struct Attention {
     }
     static Prefetch values_ahead(const Shape &s, const Run &run) {
         return {run.at, s.value_stride<C>(), ceil_div<int64_t>(run.tokens, PER_WORD), s.value_stride<C>()};
-    }
-
-    // Merges the next split into the total. A total of mass 0 is empty.
-    static INLINE void merge(const Shape &s, float largest, float mass, const float *sum, float &total_largest,
-                             float &total_mass, float *total) {
-        if (total_mass == 0) {
-            total_largest = largest, total_mass = mass;
-            std::memcpy(total, sum, size_t(s.padded_dim) * 4);
-            return;
-        }
-        float most = largest > total_largest ? largest : total_largest;
-        float powers[LANES] = {total_largest - most, largest - most};
-        store(powers, exp2(load(powers)));
-        F old = set1(powers[0]), young = set1(powers[1]);
-        for (int64_t d = 0; d < s.padded_dim; d += LANES)
-            store(total + d, fma(load(total + d), old, load(sum + d) * young));
-        total_mass = total_mass * powers[0] + mass * powers[1];
-        total_largest = most;
     }
 
     static INLINE void put(const Shape &s, const float *total, float mass, int64_t token, int64_t q_head) {
@@ -372,7 +356,7 @@ struct AttentionMerge {
             int64_t context = item.position + i / s.group + 1;
             for (int64_t split = 0; split * SPLIT < context; split++) {
                 const float *p = s.partial(index, splits, split, head * s.group + i);
-                AttentionPlain<D>::merge(s, p[0], p[1], p + LANES, largest, mass, total);
+                merge(s, p[0], p[1], p + LANES, largest, mass, total);
             }
             AttentionPlain<D>::put(s, total, mass, item.first + i / s.group, head * s.group + i % s.group);
         }

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "attention/paged.h"
+#include "attention/merge.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -179,6 +179,7 @@ struct Weighted {
     const Run *values;
     int64_t begin, end, runs, stride, of_panels, padded_dim;
     float *out;
+    Merging merging;
     Visibility visible;
     int64_t row, panel;
     mutable Fetch ahead;
@@ -211,7 +212,7 @@ struct Weighted {
                 if (end < runs)
                     std::memcpy(lanes, &acc[r][p], sizeof(Acc));
                 else
-                    store(lanes, C::weighted(acc[r][p], weight_scales[row + r]));
+                    merging.put(row + r, lanes, C::weighted(acc[r][p], weight_scales[row + r]));
             }
     }
 };
