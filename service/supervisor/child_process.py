@@ -43,7 +43,7 @@ class ChildProcess:
     starts: number of runs.
     started_at: start of the current run, time.monotonic() seconds.
     age: seconds of the current run, as counted by `tick`.
-    silence: seconds without a heartbeat, as counted by `tick`; 0 before the first heartbeat.
+    silence: seconds without a heartbeat, as counted by `tick`; 0 before the first one and before the process is ready.
     is_hung: whether the current run was killed because it hung.
     kill_seconds: seconds since that kill.
     is_killer_found: whether the request that crashed the earlier runs was found.
@@ -169,8 +169,12 @@ class ChildProcess:
         else:
             if event.get("event") == HEARTBEAT:
                 self._heartbeats += 1
-            else:
-                self._on_event(self, event)
+                return
+            if event.get("event") == "ready":
+                # It counts as the first heartbeat. The process's own first one may be dropped, see Heartbeat, and the
+                # process may hang before the next.
+                self._heartbeats = self._heartbeats or 1
+            self._on_event(self, event)
 
 
 def _require_files(count: int) -> None:

@@ -9,7 +9,7 @@ deaf            ignore SIGTERM and orders
 exit:CODE       exit at once
 killer          report that the request which crashed the earlier runs was found, then exit
 uncaptured:CODE report that captured steps cannot be used, then exit
-hang            stop sending heartbeats after the first ones
+hang:COUNT      send so many heartbeats, 9 by default, and then no more
 step:SECONDS    send no heartbeats for this time after the first ones, then die
 drain:SECONDS   request a drain from the parent, once the engine has started
 noisy           write 1 MiB of text to stdout, besides its heartbeats
@@ -86,7 +86,7 @@ for turn in itertools.count(1):
     if behaviour == "step" and turn == 10:
         time.sleep(float(argument))
         os._exit(1)
-    if behaviour != "hang" or turn < 10:
+    if behaviour != "hang" or turn <= int(argument or 9):
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps({"event": "heartbeat"}), flush=True)
     if turn == 1:

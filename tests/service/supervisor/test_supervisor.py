@@ -170,8 +170,8 @@ def test_supervisor_drain_requested_by_front_end(supervise: Callable[..., Run]) 
 
 
 def test_supervisor_hung_child_is_restarted(supervise: Callable[..., Run]) -> None:
-    """A main loop that is blocked in a call, and a process that is suspended. Other children keep running."""
-    run = supervise(engine="hang live", front="hang live", hang_seconds=1.0)
+    """A main loop that is blocked in a call, from its first step on, and a suspended process. Others keep running."""
+    run = supervise(engine="hang:0 live", front="hang live", hang_seconds=1.0)
     run.until(lambda: len(run.journal("engine", "started")) == len(run.journal("front", "started")) == 2)
     run.until_up()
     hung = {line["message"] for line in run.said("hangs")}
