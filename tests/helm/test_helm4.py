@@ -64,7 +64,8 @@ def plain(objects: list[Object]) -> dict[tuple[str, str], Any]:
 
 REPRESENTATIVE = {*STACKS, "all settings", "smg in production, every value", "pool, route and gateway",
                   "service monitor, rules, dashboards", "keda with authentication", "state on claims",
-                  "all that a pod may have more", "sizes, times, contexts", "everything at once"}
+                  "all that a pod may have more", "sizes, times, contexts", "groups, a pool and smg",
+                  "everything at once"}
 """Values that together render every kind of object. Helm 3 renders all values (test_chart.py)."""
 SOME = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.full)]
 """Steps through lists of values that the same parts of Helm refuse: its JSON schema, and `fail` in a template."""
