@@ -270,11 +270,12 @@ def compiler(setup_py: ModuleType) -> list[str]:
     return found
 
 
-def old_compiler(folder: Path, compiler: list[str], flag: str) -> str:
-    """Return a command for $CXX that rejects the flag."""
+def old_compiler(folder: Path, compiler: list[str], option: str) -> str:
+    """Return a command for $CXX that rejects options like `option`, a pattern of the shell."""
     program = folder / "old compiler"
     program.write_text(f"""#!/bin/sh
-        case "$*" in *{flag}*) echo "error: unrecognized command-line option" >&2; exit 1;; esac
+        for word; do case "$word" in
+            {option}) echo "error: unrecognized command-line option" >&2; exit 1;; esac; done
         exec {shlex.join(compiler)} "$@"
         """)
     program.chmod(0o755)
@@ -294,7 +295,7 @@ def pieces(tmp_path: Path) -> Path:
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(
     setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("CXX", old_compiler(tmp_path, compiler, "bf16"))
+    monkeypatch.setenv("CXX", old_compiler(tmp_path, compiler, "-m*bf16*"))
     expected = [isa for isa, flags in setup_py.ISAS.items() if "bf16" not in " ".join(flags)]
     assert setup_py.build(tmp_path / "lib.so", pieces) == expected
     library = ctypes.CDLL(str(tmp_path / "lib.so"))
