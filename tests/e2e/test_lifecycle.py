@@ -281,11 +281,10 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
 def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
     with contextlib.closing(StalledHub("files", tmp_path)) as hub:
         arguments = [*command, "org/name", *([str(tmp_path / "out")] if command == ("quantize",) else [])]
+        # A background job of a shell, and so its tests, ignore SIGINT.
         process = subprocess.Popen(
-            [sys.executable, "-m", "npuserve.service.cli", *arguments], env={**os.environ, **hub.environment},
-            stderr=subprocess.PIPE, text=True,
-            # A background job of a shell, and so its tests, ignore SIGINT.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+            ["env", "--default-signal=INT", sys.executable, "-m", "npuserve.service.cli", *arguments],
+            env={**os.environ, **hub.environment}, stderr=subprocess.PIPE, text=True)
         try:
             assert hub.stalled.wait(60)
             process.send_signal(signal.SIGINT)
