@@ -135,3 +135,7 @@ class StepResult:
     captured_decodes: int = 0
     decoder_decodes: int = 0
     timed: bool = False
+
+
+class LostStep(RuntimeError):
+    """The device dropped a step without an error, so that its results are missing. The engine must start again."""

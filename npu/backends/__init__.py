@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from npuserve.npu.backends.base import Backend, BackendError, Fault
+from npuserve.npu.step import LostStep
 
 MODULES = {"npu": "ascend.backend", "cuda": "cuda.backend", "cpu": "cpu"}
 """Name -> module of this package, in the order in which "auto" tries them."""
@@ -75,6 +76,8 @@ def select_prefill(name: str, device: Backend) -> Backend | None:
 
 def fault(error: BaseException) -> Fault | None:
     """Return the reaction to an error of any device; None if no device caused it."""
+    if isinstance(error, LostStep):
+        return Fault.ENGINE
     return next((found for name in present() if (found := backend_class(name).fault(error)) is not None), None)
 
 

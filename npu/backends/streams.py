@@ -35,17 +35,18 @@ class HostCopy:
 
     staged: source of the copy, kept until the copy is complete.
     events: returned to `pool` then; the last one marks the end of the copy.
+    reach: waits for an event.
     """
 
-    __slots__ = ("_events", "_pool", "_staged")
+    __slots__ = ("_events", "_pool", "_reach", "_staged")
 
-    def __init__(self, staged: torch.Tensor, events: list[Any], pool: list[Any]):
+    def __init__(self, staged: torch.Tensor, events: list[Any], pool: list[Any], reach: Callable[[Any], None]):
         self._staged: torch.Tensor | None = staged
-        self._events, self._pool = events, pool
+        self._events, self._pool, self._reach = events, pool, reach
 
     def wait(self) -> None:
         if self._staged is not None:
-            self._events[-1].synchronize()
+            self._reach(self._events[-1])
             self._pool.extend(self._events)
             self._staged = None
 
@@ -150,7 +151,11 @@ class StreamBackend(Backend):
         with self._streams.stream(self._copies):
             buffer.copy_(staged, non_blocking=True)
         end.record(self._copies)
-        return HostCopy(staged, events, self._events)
+        return HostCopy(staged, events, self._events, self.reach)
+
+    def reach(self, event: Any) -> None:
+        """Wait until the device has reached an event of `streams`. Raises RuntimeError if work before it failed."""
+        event.synchronize()
 
     def span(self) -> Span:
         return DeviceSpan(self._streams, self._spans, self._stream)

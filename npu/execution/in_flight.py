@@ -19,7 +19,10 @@ from npuserve.npu.execution.batch import Part, Phase, phase_of
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan
-from npuserve.npu.step import NewRequest, Step, StepResult
+from npuserve.npu.step import LostStep, NewRequest, Step, StepResult
+
+MISSING = -1
+"""Id in the place of one that is not yet on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,14 @@ class StepOutput:
     timings: list[Timings] = field(default_factory=list)
 
     def result(self, launched: LaunchedStep) -> StepResult:
-        """Wait for the copies to the host, and return the result of the step."""
+        """Wait for the copies to the host, and return the result of the step. Raises LostStep if ids are missing."""
         assert self.fetched
         self.fetched.wait()
+        ids: list[int] = launched.ids.tolist()
+        if MISSING in ids:
+            raise LostStep("the device has dropped a step, after a failure that it did not report")
         result = StepResult(
-            dict(zip(launched.requests, launched.ids.tolist(), strict=True)), {}, {}, sum(s.read() for s in self.spans),
+            dict(zip(launched.requests, ids, strict=True)), {}, {}, sum(s.read() for s in self.spans),
             self.captured, self.captured_decodes, self.decoder_decodes, bool(self.timings))
         for requests, logprobs in self.reports:
             result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
@@ -94,7 +100,7 @@ class LaunchedStep:
     """Launched step. `Runner.collect` takes it once.
 
     requests: ids of the requests that get a token.
-    ids: their sampled ids [n] int64 on the host.
+    ids: their sampled ids [n] int64 on the host; MISSING before the device has written them.
     output: None if the step has no rows, or while part of its work is not queued.
     record: records the collected step for a profile, called with (device seconds, results); None without a profile.
     """

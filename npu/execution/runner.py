@@ -40,6 +40,7 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import (
+    MISSING,
     LaunchedStep,
     PromptRows,
     Recording,
@@ -187,7 +188,7 @@ class Runner:
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
         phase = phase_of(step.rows) if timed else None
         self._steps += 1
-        launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)])
+        launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)].fill_(MISSING))
         last = self._last[: len(requests)]
         staged.seal()
         on_host = works.pop() if self._dispatch.is_on_host(works[-1].part) else None

@@ -18,6 +18,7 @@ _held: list[Exception] = []
 
 def fault_code(error: Exception) -> int | None:
     """Log an error of the device and return the exit code for it; None for any other error."""
+    _held.append(error)
     from npuserve.npu.backends import explain, fault
     from npuserve.npu.backends.base import Fault
 

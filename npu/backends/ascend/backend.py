@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
-from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall, UpdateError
+from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall
 from npuserve.npu.backends.ascend.profiler import ascend_profiler
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Event, Fault
 from npuserve.npu.backends.device_profiler import DeviceProfiler
@@ -104,6 +105,7 @@ class AscendBackend(StreamBackend):
             super().__init__(torch.npu, device, place)
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {acl_errors.advice(error)}") from error
+        self._acl = ctypes.CDLL("libascendcl.so")
         self._takes_lengths = False
         self._captured = False
         self._lengths = self._first_lengths()
@@ -249,6 +251,18 @@ class AscendBackend(StreamBackend):
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         return FetchedAfterLengths(super().fetch(tensor, buffer), self._lengths)
 
+    def reach(self, event: Any) -> None:
+        """Wait for an event through CANN.
+
+        torch_npu's own wait never returns if its queue dropped the record of the event. It drops all work after a
+        failed launch, without an error once the failure was reported to anyone
+        ([NPUEvent](https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/NPUEvent.cpp#L195),
+        [NPUQueue](https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/NPUQueue.cpp#L583)).
+        Here the wait may then return too early: the runner finds that the ids are missing (`LostStep`).
+        """
+        _ = self._stream.npu_stream  # empties torch_npu's queue, and raises the failure of a launch in it
+        acl_errors.check(self._acl.aclrtSynchronizeEvent(ctypes.c_void_p(event.npu_event)), "aclrtSynchronizeEvent")
+
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
         return ascend_profiler(folder)
@@ -268,7 +282,7 @@ class AscendBackend(StreamBackend):
         """Return the updater of the native library, or torch_npu's where that is not possible."""
         try:
             return self._use(NativeLengths(self._stream))
-        except (UnsupportedCall, UpdateError, OSError) as error:
+        except (UnsupportedCall, acl_errors.AclError, OSError) as error:
             return self._from_python(error)
 
     def _from_python(self, reason: object) -> LengthUpdates:
@@ -295,7 +309,7 @@ class AscendBackend(StreamBackend):
             reason: object = "a replay ignored them"
             try:
                 self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
-            except (UnsupportedCall, UpdateError) as error:
+            except (UnsupportedCall, acl_errors.AclError) as error:
                 if acl_errors.code_of(error) == FEATURE_NOT_SUPPORTED:
                     raise
                 reason = error

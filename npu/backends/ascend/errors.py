@@ -6,6 +6,7 @@ its documented class: 1 an incorrect call, 2 an exhausted resource, 5 an interna
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterator
 
@@ -60,6 +61,19 @@ _CAPTURES = range(107024, 107046)
 _BUSY = (207005, 207008, 507899)
 """Further codes of a device that cannot be opened: its streams are taken. During a capture they have other causes
 (`CODES`)."""
+
+
+class AclError(RuntimeError):
+    """Failed call of CANN, with CANN's error code and text in the message."""
+
+
+def check(code: int, name: str) -> None:
+    """Raise AclError unless a call of CANN's function `name` returned 0."""
+    if code:
+        latest = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+        latest.restype = ctypes.c_char_p
+        text = latest() or b""
+        raise AclError("\n".join((f"{name}: error code is {code}", text.decode(errors="replace"))))
 
 
 def _chain(error: BaseException) -> Iterator[str]:

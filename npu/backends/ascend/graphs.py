@@ -74,7 +74,7 @@ def takes_lengths(lengths: LengthUpdates, stream: Any, pool: Any, device: torch.
     """Return True if captured attention applies new lengths. An old driver may ignore them without an error.
 
     The test's values are their slots' numbers, so that a context of n tokens yields the mean of 0 ... n - 1. Raises
-    UpdateError if an update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
+    AclError if an update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
     """
     slots = torch.arange(BLOCK).to(torch.float16).view(1, BLOCK, 1, 1).repeat(1, 1, 1, 128)
     values, keys, query = slots.to(device), torch.zeros_like(slots).to(device), slots[0, :1].to(device)

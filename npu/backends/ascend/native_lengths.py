@@ -30,6 +30,7 @@ from torch import Tensor
 
 from npuserve.kernels.native.binding import BINDING
 from npuserve.npu.backends.ascend.captured_graph import MAX_LAGS, CapturedGraph, Lengths
+from npuserve.npu.backends.ascend.errors import AclError, check
 
 RUNTIME = (
     "aclrtSetCurrentContext", "aclrtCreateStreamWithConfig", "aclrtDestroyStream", "aclrtCreateEventExWithFlag",
@@ -73,10 +74,6 @@ class UnsupportedCall(Exception):
     """Captured call that `NativeLengths` cannot update."""
 
 
-class UpdateError(RuntimeError):
-    """Failed update, or failed call of CANN for updates, with CANN's error code in the message."""
-
-
 class _Tensor(ctypes.Structure):
     _fields_ = [("given", ctypes.c_int64), ("data", ctypes.c_void_p), ("dims", ctypes.c_int64),
                 ("sizes", ctypes.c_int64 * MAX_DIMENSIONS), ("strides", ctypes.c_int64 * MAX_DIMENSIONS),
@@ -117,8 +114,8 @@ class NativeLengths:
         addresses = (ctypes.c_void_p * len(functions))(
             *(f and ctypes.cast(f, ctypes.c_void_p).value for f in functions))
         context, made = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(runtime.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
-        _check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
+        check(runtime.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
+        check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
         self._updater: int | None = made.value
         self._stream = ctypes.c_void_p(stream.npu_stream)
         self._lags = (ctypes.c_double * MAX_LAGS)()
@@ -129,7 +126,7 @@ class NativeLengths:
         records = graph.records
         calls, made = (_Call * len(records))(), ctypes.c_void_p()
         keep = [_fill(call, record) for call, record in zip(calls, records, strict=True)]
-        _check(self._lib.npuserve_lengths_add(self._updater, calls, len(records), ctypes.byref(made)),
+        check(self._lib.npuserve_lengths_add(self._updater, calls, len(records), ctypes.byref(made)),
                "aclrtCreateEventExWithFlag")
         del keep  # copied
         graph.handle = made.value
@@ -142,12 +139,12 @@ class NativeLengths:
 
     def replayed(self, graph: CapturedGraph) -> None:
         """Record the event directly: a replay empties torch_npu's queue before it launches the graph."""
-        _check(self._lib.npuserve_lengths_replayed(self._updater, graph.handle, self._stream), "aclrtRecordEvent")
+        check(self._lib.npuserve_lengths_replayed(self._updater, graph.handle, self._stream), "aclrtRecordEvent")
 
     def check(self, given: int) -> None:
         text = ctypes.create_string_buffer(1024)
         if self._lib.npuserve_lengths_wait(self._updater, given, text, len(text)):
-            raise UpdateError(text.value.decode(errors="replace"))
+            raise AclError(text.value.decode(errors="replace"))
 
     @property
     def native_id(self) -> int:
@@ -162,11 +159,6 @@ class NativeLengths:
         if self._updater is not None:
             self._lib.npuserve_lengths_close(self._updater)
             self._updater = None
-
-
-def _check(code: int, name: str) -> None:
-    if code:
-        raise UpdateError(f"{name}: error code is {code}")
 
 
 def _fill(call: _Call, record: Any) -> Any:

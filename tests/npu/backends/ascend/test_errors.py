@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from npuserve.npu import backends
+from npuserve.npu import backends, emulator
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.cann import codes
+from npuserve.npu.step import LostStep, NewRequest, Row, Step
+from tests.npu.backends.ascend.test_backend import load
+from tests.npu.backends.small import GREEDY, saved
+from tests.npu.emulator.child import emulated
 
 # Messages of torch_npu (NPU_CHECK_ERROR and OPS_CHECK_ERROR in NPUException.h).
 NPU = ("synchronize:build/csrc/core/npu/NPUStream.cpp:466 NPU function error: aclrtSynchronizeStreamWithTimeout, "
@@ -172,3 +177,36 @@ def test_codes_equal_headers_of_torch_npu():
     text = "".join(file.read_text() for file in sorted(headers.rglob("*.h")))
     for code, entry in codes.CODES.items():
         assert re.search(rf"\b{entry.name}\s*=?\s*{code}\b", text), (code, entry.name)
+
+
+@pytest.mark.parametrize(("code", "fault"), [(507015, Fault.ENGINE), (507010, Fault.NODE), (507014, Fault.ENGINE)])
+@emulated(fresh=True)
+def test_ascend_device_error_is_raised_by_its_step(tmp_path: Path, code: int, fault: Fault) -> None:
+    saved(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16")
+    emulator.fail("task", code)
+    launched = runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)]))
+    with pytest.raises(RuntimeError) as raised:
+        runner.collect(launched)
+    assert backends.fault(raised.value) is fault
+
+
+@emulated(fresh=True)
+def test_ascend_step_after_an_unreported_failure_is_lost(tmp_path: Path) -> None:
+    """torch_npu reports a failed launch once, here to the destructor of an event, and then drops its queue's work."""
+    saved(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16")
+    runner.collect(runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)])))
+    event = torch.npu.Event()
+    event.record()
+    runner.backend.synchronize()
+    emulator.clear_calls()
+    emulator.fail("launch", 107003)
+    torch.ones(3, device=runner.backend.device)
+    while not any(call.name.startswith("aclnn") for call in emulator.calls()):
+        time.sleep(0.01)
+    time.sleep(0.2)  # torch_npu's thread takes the failure in
+    del event
+    with pytest.raises(LostStep) as raised:
+        runner.collect(runner.launch(Step([Row(1, [3], 2, [0], True)])))
+    assert backends.fault(raised.value) is Fault.ENGINE
