@@ -12,7 +12,8 @@ Each constraint must be accepted or refused, each accepted request must end once
 `jsonschema`, `re` or comparison. Exits with 1 otherwise. Reported are counts, and in milliseconds:
 
     loop_cpu          most processor time of the loop's thread in one iteration.
-    gap               longest time between two steps that have tokens of the streams; a step is 2 ms of it.
+    gap               longest time between two steps that have tokens of the streams; a step is 2 ms of it. Time without
+                      a stream is not counted: all of them may end while the client checks an answer.
     gap_runnable      the same without the time for which the loop's thread was ready to run and had no processor.
     answer            longest time until a constraint was accepted or refused, on which the load of the machine counts.
 
@@ -85,6 +86,8 @@ class Worst:
 
     def beat(self) -> None:
         """Note an iteration of the loop."""
+        if self.engine and all(sequence.request.constraint for sequence in self.engine.registry.live.values()):
+            self._step = None  # no stream
         now = time.thread_time()
         if self._cpu >= 0:
             self._note("loop_cpu", now - self._cpu)
