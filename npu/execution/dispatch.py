@@ -129,7 +129,7 @@ class Dispatch:
         self._buffers, self._on_host, self._chosen = buffers, on_host, steps.chosen
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
         self._drop()
-        warm_up = backend.compiles
+        warm_up = backend.compiles or backend.captures_sampler
         with torch.inference_mode():
             try:
                 if backend.capture_mode != "off":
@@ -142,11 +142,11 @@ class Dispatch:
                     raise
                 log.warning("%s. Steps run kernel by kernel, which is slower", error)
                 self._drop()
-                if self._pads:
-                    buffers.clear()
                 warm_up = True
             if warm_up:
-                # Compile and allocate now what steps that are not captured compile and allocate.
+                # Compile, load and allocate now what the first step that is not captured would.
+                if self._pads:
+                    buffers.clear()
                 steps.mixed(buffers.most_tokens)
                 backend.synchronize()
         self._together = self.mixed is not None or (backend.capture_chunks and not capture_chunks)

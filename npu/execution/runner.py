@@ -131,7 +131,7 @@ class Runner:
             backend, self._buffers, steps, rows, on_host=prefill is not None,
             capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
         self.min_forced = self._dispatch.min_forced
-        if backend.compiles:
+        if backend.compiles or (backend.captures_sampler and self._dispatch.sampled is None):
             self._warm_up(rows, dtype)
 
     @property
@@ -377,7 +377,10 @@ class Runner:
 
     @torch.inference_mode()
     def _warm_up(self, most: int, dtype: torch.dtype) -> None:
-        """Call LM head and sampler for each number of rows that is compiled separately, so that no request waits."""
+        """Call LM head and sampler for each number of rows that is compiled separately, so that no request waits.
+
+        Without captured samplers too: the first call of an operator loads it.
+        """
         hidden = self._backend.empty((most, self.config.hidden_size), dtype).zero_()
         for rows in {most, *(1 << n for n in range(most.bit_length()))}:
             self._model.argmax(hidden[:rows])
