@@ -1,19 +1,22 @@
-"""Threads that prepare the masks of constrained answers, so that a slow grammar does not hold up the engine's loop.
+"""Preparation of the masks of constrained answers, so that a slow grammar does not hold up the engine's loop.
 
-    loop      apply step i ─ prepare ──wait at most `seconds`──┐ sample the rows whose masks are there │ next step
-    threads                  fill mask a │ fill mask c │ fill mask d ..................................
+    loop      apply step i ─ fill masks e, f ─wait at most `seconds`─┐ sample rows whose masks are there │ step i + 1
+    threads                  fill mask a │ fill mask c │ fill mask d ............................................
                              fill mask b .............................................
 
-The library releases the GIL while it computes a mask. All matchers of one compiled grammar share its lexer, which has a
-lock. So the loop uses no matcher of a lexer `in_use`: it would wait for the lock. Only one of the threads uses a lexer
-at a time, so a slow grammar holds up its own answers. The answers of one lexer are prepared in the order in which they
-were given, so that none waits for a later one.
+The loop itself fills the masks of grammars that were fast so far: to hand one over takes about as long as to fill it. A
+grammar that was slow, or is new, is for the threads. The library releases the GIL while it computes a mask.
+
+All matchers of one compiled grammar share its lexer, which has a lock. So the loop uses no matcher of a lexer `in_use`:
+it would wait for the lock. Only one of the threads uses a lexer at a time, so a slow grammar holds up its own answers.
+The answers of one lexer are prepared in the order in which they were given, so that none waits for a later one.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -21,13 +24,29 @@ MAX_THREADS = 2
 """More would take processors from the CPU's kernels."""
 
 
-class Lexer:
-    """Lexer of a compiled grammar, which all its matchers share. jobs: answers that wait or are being prepared."""
+FAST_SECONDS = 0.002
+"""Largest time of a mask that the loop fills itself. Usual ones take 0.1 ms, or longer if the loop loses its core."""
+DECAY = 0.5
 
-    __slots__ = ("jobs",)
+
+class Lexer:
+    """Lexer of a compiled grammar, which all its matchers share.
+
+    jobs: answers that wait for the threads or are being prepared there.
+    seconds: largest time of an answer so far. It decays with each answer by DECAY, so that one fast answer makes a new
+        grammar a fast one.
+    """
+
+    __slots__ = ("jobs", "seconds")
 
     def __init__(self) -> None:
         self.jobs = 0
+        self.seconds = FAST_SECONDS / DECAY
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the loop may prepare its answers."""
+        return self.jobs == 0 and self.seconds <= FAST_SECONDS
 
     @property
     def in_use(self) -> bool:
@@ -48,7 +67,7 @@ class Answer(Protocol):
 
 
 class MaskThreads:
-    """Threads that prepare answers. They start when they are needed.
+    """Preparation of answers, with threads that start when they are needed.
 
     size: number of token ids.
     on_late: called in a thread when an answer is prepared for which `prepare` did not wait; None for nothing.
@@ -72,11 +91,29 @@ class MaskThreads:
 
     def prepare(self, answers: Iterable[Answer], seconds: float) -> None:
         """Prepare answers, after the ones of earlier calls. Return when all are prepared, at most after `seconds`."""
+        end = time.perf_counter() + seconds
         awaited = dict.fromkeys(answer for answer in answers if not answer.is_prepared)
-        if not awaited:
-            return
+        fast = [answer for answer in awaited if answer.lexer.is_fast]
+        slow = [answer for answer in awaited if not answer.lexer.is_fast]
+        if slow:
+            self._submit(slow)
+        for place, answer in enumerate(fast):
+            if not answer.lexer.is_fast or time.perf_counter() >= end:
+                slow += fast[place:]
+                self._submit(fast[place:])
+                break
+            self._prepare(answer)
+        if slow:
+            self._wait(slow, end)
+
+    def wait(self) -> None:
+        """Wait until all answers are prepared."""
+        self.prepare(list(self._unfinished), math.inf)
+
+    def _submit(self, answers: list[Answer]) -> None:
+        """Give answers to the threads, after the ones of earlier calls."""
         with self._submitted:
-            for answer in awaited:
+            for answer in answers:
                 if answer not in self._unfinished:
                     answer.lexer.jobs += 1
                     self._unfinished.add(answer)
@@ -86,13 +123,19 @@ class MaskThreads:
                 self._num_threads += 1
                 threading.Thread(target=self._run, name=f"masks-{self._num_threads}", daemon=True).start()
             self._submitted.notify(len(self._queue))
-            self._awaited = set(awaited)
-            self._prepared.wait_for(lambda: not self._awaited, None if math.isinf(seconds) else seconds)
+
+    def _wait(self, answers: list[Answer], end: float) -> None:
+        """Wait until the threads have prepared answers, at most until `end`, of time.perf_counter."""
+        with self._submitted:
+            self._awaited = self._unfinished.intersection(answers)
+            left = None if math.isinf(end) else max(0.0, end - time.perf_counter())
+            self._prepared.wait_for(lambda: not self._awaited, left)
             self._awaited = set()
 
-    def wait(self) -> None:
-        """Wait until all answers are prepared."""
-        self.prepare(list(self._unfinished), math.inf)
+    def _prepare(self, answer: Answer) -> None:
+        began = time.perf_counter()
+        answer.prepare(self._size)
+        answer.lexer.seconds = max(time.perf_counter() - began, DECAY * answer.lexer.seconds)
 
     def _take(self) -> Answer | None:
         """Take the first answer from the queue whose lexer no thread uses; None if there is none."""
@@ -107,7 +150,7 @@ class MaskThreads:
             with self._submitted:
                 answer = self._submitted.wait_for(self._take)
             assert answer is not None
-            answer.prepare(self._size)
+            self._prepare(answer)
             with self._submitted:
                 self._active.discard(answer.lexer)
                 answer.lexer.jobs -= 1

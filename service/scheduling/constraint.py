@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_FORCED_WORDS = 128
+"""Most words of a mask with an allowed token where the forced text is looked for. Where a token is forced, nearly all
+allowed tokens are beginnings of one text. The search takes half as long as a mask."""
+
 
 class Matcher(Protocol):
     """State of a grammar after some tokens. The methods raise MatcherError beyond their bounded effort."""
@@ -174,21 +178,24 @@ class AnswerMatcher:
 
     def fill(self, bits: npt.NDArray[np.int32]) -> bool:
         """Write the mask of the next token, see Matcher.fill. Return False if there is none, or sets `error`."""
-        run = self.forced()
         if self.error is not None or self.has_ended:
             return False
-        if run:
-            bits.fill(0)
-            bits.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
-            return True
-        try:
-            self._matcher.fill(bits)
-        except Exception as error:
-            self.error = self._failure(error)
-        else:
-            if not bits.any():
+        if not self._run:
+            try:
+                self._matcher.fill(bits)
+            except Exception as error:
+                self.error = self._failure(error)
+                return False
+            words = np.count_nonzero(bits)
+            if not words:
                 logs.event(log, "a constraint allows no token", level=logging.ERROR, kind=self._constraint.kind)
                 self.error = InternalError(f"{self._constraint.kind}: no token may follow")
+                return False
+            if words > MAX_FORCED_WORDS:
+                self._run = []
+        if run := self.forced():
+            bits.fill(0)
+            bits.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
         return self.error is None
 
     def _failure(self, error: BaseException) -> ServeError:

@@ -17,6 +17,7 @@ from npuserve.service.engine import loop
 from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.loop import Engine
 from npuserve.service.grammar.errors import UnsupportedVocabulary
+from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.resumable_streams import Records
@@ -167,6 +168,7 @@ def test_tokens_do_not_depend_on_deferred_rows(
 def test_slow_mask_holds_up_no_other_stream(tmp_path: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One mask is not there until all other streams have ended. The engine then sleeps, and is woken by the mask."""
     monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 3600.0)
+    monkeypatch.setattr(Lexer, "is_fast", False)
     go_on, fill = threading.Event(), FakeMatcher.fill
 
     def fill_late(self: FakeMatcher, bits: npt.NDArray[np.int32]) -> None:

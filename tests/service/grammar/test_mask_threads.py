@@ -1,4 +1,4 @@
-"""The threads of the masks: order, limit of the wait, use of the lexers."""
+"""Preparation of masks: order, limit of the wait, use of the lexers, and in which thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from npuserve.service.grammar.mask_threads import Lexer, MaskThreads
+from npuserve.service.grammar.mask_threads import FAST_SECONDS, Lexer, MaskThreads
 
 
 class Waiting:
@@ -22,6 +22,7 @@ class Waiting:
 
     def prepare(self, size: int) -> None:
         assert size == 77
+        self.thread = threading.get_ident()
         self.begun.set()
         assert self.release.wait(20)
         self._made.append(self)
@@ -80,3 +81,41 @@ def test_prepared_answers_need_no_thread(seconds: float) -> None:
     answer.is_prepared = True
     threads.prepare([answer], seconds)
     assert not threads._num_threads
+
+
+class Slow(Waiting):
+    """Answer whose preparation takes long."""
+
+    def prepare(self, size: int) -> None:
+        time.sleep(8 * FAST_SECONDS)
+        super().prepare(size)
+
+
+def test_grammar_that_was_fast_is_for_the_caller_and_a_slow_one_for_the_threads() -> None:
+    made: list[Waiting] = []
+    threads, lexer = MaskThreads(77), Lexer()
+
+    def is_here(kind: type[Waiting], seconds: float = math.inf) -> bool:
+        threads.prepare([answer := kind(lexer, made)], seconds)
+        threads.wait()
+        return answer.thread == threading.get_ident()
+
+    assert not is_here(Waiting)  # new
+    assert is_here(Waiting)
+    assert not is_here(Waiting, 0.0)  # the caller has no time
+    assert is_here(Slow)
+    assert not is_here(Slow)
+    assert not is_here(Waiting)
+    while not is_here(Waiting):  # fast again
+        pass
+    assert len(made) > 6
+
+
+def test_answers_of_a_grammar_that_becomes_slow_follow_in_the_threads() -> None:
+    made: list[Waiting] = []
+    threads, lexer = MaskThreads(77), Lexer()
+    threads.prepare([Waiting(lexer, made)], math.inf)
+    answers = [Waiting(lexer, made), Slow(lexer, made), Waiting(lexer, made), Waiting(lexer, made)]
+    threads.prepare(answers, math.inf)
+    assert made[1:] == answers
+    assert [answer.thread == threading.get_ident() for answer in answers] == [True, True, False, False]
