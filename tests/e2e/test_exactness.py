@@ -9,7 +9,9 @@ import json
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -111,11 +113,13 @@ def test_with_one_step_in_flight() -> None:
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
     """The same tokens with random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits."""
-    among_others(model_folder(name), prompts)
+    with among_others(model_folder(name), prompts):
+        pass
 
 
-def among_others(folder: Path, prompts: list[str], *flags: str, share: int = 1) -> None:
-    """Check a server. share: number of ranks among which the KV cache is divided."""
+@contextmanager
+def among_others(folder: Path, prompts: list[str], *flags: str, share: int = 1) -> Iterator[Server]:
+    """Check a server, and yield it. share: number of ranks among which the KV cache is divided."""
     oracle(folder, tuple(prompts), 64)
     chance = random.Random(7)
     shared = [chance.randrange(3, 500) for _ in range(24)]
@@ -148,3 +152,4 @@ def among_others(folder: Path, prompts: list[str], *flags: str, share: int = 1) 
         assert server.metric("npuserve_prefix_cache_hits_total") > 0
         assert server.metric("npuserve_requests_running") == 0
         assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+        yield server

@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,11 +19,15 @@ from tests.e2e.processes import engine_of, until
 from tests.e2e.server import KV_CACHE_MEMORY, Server, request, streamed
 from tests.e2e.test_exactness import STORIES, check
 from tests.e2e.test_ranks import answers, erase, shares_weights
-from tests.support.models import random_model, saved
+from tests.npu.backends.small import saved
 from tests.support.processes import free_port
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--tensor-parallel-size", "2", "--threads", "1", "--dtype", "float32", "--kv-cache-memory", KV_CACHE_MEMORY)
+
+
+Environment = Callable[[int, int], dict[str, str]]
+"""Function from rank and port to the variables of its host."""
 
 
 def torchrun(rank: int, port: int, size: int = 2) -> dict[str, str]:
@@ -39,18 +43,33 @@ def host(*flags: str, **variables: str) -> Server:
     return Server(*flags, process={"env": {**os.environ, **variables}})
 
 
+class Group:
+    """Two hosts. first: it has rank 0, and serves; `start_first` starts it again. second: host of rank 1."""
+
+    def __init__(self, stack: ExitStack, environment: Environment, model: Path):
+        self._port, self._environment, self._model, self._stack = free_port(), environment, model, stack
+        self.second = self._host(1)
+        self.start_first()
+
+    def _host(self, rank: int) -> Server:
+        server = host(str(self._model), *FLAGS, **self._environment(rank, self._port))
+        self._stack.callback(server.close)
+        return server
+
+    def start_first(self) -> None:
+        """Start the first host, and wait until the group is ready."""
+        ready = self.second.log.count("rank is ready")
+        self.first = self._host(0)
+        self.first.wait_until_listening()
+        self.first.wait_until_ready()
+        until(lambda: self.second.log.count("rank is ready") > ready, self.second)
+
+
 @contextmanager
-def hosts(environment: object = torchrun, model: Path = FOLDER) -> Iterator[tuple[Server, Server]]:
-    """Two hosts of a group that is ready."""
-    port = free_port()
+def hosts(environment: Environment = torchrun, model: Path = FOLDER) -> Iterator[Group]:
+    """Two hosts of a group that is ready. The first is closed first: the other waits for the end of the group."""
     with ExitStack() as stack:
-        servers = [host(str(model), *FLAGS, **environment(rank, port)) for rank in range(2)]  # type: ignore[operator]
-        for server in reversed(servers):  # the first host is closed first: the other waits for the end of the group
-            stack.callback(server.close)
-        servers[0].wait_until_listening()
-        servers[0].wait_until_ready()
-        until(lambda: "rank is ready" in servers[1].log)
-        yield servers[0], servers[1]
+        yield Group(stack, environment, model)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def group(folder: Path) -> Iterator[tuple[Server, Server]]:
+def group(folder: Path) -> Iterator[Group]:
     """Two hosts that torchrun's variables join, shared by the first tests. Their model is in `folder`."""
-    with hosts(model=folder) as servers:
-        yield servers
+    with hosts(model=folder) as made:
+        yield made
 
 
 def rank_of(server: Server) -> int:
@@ -72,17 +91,17 @@ def rank_of(server: Server) -> int:
     return int(children[0]) if children else 0
 
 
-def test_two_hosts_answer_as_transformers_do(group: tuple[Server, Server]) -> None:
-    assert not ranks_of(group[0].process.pid)
+def test_two_hosts_answer_as_transformers_do(group: Group) -> None:
+    assert not ranks_of(group.first.process.pid)
     for index in range(3):
-        check(group[0], FOLDER, STORIES[:3], index)
+        check(group.first, FOLDER, STORIES[:3], index)
 
 
-def test_killed_rank_of_the_other_host_shows_in_no_stream(group: tuple[Server, Server], folder: Path) -> None:
+def test_killed_rank_of_the_other_host_shows_in_no_stream(group: Group, folder: Path) -> None:
     """The next group finds the weights in memory where they are kept: a rank that read the files, which are
     overwritten, would compute other tokens. Further restarts: test_ranks.py.
     """
-    first, second = group
+    first, second = group.first, group.second
     ask = request("Once upon a time", 100, ignore_eos=True)
     alone = streamed(first.stub, ask)[:2]
     if shares_weights():
@@ -97,42 +116,49 @@ def test_killed_rank_of_the_other_host_shows_in_no_stream(group: tuple[Server, S
     assert rank_of(second) not in (0, rank)
     until(lambda: answers(first), first)
     assert streamed(first.stub, ask)[:2] == alone
+    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
 
 
-def test_stopped_first_host_leaves_the_other_waiting(group: tuple[Server, Server]) -> None:
-    """Last test of the shared group."""
-    first, second = group
-    assert first.stop() == 0
-    assert second.process.poll() is None  # it waits for the next group
-    assert second.stop() == 0
+@pytest.mark.full
+def test_stopped_first_host_leaves_the_other_waiting(group: Group) -> None:
+    """It waits for the next group, which a new first host starts. As in tests/service/ranks/test_host.py, with real
+    ranks."""
+    assert group.first.stop() == 0
+    assert group.second.process.poll() is None
+    group.start_first()
+    check(group.first, FOLDER, STORIES[:3], 0)
+
+
+def test_drain_of_both_hosts_ends_no_stream(group: Group) -> None:
+    """As when Kubernetes deletes the pods of a group together. Last test of the shared group."""
+    first, second = group.first, group.second
+    restarts = second.log.count("starting them again")
+    ask = request("Once upon a time", 250, ignore_eos=True)
+    alone = streamed(first.stub, ask)[:2]
+    call = first.stub.StreamGenerate(ask, timeout=100)
+    received = [next(call)]
+    for server in (second, first):
+        server.process.terminate()
+    received += list(call)
+    assert "".join(message.text for message in received) == alone[0]
+    assert received[-1].HasField("finish")
+    assert first.process.wait(60) == 0
+    assert second.process.wait(60) == 0
+    assert second.log.count("starting them again") == restarts
 
 
 @pytest.mark.full
 def test_two_hosts_of_a_leader_worker_set_answer() -> None:
     """With the variables of tests/service/ranks/test_world.py; otherwise as with torchrun."""
-    with hosts(leader_worker_set) as (first, _):
-        check(first, FOLDER, STORIES[:3], 0)
+    with hosts(leader_worker_set) as group:
+        check(group.first, FOLDER, STORIES[:3], 0)
 
 
-def test_drain_of_both_hosts_ends_no_stream() -> None:
-    """As when Kubernetes deletes the pods of a group together."""
-    with hosts() as (first, second):
-        ask = request("Once upon a time", 250, ignore_eos=True)
-        alone = streamed(first.stub, ask)[:2]
-        call = first.stub.StreamGenerate(ask, timeout=100)
-        received = [next(call)]
-        for server in (second, first):
-            server.process.terminate()
-        received += list(call)
-        assert "".join(message.text for message in received) == alone[0]
-        assert received[-1].HasField("finish")
-        assert first.process.wait(60) == 0
-        assert second.process.wait(60) == 0
-        assert "starting them again" not in second.log
-
-
+@pytest.mark.full
 def test_second_signal_ends_a_host_at_once() -> None:
-    with hosts() as (_, second):
+    """As in tests/service/ranks/test_host.py, with a real rank."""
+    with hosts() as group:
+        second = group.second
         second.process.terminate()
         with pytest.raises(subprocess.TimeoutExpired):
             second.process.wait(1)
@@ -148,7 +174,7 @@ def test_missing_rank_is_named_and_ends_the_server() -> None:
 
 
 def test_hosts_with_different_models_are_refused(tmp_path: Path) -> None:
-    port, other = free_port(), saved(random_model("qwen3"), tmp_path / "other")
+    port, other = free_port(), saved(tmp_path / "other")
     with ExitStack() as stack:
         servers = [host(*FLAGS, **torchrun(0, port)), host(str(other), *FLAGS, **torchrun(1, port))]
         for server in servers:

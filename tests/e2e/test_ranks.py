@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import grpc
 import pytest
 
 from bench.serving.server import ranks_of
 from npuserve.npu.storyteller import FOLDER
+from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import KV_CACHE_MEMORY, Server, request, serving, streamed
 from tests.e2e.test_exactness import MODELS, STORIES, among_others, check, check_seeded
@@ -37,10 +39,16 @@ def kills() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy of the built-in model."""
+    return shutil.copytree(FOLDER, tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
     """Server with two ranks, shared by the tests; each leaves it ready and idle."""
     flags = "--dtype", "float32", "--max-num-batched-tokens", "48", "--hang-seconds", "5"
-    with serving(*flags, *parallel(2)) as running:
+    with serving(str(folder), *flags, *parallel(2), "--kv-cache-memory", KV_CACHE_MEMORY) as running:
         yield running
 
 
@@ -56,27 +64,30 @@ def test_tokens_equal_those_of_transformers(server: Server) -> None:
     model if model.id in ("storyteller", "minimind2-small") else  # the others are as small as storyteller
     pytest.param(*model.values, id=model.id, marks=[*model.marks, pytest.mark.full]) for model in MODELS])
 def test_tokens_among_others_equal_those_of_transformers(name: str, prompts: list[str], size: int) -> None:
-    """With chunks, preemption and prefix hits. Four ranks: also tests/npu/test_parallel.py."""
-    among_others(model_folder(name), prompts, *parallel(size), share=2)
+    """With chunks, preemption and prefix hits. Four ranks: also tests/npu/test_parallel.py. A drain ends all ranks."""
+    with among_others(model_folder(name), prompts, *parallel(size), share=2) as server:
+        ranks = ranks_of(server.process.pid)
+        assert len(ranks) == size - 1
+        assert server.stop() == 0
+        assert not any(map(is_alive, ranks))
 
 
 def test_ranks_have_one_process_each(server: Server) -> None:
     assert len(ranks_of(server.process.pid)) == 1
 
 
-@pytest.mark.parametrize("kills_of_each", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_killed_ranks_show_in_no_stream(server: Server, kills: ModuleType, kills_of_each: int) -> None:
-    """The engine and the other rank are killed in turn."""
-    wanted, before = kills.asks(8, 120), server.metric("npuserve_engine_restarts_total")
-    with ThreadPoolExecutor(8) as threads:
-        alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
-    number = 2 * kills_of_each
-    killer = kills.Killer(server.target, server.process.pid, number, (0.2, 0.7), seed=3, ranks=True)
-    wrong, _ = kills.disturbed(server.target, killer, wanted, alone)
-    assert wrong == []
-    assert len(killer.killed) == number
-    assert server.metric("npuserve_engine_restarts_total") == before + number
-    assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+def test_constrained_answers_equal_those_of_one_process(server: Server) -> None:
+    asks = [request("Once upon a time", 48, temperature=temperature, seed=4) for temperature in (0.0, 1.0)]
+    for ask in asks:
+        ask.regex = r"[A-Z][a-z ,]{8,60}\."
+    with serving("--dtype", "float32") as alone:
+        wanted = [streamed(alone.stub, ask)[:2] for ask in asks]
+    with ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(streamed, server.stub, request(text, 48)) for text in STORIES[:2]]
+        assert [streamed(server.stub, ask)[:2] for ask in asks] == wanted
+        for other in others:
+            other.result()
+    assert all(re.fullmatch(r"[A-Z][a-z ,]{8,60}\.", text) for text, _ in wanted)
 
 
 def answers(server: Server) -> bool:
@@ -93,16 +104,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
-    alone, before = streamed(server.stub, request("Once upon a time", 64))[:2], server.metric(
-        "npuserve_engine_restarts_total")
-    os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
-    began = time.monotonic()
-    assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
-    assert time.monotonic() - began < 30
-    assert server.metric("npuserve_engine_restarts_total") == before + 1
 
 
 def shares_weights() -> bool:
@@ -123,42 +124,72 @@ def erase(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def erased(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, tuple[str, list[int]]]]:
-    """Server with two ranks, the folder of its model and an answer.
-
-    The model's files are overwritten after the start where the weights are kept in memory.
+def erased(server: Server, folder: Path, kills: ModuleType) -> tuple[list[pb.GenerateRequest], list[Any]]:
+    """Requests and their answers. The model's files are then overwritten where the weights are kept in memory, so that
+    a rank that reads them again computes other tokens.
     """
-    folder = shutil.copytree(FOLDER, tmp_path_factory.mktemp("erased") / "model")
-    with serving(str(folder), *parallel(2), "--kv-cache-memory", KV_CACHE_MEMORY) as running:
-        answer = streamed(running.stub, request("Once upon a time", 64))[:2]
-        if shares_weights():
-            erase(folder)
-        yield running, folder, answer
+    wanted = kills.asks(8, 120)
+    with ThreadPoolExecutor(8) as threads:
+        alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
+    if shares_weights():
+        erase(folder)
+    return wanted, alone
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank"])
 def test_death_of_a_rank_ends_the_group_within_a_second(
-    erased: tuple[Server, Path, tuple[str, list[int]]], victim: str
+    server: Server, erased: tuple[list[pb.GenerateRequest], list[Any]], kills: ModuleType, victim: str
 ) -> None:
-    """The next group finds the weights in memory: a rank that read the files would compute other tokens."""
-    server, _, alone = erased
-    until(lambda: ranks_of(server.process.pid), server)
+    """It shows in no stream, since the next group continues all streams, with the weights in memory."""
+    wanted, alone = erased
+    before, continued = (server.metric(f"npuserve_{name}_total") for name in ("engine_restarts", "streams_continued"))
     engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
+    calls = [server.stub.StreamGenerate(ask, timeout=100) for ask in wanted]
+    for call in calls:
+        call.initial_metadata()  # arrives when the server has accepted the request
     os.kill(engine if victim == "engine" else rank, signal.SIGKILL)
     began = time.monotonic()
     until(lambda: not is_alive(engine) and not is_alive(rank), server)
     assert time.monotonic() - began < 1
-    until(lambda: engine_of(server) not in (0, engine) and answers(server), server)
-    assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
+    with ThreadPoolExecutor(8) as threads:
+        for answer, expected in zip(threads.map(kills.read, calls), alone, strict=True):
+            assert answer.same(expected)
+    assert engine_of(server) not in (0, engine)
+    assert server.metric("npuserve_engine_restarts_total") == before + 1
+    assert server.metric("npuserve_streams_continued_total") > continued
+    assert server.metric("npuserve_kv_cache_usage_ratio") == 0
 
 
-def test_ranks_read_the_files_of_a_model_that_has_changed(
-    erased: tuple[Server, Path, tuple[str, list[int]]]
+@pytest.mark.full
+def test_killed_ranks_show_in_no_stream(
+    server: Server, erased: tuple[list[pb.GenerateRequest], list[Any]], kills: ModuleType
 ) -> None:
-    """Last test of that server."""
+    """The engine and the other rank are killed in turn, twice each, at random moments."""
+    before = server.metric("npuserve_engine_restarts_total")
+    killer = kills.Killer(server.target, server.process.pid, 4, (0.2, 0.7), seed=3, ranks=True)
+    wrong, _ = kills.disturbed(server.target, killer, *erased)
+    assert wrong == []
+    assert len(killer.killed) == 4
+    assert server.metric("npuserve_engine_restarts_total") == before + 4
+    assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+
+
+@pytest.mark.usefixtures("erased")
+def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
+    alone, before = streamed(server.stub, request("Once upon a time", 64))[:2], server.metric(
+        "npuserve_engine_restarts_total")
+    os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
+    began = time.monotonic()
+    assert streamed(server.stub, request("Once upon a time", 64))[:2] == alone
+    assert time.monotonic() - began < 30
+    assert server.metric("npuserve_engine_restarts_total") == before + 1
+
+
+@pytest.mark.usefixtures("erased")
+def test_ranks_read_the_files_of_a_model_that_has_changed(server: Server, folder: Path) -> None:
+    """Last test of the server."""
     if not shares_weights():
         pytest.skip("no native kernels, or no large pages of a file in memory")
-    server, folder, _ = erased
     for file in folder.glob("*.safetensors"):
         os.utime(file)
     os.kill(engine_of(server), signal.SIGKILL)
@@ -173,25 +204,3 @@ def test_model_that_the_ranks_cannot_divide_is_refused() -> None:
     assert server.process.wait(60) == 2
     assert re.search(r"tensor_parallel_size: 3 does not divide the model's \d+ attention heads", server.log)
     assert "Traceback" not in server.log
-
-
-def test_constrained_answers_equal_those_of_one_process(server: Server) -> None:
-    asks = [request("Once upon a time", 48, temperature=temperature, seed=4) for temperature in (0.0, 1.0)]
-    for ask in asks:
-        ask.regex = r"[A-Z][a-z ,]{8,60}\."
-    with serving("--dtype", "float32") as alone:
-        wanted = [streamed(alone.stub, ask)[:2] for ask in asks]
-    with ThreadPoolExecutor(4) as threads:
-        others = [threads.submit(streamed, server.stub, request(text, 48)) for text in STORIES[:2]]
-        assert [streamed(server.stub, ask)[:2] for ask in asks] == wanted
-        for other in others:
-            other.result()
-    assert all(re.fullmatch(r"[A-Z][a-z ,]{8,60}\.", text) for text, _ in wanted)
-
-
-def test_drain_ends_all_ranks(server: Server) -> None:
-    """Last test of the shared server."""
-    ranks = ranks_of(server.process.pid)
-    assert len(ranks) == 1
-    assert server.stop() == 0
-    assert not any(map(is_alive, ranks))

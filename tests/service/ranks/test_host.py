@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from npuserve.service.config import ServerConfig
 from npuserve.service.ranks import host, processes
 from npuserve.service.ranks.world import NAMES, World
+from tests.support.processes import until
 
 RANK = """
 import json, sys
@@ -27,6 +31,27 @@ if given["rank"] == 2:
 sys.stdin.read()
 """
 """Rank 2 cannot capture; rank 3 waits for its end."""
+
+READY = """
+import sys
+print('{"event": "ready", "shared_weights": null}', flush=True)
+sys.stdin.readline()
+sys.stdin.read()
+"""
+
+ENDING = """
+import sys
+with open(sys.argv[1], "a+") as journal:
+    print("started", file=journal)
+    journal.seek(0)
+    lives = len(journal.readlines())
+print('{"event": "ready", "shared_weights": null}', flush=True)
+if lives == 3:
+    print('{"event": "unusable", "error": "the end of the test"}', flush=True)
+    sys.exit(2)
+sys.exit(int(sys.argv[2]))
+"""
+"""The third process ends the test."""
 
 
 @pytest.fixture
@@ -44,6 +69,37 @@ def test_group_after_a_failed_capture_captures_no_steps(journal: Path) -> None:
     assert host.run(ServerConfig(tensor_parallel_size=4), Path(), world) == 2
     started = sorted(json.loads(line) for line in journal.read_text().splitlines())
     assert started == [[2, ""], [2, "no graphs here"], [3, ""], [3, "no graphs here"]]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_ranks_of_a_group_that_has_ended_wait_for_the_next(
+    journal: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """With 0 the first host stopped, with 1 the group broke."""
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", ENDING, str(journal), str(code)))
+    world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
+    assert host.run(ServerConfig(tensor_parallel_size=2), Path(), world) == 2
+    assert journal.read_text() == "started\n" * 3
+
+
+def test_second_signal_ends_a_host_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the first one its ranks run until the group ends."""
+    handlers: dict[int, Callable[[], None]] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", READY))
+    caplog.set_level(logging.INFO)
+    with ThreadPoolExecutor(1) as thread:
+        world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
+        running = thread.submit(host.run, ServerConfig(tensor_parallel_size=2), Path(), world)
+        until(lambda: "rank is ready" in caplog.text)
+        handlers[signal.SIGTERM]()
+        try:
+            assert not wait([running], 0.5).done
+        finally:
+            handlers[signal.SIGTERM]()
+        assert running.result(10) == 0
 
 
 @pytest.mark.parametrize(("capture", "failed", "may_drop"), [("auto", "", True), ("auto", "why", False),
