@@ -1,0 +1,40 @@
+"""Pictures of dashboards' panels (bench/reliability/panels.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.benches import bench
+
+TIMES = [100.0 + second for second in range(20)]
+
+
+def test_draw_writes_a_picture_of_each_kind_of_panel(tmp_path: Path) -> None:
+    """Lines, stacks of values and of shares, and a heatmap of cumulative buckets; an odd number of panels."""
+    pytest.importorskip("matplotlib")
+    panels = bench("reliability.panels")
+
+    def panel(kind: str, stack: str, *legends: str) -> object:
+        series = [panels.Series(legend, TIMES[place:], [float(place + at) for at in TIMES[place:]])
+                  for place, legend in enumerate(legends)]
+        return panels.Panel("service", f"{kind} {stack}", kind, "s", stack, series, [])
+
+    chosen = [panel("timeseries", "none", "p50", "target"), panel("timeseries", "normal", "a", "b"),
+              panel("timeseries", "percent", "a", "b"), panel("timeseries", "none", *map(str, range(12))),
+              panel("heatmap", "none", "0.1", "0.5", "inf")]
+    panels.draw(chosen, TIMES[0], tmp_path / "all.png", "a title")
+    panels.draw(chosen[:1], TIMES[0], tmp_path / "one.png", "a title")
+    sizes = [(tmp_path / name).stat().st_size for name in ("one.png", "all.png")]
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert 2_000 < 2 * sizes[0] < sizes[1]
+
+
+def test_pictures_show_panels_of_the_dashboards() -> None:
+    monitoring, panels = bench("reliability.monitoring"), bench("reliability.panels")
+    for dashboard, titles in monitoring.PICTURES.items():
+        (file,) = panels.DASHBOARDS.glob(f"{dashboard}.json")
+        known = {panel["title"].replace("$kernel", "All kernels") for panel in json.loads(file.read_text())["panels"]}
+        assert set(titles) <= known
