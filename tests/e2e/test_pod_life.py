@@ -21,7 +21,7 @@ from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
 from tests.support.processes import free_port, has_mount_namespaces, require_mount_namespaces
 
-STREAMS = 16
+STREAMS = 8
 """Number of streams at SIGTERM."""
 PAUSE_SECONDS = 1
 """Between two calls of a client."""
@@ -154,7 +154,7 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     assert container.probe("liveness")
     seen: list[tuple[float, int]] = []
     watching = watch(channel, seen)
-    earlier, last, signalled = start_streams(channel, 4), [], []
+    earlier, last, signalled = start_streams(channel, 2), [], []
 
     def before_signal() -> None:
         """Start the last calls. During preStop the pod serves until load balancers have removed it."""

@@ -87,13 +87,6 @@ def keys(folder: Path) -> str:
     return str(file)
 
 
-@contextmanager
-def profiled(folder: Path, *arguments: str) -> Iterator[Profiled]:
-    """Serve with traces in `folder`/traces."""
-    with serving("--api-keys", keys(folder), "--profile-dir", str(folder / "traces"), *arguments) as server:
-        yield Profiled(server)
-
-
 def refusal(call: Callable[[], object], code: grpc.StatusCode) -> str:
     """Return the details of the error that the call must end with."""
     with pytest.raises(grpc.RpcError) as failed:
@@ -106,9 +99,10 @@ def refusal(call: Callable[[], object], code: grpc.StatusCode) -> str:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Profiled, Path]]:
     """Server shared by the first tests, each of which leaves it idle and without a profile; and its folder."""
     folder = tmp_path_factory.mktemp("profile")
-    with profiled(folder, "--dtype", "float32") as server:
-        yield server, folder
-        assert server.server.stop() == 0
+    flags = "--api-keys", keys(folder), "--profile-dir", str(folder / "traces"), "--dtype", "float32"
+    with serving(*flags) as server:
+        yield Profiled(server), folder
+        assert server.stop() == 0
 
 
 def test_trace_has_the_decoders_kernels_and_no_prompt(shared: tuple[Profiled, Path]) -> None:
@@ -178,20 +172,24 @@ def test_kept_traces_are_bounded(shared: tuple[Profiled, Path]) -> None:
     assert kept == {f"t{number}" for number in range(2, trace_folder.MAX_TRACES + 2)}
 
 
-def test_restart_of_the_engine_ends_a_profile_with_a_clear_answer(tmp_path: Path) -> None:
-    with profiled(tmp_path) as server, ThreadPoolExecutor(1) as pool:
+def test_restart_of_the_engine_ends_a_profile_with_a_clear_answer(shared: tuple[Profiled, Path]) -> None:
+    """Last test of the shared server."""
+    server, folder = shared
+    for file in (folder / "traces").iterdir():
+        file.unlink()
+    with ThreadPoolExecutor(1) as pool:
         server.start(steps=1000)
         waiting = pool.submit(refusal, lambda: server.stop(wait=True), grpc.StatusCode.UNAVAILABLE)
         until(lambda: engine_of(server.server))
         os.kill(engine_of(server.server), signal.SIGKILL)
         said = waiting.result()
-        assert "the engine is not connected" in said or "its profile, if one was running, is lost" in said
-        until(lambda: server.server.metric("npuserve_engine_restarts_total") == 1, server.server)
-        until(server.is_ready, server.server)
-        said = refusal(server.stop, grpc.StatusCode.FAILED_PRECONDITION)
-        assert "no profile was started since the engine's start" in said
-        assert list((tmp_path / "traces").iterdir()) == []
-        assert server.start() == "profile-1"
+    assert "the engine is not connected" in said or "its profile, if one was running, is lost" in said
+    until(lambda: server.server.metric("npuserve_engine_restarts_total") == 1, server.server)
+    until(server.is_ready, server.server)
+    said = refusal(server.stop, grpc.StatusCode.FAILED_PRECONDITION)
+    assert "no profile was started since the engine's start" in said
+    assert list((folder / "traces").iterdir()) == []
+    assert server.start() == "profile-1"
 
 
 def test_server_without_the_setting_refuses_and_with_an_unusable_one_does_not_start(tmp_path: Path) -> None:

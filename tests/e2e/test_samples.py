@@ -166,7 +166,7 @@ def peak(samples: Samples, work: Callable[[], object]) -> float:
     most = 0.0
     while thread.is_alive():
         most = max(most, samples.blocks("used"))
-        time.sleep(0.02)
+        time.sleep(0.05)  # a page takes more time than a step
     thread.join()
     return most
 
