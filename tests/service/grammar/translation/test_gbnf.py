@@ -9,7 +9,8 @@ import pytest
 
 from npuserve.service.grammar.translation.errors import ConstraintError
 from npuserve.service.grammar.translation.gbnf import Alt, Chars, Node, Ref, Rep, Seq, parse
-from tests.support.grammars import accepts, matcher
+from npuserve.service.ipc.messages import Constraint
+from tests.support.grammars import accepts, compilation, matcher
 
 GRAMMARS = [
     'root ::= x "b"\nx ::= [a-c]*', 'root ::= ("a" | "ab") "bc"?', 'root ::= "(" root ")" | "a" | ""',
@@ -54,8 +55,9 @@ def test_converted_grammar_has_the_same_texts(grammar: str):
     expected = language(parse(grammar))
     rng = random.Random(1)
     candidates = ["".join(c) for n in range(LENGTH + 1) for c in itertools.product(ALPHABET, repeat=n)]
+    compiled = compilation(Constraint("grammar", grammar))
     for text in {*rng.sample(candidates, 300), *sorted(expected)[:300]}:
-        assert accepts(matcher("grammar", grammar), text) is (text in expected), text
+        assert accepts(compiled.matcher(), text) is (text in expected), text
 
 
 def test_escapes_and_classes():

@@ -10,7 +10,8 @@ import pytest
 
 from npuserve.service.grammar.translation.errors import ConstraintError
 from npuserve.service.grammar.translation.pattern import PatternError, translate
-from tests.support.grammars import accepts, matcher, walk
+from npuserve.service.ipc.messages import Constraint
+from tests.support.grammars import accepts, compilation, matcher, walk
 
 PATTERNS = [
     r"^[\x00-\x1f]$", r"^[^\"]$", r"^[^\\]$", r"^[^\"\\]+$", r"^[\x08-\x0d]$", r"^\S$", r"^[^\s]$", r"^\s$", r"^.$",
@@ -32,9 +33,9 @@ def python(pattern: str) -> re.Pattern[str]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_of_json_strings_accepts_a_subset_of_python(pattern: str):
     expected = python(pattern)
+    compiled = compilation(Constraint("json_schema", json.dumps({"type": "string", "pattern": pattern})))
     accepted = {c for c in CHARACTERS
-                if any(accepts(matcher("json_schema", {"type": "string", "pattern": pattern}), text)
-                       for text in {json.dumps(c), json.dumps(c, ensure_ascii=False)})}
+                if any(accepts(compiled.matcher(), json.dumps(c, ensure_ascii=escaped)) for escaped in (True, False))}
     assert accepted <= {c for c in CHARACTERS if expected.search(c)}
     plain = {c for c in CHARACTERS if c.isascii() and c.isprintable()}
     assert accepted & plain == {c for c in plain if expected.search(c)}
@@ -47,8 +48,9 @@ def test_walks_of_a_regex_match_it_whole(pattern: str):
     rng = random.Random(2)
     expected = re.compile(pattern.replace(r"\p{L}", r"^\W\d_"))
     ended = 0
+    compiled = compilation(Constraint("regex", pattern))
     for _ in range(30):
-        text = walk(matcher("regex", pattern), rng)
+        text = walk(compiled.matcher(), rng)
         if text is not None:
             ended += 1
             assert expected.fullmatch(text.decode())

@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 
 from npuserve.service.grammar.translation.errors import ConstraintError
-from tests.support.grammars import accepts, matcher, walk
+from npuserve.service.ipc.messages import Constraint
+from tests.support.grammars import accepts, compilation, matcher, walk
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "required": ["a"]}
 SCHEMAS: dict[str, Any] = {
@@ -101,9 +102,9 @@ def test_answers_are_valid(name: str):
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     judge = kind(schema, format_checker=kind.FORMAT_CHECKER)
     rng = random.Random(5)
-    ended = 0
+    ended, compiled = 0, compilation(Constraint("json_schema", json.dumps(SCHEMAS[name])))
     for _ in range(40):
-        text = walk(matcher("json_schema", SCHEMAS[name]), rng, 120)
+        text = walk(compiled.matcher(), rng, 120)
         if text is not None:
             ended += 1
             judge.validate(json.loads(text, parse_float=Decimal))
@@ -200,9 +201,9 @@ def test_format(name: str):
     for text in WRONG.get(name, []):
         assert not accepts(matcher("json_schema", schema), json.dumps(text)), text
     judge = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    rng = random.Random(7)
+    rng, compiled = random.Random(7), compilation(Constraint("json_schema", json.dumps(schema)))
     for _ in range(30):
-        text = walk(matcher("json_schema", schema), rng, 80)
+        text = walk(compiled.matcher(), rng, 80)
         if text is not None:
             judge.validate(json.loads(text))
             if name in CHECKS:
