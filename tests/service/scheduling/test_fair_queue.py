@@ -118,7 +118,8 @@ def test_stream_of_new_clients_starves_no_old_client(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("urgency", [-100, -7, 0, 100])
+@pytest.mark.parametrize("urgency", [
+    -100, 0, 7, *(pytest.param(urgency, marks=pytest.mark.full) for urgency in (-7, 100))])
 def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
     harness, worth = one_at_a_time(), abs(urgency) * PRIORITY_TOKENS
     request = 12 + 3

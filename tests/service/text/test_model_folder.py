@@ -58,6 +58,20 @@ def test_resolve_of_a_hub_name_uses_the_cache(tmp_path: Path, monkeypatch: pytes
     assert (found.name, found.names) == ("Qwen/Qwen3-0.6B", {"Qwen/Qwen3-0.6B"})
 
 
+def test_resolve_of_a_mistyped_folder_suggests_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, said in (
+        ("modle/", "model: there is no folder modle/ (did you mean model?)"),
+        ("modle", "model: modle is no folder here (did you mean model?), was not downloaded "),
+        ("modle/qwen", "model: modle/qwen is no folder here (did you mean model?), was not "),
+        ("other", "model: other is no folder here, was not downloaded before, "),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+            resolve(name)
+
+
 async def test_fetch_of_an_unknown_model_raises_the_error_of_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ def test_render_of_deep_nesting_is_refused(tmp_path: Path) -> None:
 
 def test_render_from_two_threads_uses_two_processes(tmp_path: Path) -> None:
     """Each thread has a process; processes are reused."""
-    process = made(tmp_path, ENDLESS["a loop without output"], seconds=3)
+    process = made(tmp_path, ENDLESS["a loop without output"], seconds=1.5)
     process.start()
     ended: list[str] = []
 
