@@ -23,7 +23,7 @@ from tests.support.processes import free_port, has_mount_namespaces, require_mou
 
 STREAMS = 8
 """Number of streams at SIGTERM."""
-PAUSE_SECONDS = 1
+PAUSE_SECONDS = 3
 """Between two calls of a client."""
 HEALTH = health_pb2.HealthCheckResponse
 

@@ -216,8 +216,9 @@ def test_end_of_a_call_frees_all_samples(samples: Samples, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["prefill", "decode"])
+@pytest.mark.parametrize("moment", [pytest.param("prefill", marks=pytest.mark.full), "decode"])
 def test_engine_death_shows_in_no_sample(samples: Samples, moment: str) -> None:
+    """In the prefill: also tests/service/scheduling/test_sample_groups.py, where restored samples share it again."""
     server = samples.server
     ask = request(PROMPT, 60, n=4, temperature=1.0, seed=21, logprobs=0, ignore_eos=True)
     if moment == "prefill":

@@ -263,8 +263,10 @@ def test_keys_are_needed_by_every_method(tmp_path: Path) -> None:
         assert set(codes(keys["root"]).values()) == {"OK"}
 
 
+@pytest.mark.full
 def test_answers_survive_a_killed_engine(server: Server) -> None:
-    """A gateway sees a pause, and the ids of an undisturbed run."""
+    """A gateway sees a pause, and the ids of an undisturbed run. By default through a gateway: gateway/test_workers.py.
+    """
     ask = vllm_request("Once upon a time", 300, temperature=0.9, seed=11, ignore_eos=True, stream=True)
     undisturbed = answer(server, ask).token_ids
     messages = []
