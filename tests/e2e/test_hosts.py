@@ -93,7 +93,7 @@ def rank_of(server: Server) -> int:
 
 def test_two_hosts_answer_as_transformers_do(group: Group) -> None:
     assert not ranks_of(group.first.process.pid)
-    for index in range(3):
+    for index in range(2):
         check(group.first, FOLDER, STORIES[:3], index)
 
 
@@ -133,7 +133,7 @@ def test_drain_of_both_hosts_ends_no_stream(group: Group) -> None:
     """As when Kubernetes deletes the pods of a group together. Last test of the shared group."""
     first, second = group.first, group.second
     restarts = second.log.count("starting them again")
-    ask = request("Once upon a time", 250, ignore_eos=True)
+    ask = request("Once upon a time", 150, ignore_eos=True)
     alone = streamed(first.stub, ask)[:2]
     call = first.stub.StreamGenerate(ask, timeout=100)
     received = [next(call)]
@@ -187,7 +187,9 @@ def test_hosts_with_different_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "variables", "wrong"), [
     (0, {"RANK": "2"}, "RANK: '2' must be a whole number in [0, 1]"),
-    (0, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: "),
+    # The message is the other host's, the exit that of the test above.
+    pytest.param(0, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: ",
+                 marks=pytest.mark.full),
     (1, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: "),
 ])
 def test_wrong_environment_is_refused(rank: int, variables: dict[str, str], wrong: str) -> None:

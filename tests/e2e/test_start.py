@@ -58,8 +58,10 @@ def test_serve_with_nan_weights_names_the_tensor(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("file", [
+    "model.safetensors", "tokenizer.json", pytest.param("config.json", marks=pytest.mark.full)])
 def test_serve_with_a_git_lfs_pointer_names_the_file(folder: Path, file: str) -> None:
+    """More files: tests/npu/model/test_loader.py."""
     (folder / file).write_text(POINTER)
     assert refused(str(folder)).removeprefix("model: ") == (
         f"{folder / file}: is a Git LFS pointer, not the file itself; download it with: git -C {folder} lfs pull")
