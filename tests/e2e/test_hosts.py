@@ -187,7 +187,7 @@ def test_hosts_with_different_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "variables", "wrong"), [
     (0, {"RANK": "2"}, "RANK: '2' must be a whole number in [0, 1]"),
-    # The message is the other host's, the exit that of the test above.
+    # The other host has the same message, and the test above the same exit.
     pytest.param(0, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: ",
                  marks=pytest.mark.full),
     (1, {"MASTER_ADDR": "npuserve.invalid"}, "MASTER_ADDR: npuserve.invalid does not resolve: "),
