@@ -54,8 +54,10 @@ def equal_to_the_cpu(folder: Path, is_static: bool, head: HeadDtype) -> None:
     assert all(result.captured for result in results)
 
 
-@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
-@pytest.mark.parametrize(("is_static", "head"), [(False, "auto"), (False, "int8"), (True, "auto")])
+@pytest.mark.parametrize(("is_static", "head", "order", "seed"), [
+    (False, "auto", "lazy", 0), (False, "int8", "shuffled", 1), (True, "auto", "lazy", 0),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        (False, "auto", "shuffled", 1), (False, "int8", "lazy", 0), (True, "auto", "shuffled", 1)))])
 def test_ascend_w8a8_greedy_tokens_equal_cpu(
     tmp_path: Path, is_static: bool, head: HeadDtype, order: str, seed: int
 ) -> None:

@@ -55,9 +55,17 @@ def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: boo
     assert not any(result.captured and not result.captured_decodes for result in results)
 
 
-@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1), ("eager", 0)])
-@pytest.mark.parametrize("capture_chunks", [True, False], ids=["one batch", "decode rows and chunks"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.2, "top_k": 7, "top_p": 0.8}], ids=["greedy", "sampled"])
+ORDERS = (("lazy", 0), ("shuffled", 1), ("eager", 0))
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.2, "top_k": 7, "top_p": 0.8}}
+DEFAULT = [("greedy", True, "lazy"), ("sampled", False, "shuffled"), ("greedy", False, "eager")]
+"""Cases of the default run, each value in one. test_combinations.py has sampled requests in one batch."""
+
+
+@pytest.mark.parametrize(("sampling", "capture_chunks", "order", "seed"), [
+    pytest.param(SAMPLING[name], capture_chunks, order, seed,
+                 id=f"{name}, {'one batch' if capture_chunks else 'decode rows and chunks'}, {order}",
+                 marks=[] if (name, capture_chunks, order) in DEFAULT else pytest.mark.full)
+    for name in SAMPLING for capture_chunks in (True, False) for order, seed in ORDERS])
 def test_ascend_int8_cache_tokens_equal_cpu(
     tmp_path: Path, sampling: dict[str, Any], capture_chunks: bool, order: str, seed: int
 ) -> None:

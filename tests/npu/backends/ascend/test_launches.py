@@ -16,7 +16,6 @@ from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.triton_check import agrees
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.emulator import fused_heads
-from npuserve.npu.execution.runner import Runner
 from tests.npu.backends.ascend.test_backend import load, started
 from tests.npu.backends.small import answers, asks, saved, saved_w8a8
 from tests.npu.emulator.child import emulated, missing, run
@@ -39,36 +38,41 @@ def nodes(captured: Captured | None, size: int, file: Path) -> Counter[str]:
     return Counter(node["name"] for node in json.loads(file.read_text()))
 
 
-def layer(folder: Path, kind: str, w8a8: bool) -> Counter[str]:
-    """Return the tasks of one layer: the tasks of a model of two layers less the tasks of a model of one."""
+KINDS = ("1", "4", "chunk")
+"""Captured steps: decode rows, or a chunk of a prompt."""
+
+
+def layer(folder: Path, w8a8: bool) -> dict[str, Counter[str]]:
+    """Return the tasks of one layer for each of KINDS: the tasks of a model of two layers less the tasks of a model of
+    one."""
     found = []
     for layers in (2, 1):
         # Rows of 160 numbers after gate and up are not fused with quantization, as in Qwen3 from 1.7B on.
         sizes: dict[str, Any] = {"head_dim": 128, "layers": layers, "inner": 80}
         model = saved_w8a8(folder / str(layers), **sizes) if w8a8 else saved(folder / str(layers), **sizes)
-        runner: Runner = load(model, dtype="bfloat16", decode_buckets=(1, 4))
-        chunk = kind == "chunk"
-        found.append(nodes(runner._dispatch.mixed if chunk else runner._dispatch.greedy,
-                           64 if chunk else int(kind), folder / "graph.json"))
-    return found[0] - found[1]
+        dispatch = load(model, dtype="bfloat16", decode_buckets=(1, 4))._dispatch
+        found.append({kind: nodes(dispatch.mixed, 64, folder / "graph.json") if kind == "chunk" else
+                      nodes(dispatch.greedy, int(kind), folder / "graph.json") for kind in KINDS})
+    two, one = found
+    return {kind: two[kind] - one[kind] for kind in KINDS}
 
 
-def check(folder: Path, kind: str, w8a8: bool, expected: Counter[str]) -> None:
-    assert layer(folder, kind, w8a8) == expected
+def check(folder: Path, w8a8: bool, expected: dict[str, Counter[str]]) -> None:
+    assert layer(folder, w8a8) == expected
 
 
 @pytest.mark.parametrize("w8a8", [False, True], ids=["bf16", "w8a8"])
-@pytest.mark.parametrize("kind", ["1", "4", "chunk"])
 @pytest.mark.parametrize("triton", [False, True], ids=["operators", "triton"])
-def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, kind: str, w8a8: bool) -> None:
+def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, w8a8: bool) -> None:
     """Beside the two tasks of the event: 12 in bfloat16 and 9 with Triton, of which at most 10 are wanted."""
     if reason := missing():
         pytest.skip(reason)
-    heads = TRITON if triton else ONE_TOKEN if kind == "1" else OPERATORS
-    expected = (W8A8 if w8a8 else BF16) + heads
-    assert expected.total() - EVENT.total() == (
-        (11 if w8a8 else 9) if triton else (14 if w8a8 else 12) + (kind != "1"))
-    run(check, {"folder": tmp_path, "kind": kind, "w8a8": w8a8, "expected": expected}, {"triton": triton})
+    expected = {kind: (W8A8 if w8a8 else BF16) + (TRITON if triton else ONE_TOKEN if kind == "1" else OPERATORS)
+                for kind in KINDS}
+    for kind, tasks in expected.items():
+        assert tasks.total() - EVENT.total() == (
+            (11 if w8a8 else 9) if triton else (14 if w8a8 else 12) + (kind != "1"))
+    run(check, {"folder": tmp_path, "w8a8": w8a8, "expected": expected}, {"triton": triton})
 
 
 @emulated()

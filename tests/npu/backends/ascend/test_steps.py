@@ -68,7 +68,7 @@ def decode(runner: Runner, rows: int, at: int) -> StepResult:
     return runner.collect(runner.launch(Step([Row(row, [PENDING], at, [row], True) for row in range(rows)])))
 
 
-@pytest.mark.parametrize("missing", [TABLE, HEAD, (*TABLE, *HEAD)], ids="+".join)
+@pytest.mark.parametrize("missing", [TABLE, HEAD, pytest.param((*TABLE, *HEAD), marks=pytest.mark.full)], ids="+".join)
 @emulated(relax=RELAX)
 def test_ascend_step_without_one_kernel_uses_its_golden_function(tmp_path: Path, missing: tuple[str, ...]) -> None:
     """If the device lacks one of the kernels, its golden function runs on the device and in the captured step, so that
@@ -97,7 +97,8 @@ def test_ascend_prompt_token_is_selected_by_its_dispatch(tmp_path: Path) -> None
     assert second.token_ids == decode(cpu, 3, 3).token_ids
 
 
-@pytest.mark.parametrize("vocabulary", [63, 64, 65, 100, 128, 200])
+@pytest.mark.parametrize("vocabulary", [
+    64, 65, *(pytest.param(size, marks=pytest.mark.full) for size in (63, 100, 128, 200))])  # all other tests have 100
 @emulated(relax=RELAX)
 def test_ascend_rows_of_every_bucket_get_their_results(tmp_path: Path, vocabulary: int) -> None:
     """The padding of the vocabulary varies; rows run alone, in full and padded buckets, and beyond the largest."""
@@ -139,7 +140,8 @@ def test_ascend_chunk_beside_decode_rows_equals_cpu(tmp_path: Path, capture_chun
     assert not any(result.decoder_decodes for result in npu)
 
 
-@pytest.mark.parametrize("budget", [40, 64, 130, 200])
+@pytest.mark.parametrize("budget", [
+    40, 130, *(pytest.param(size, marks=pytest.mark.full) for size in (64, 200))])  # most other tests have 64
 @emulated(relax=RELAX)
 def test_ascend_chunks_of_every_bucket_equal_cpu(tmp_path: Path, budget: int) -> None:
     """Prompts across blocks, alone in chunks of the budget and together: full and padded buckets of tokens, and batches
@@ -199,43 +201,39 @@ def test_ascend_constrained_tokens_equal_cpu(tmp_path: Path, sampling: dict[str,
     assert found[0] == found[1]
 
 
-ORDERS = [(depth, pool, is_restored) for depth in (1, 2) for pool in (64, 3) for is_restored in (False, True)]
-"""Steps in flight, blocks of the KV cache, and whether an engine died before."""
+Order = tuple[int, int, bool, float]
+"""Steps in flight, blocks of the KV cache, whether an engine died before, and the seconds to wait for a mask."""
+ORDERS: list[Order] = [(depth, pool, is_restored, mask_seconds) for mask_seconds in (math.inf, 0.0) for depth in (1, 2)
+                       for pool in (64, 3) for is_restored in (False, True)]
 
 
-def constrained_by_grammars(
-    folder: Path, orders: list[tuple[int, int, bool]], mask_seconds: float = math.inf
-) -> None:
+def constrained_by_grammars(folder: Path, orders: list[Order]) -> None:
+    """Compare the tokens of each order. Rows are deferred if no step waits for a mask: they are computed again, on the
+    device and beside captured decodes."""
     saved(folder, vocabulary=constrained.VOCABULARY)
     npu, cpu = load(folder), load(folder, "cpu", block_size=128, threads=1)
     cases, alone = constrained.cases(128), constrained.expected_by(cpu, 64)
     expected = [alone(case) for case in cases]
     preemptions = forced = 0
-    for depth, pool, is_restored in orders:
+    for depth, pool, is_restored, mask_seconds in orders:
+        deferred = metrics.deferred_rows_total._value.get()
         found, scheduler = constrained.answered(
             npu, cases, alone, depth=depth, pool=pool, seats=8, budget=64, is_restored=is_restored,
             mask_seconds=mask_seconds)
         assert found == expected
+        assert mask_seconds or metrics.deferred_rows_total._value.get() > deferred
         preemptions += scheduler.preemptions
         forced += scheduler.forced_tokens
     assert preemptions
-    assert forced or not mask_seconds
+    assert forced
     for case in cases[:3]:
         assert constrained.answered(npu, [case], alone, depth=2, pool=64, seats=8, budget=64)[0] == [alone(case)]
 
 
 @emulated(relax=RELAX)
 def test_ascend_tokens_by_grammars_equal_cpu(tmp_path: Path) -> None:
-    """Requests of all kinds run together and are preempted; the last orders begin after the death of an engine."""
-    constrained_by_grammars(tmp_path, [(2, 64, False), (1, 3, False), (2, 3, True)])
-
-
-@emulated(relax=RELAX)
-def test_ascend_tokens_by_grammars_do_not_depend_on_deferred_rows(tmp_path: Path) -> None:
-    """No step waits for a mask, so rows are computed again, on the device and beside captured decodes."""
-    deferred = metrics.deferred_rows_total._value.get()
-    constrained_by_grammars(tmp_path, [(2, 64, False), (1, 3, False), (2, 3, True)], mask_seconds=0.0)
-    assert metrics.deferred_rows_total._value.get() > deferred
+    """Requests of all kinds run together and are preempted, after the death of an engine, and with deferred rows."""
+    constrained_by_grammars(tmp_path, [(2, 64, False, math.inf), (2, 3, True, math.inf), (1, 3, False, 0.0)])
 
 
 @pytest.mark.full
