@@ -1,15 +1,15 @@
 """A model on an emulated NPU compared with the same model on the CPU, through `npuserve serve` and gRPC.
 
     python bench/quality/emulated.py [MODEL ...] [--wide VOCABULARY] [--requests 12] [--answer 150] [--blocks 9] \
-        [--parts tokens,forced,int8] [--timeout 900] [--json FILE]
+        [--parts tokens,forced,int8] [--ways overlapped,alone] [--timeout 900] [--json FILE]
 
 MODEL: folders (default: the built-in model). --wide: a model of two layers with Qwen3-14B's exact widths, random
 weights and a vocabulary of that size (151936 is Qwen3's), made in a temporary folder.
 
 `tokens`: greedy answers in float32 to prompts that arrive one after the other. They must equal the answers of the CPU's
 server. The emulator is set to accept float32 and heads of any size. The CPU has enough blocks for all requests; the
-emulated device computes 48 tokens per step, has few blocks, and finds prefixes. It runs with two steps in flight, and
-with one.
+emulated device computes 48 tokens per step, has few blocks, and finds prefixes. It runs with two steps in flight
+(`overlapped`), and with one (`alone`): `--ways`.
 
 `forced`: every position of plain stories (random ids without a tokenizer) and of the CPU's answers is predicted in
 bfloat16 on the emulated device and in float32 on the CPU. Reported are the share of positions with equal argmax, and
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 BUDGET, SEATS = 48, 8
 """Tokens per step and concurrent requests of the emulated server."""
 
+WAYS: dict[str, tuple[str, ...]] = {"overlapped": (), "alone": ("--no-double-buffering",)}
 RELAX = "fp32,small_heads"
 QWEN3_14B = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
              "intermediate_size": 17408}
@@ -289,8 +290,8 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[
     texts = prompts_of(folder, config.vocab_size, min(3 * BLOCK, config.context_length) - args.answer)
     if "tokens" in args.parts:
         expected = on_the_cpu(folder, prompts_sent, args.answer, args.timeout)
-        for way, flags in (("overlapped", ()), ("one step in flight", ("--no-double-buffering",))):
-            found = on_the_npu(folder, prompts_sent, args.answer, args.timeout, expected, args.blocks, *flags)
+        for way in args.ways:
+            found = on_the_npu(folder, prompts_sent, args.answer, args.timeout, expected, args.blocks, *WAYS[way])
             yield {"model": name, "part": "tokens", "way": way, "passed": found.equal == found.tokens, **vars(found)}
     for part in ("forced", "int8"):
         if part not in args.parts:
@@ -316,6 +317,7 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=150)
     parser.add_argument("--blocks", type=int, default=9, help="blocks of the emulated device's KV cache")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=["tokens", "forced", "int8"])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=[*WAYS])
     parser.add_argument("--timeout", type=float, default=900, help="maximum seconds of an answer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append each result to FILE")
     parser.add_argument("--forced", type=Path, help=argparse.SUPPRESS)

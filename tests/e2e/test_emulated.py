@@ -7,14 +7,19 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import pytest
 
 import npuserve.kernels  # noqa: F401  fills the registry
 from npuserve.kernels.registry import KERNELS
+from npuserve.service.cli.main import main
 from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.processes import until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.npu.emulator.child import missing
+from tests.service.cli.collect.test_collect import members
 
 PROMPTS = ["Once upon a time", "One day, a little girl named Lily went to the park with", "Tim wanted a new toy. He"]
 
@@ -34,13 +39,21 @@ def tokens(server: Server) -> Iterator[list[int]]:
             yield ids
 
 
+FLAGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+         "--decode-buckets", "4", "--kernel-sampling", "2", "--log-prompts", "--log-format", "json")
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def server(state: Path) -> Iterator[Server]:
     """Server without any relaxation, shared by the first tests."""
     if reason := missing():
         pytest.skip(reason)
-    with serving("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "4", "--kernel-sampling",
-                 "2") as running:
+    with serving(*FLAGS, "--state-folder", str(state)) as running:
         yield running
 
 
@@ -66,6 +79,29 @@ def test_every_kernel_of_a_default_request_has_its_latency(server: Server) -> No
     assert 0 < server.metric("npuserve_lengths_lag_seconds_sum") < 60
     assert server.metric("npuserve_lengths_lag_seconds_count") >= server.metric(
         "npuserve_step_seconds_count", mode="captured") > 0
+
+
+def test_collect_beside_a_server_that_logs_prompts_holds_no_prompt(
+    server: Server, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt, answer and chat are nowhere in the archive, compressed or not."""
+    marker = "zebrafinch"
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path))  # an empty folder
+    answer = server.stub.Generate(request(f"Once there was a {marker}", 8), timeout=60)
+    assert answer.text
+    wrong = request(f"{marker} {marker}", 8)
+    wrong.sampling.temperature = -1
+    with pytest.raises(grpc.RpcError, match="temperature"):
+        server.stub.Generate(wrong, timeout=60)
+    until(lambda: marker in server.log, server)  # lines go through a queue
+    log, path = tmp_path / "server.txt", tmp_path / "a.tar.gz"
+    log.write_text(server.log)
+    assert main(["collect", "--output", str(path), "--log", str(log), *FLAGS, "--state-folder", str(state)]) == 0
+    found = members(path)
+    lines = found["server.log"].decode().splitlines()
+    assert len(lines) >= 5
+    assert any("StreamGenerate" in line or '"Generate"' in line for line in lines)
+    assert not [name for name, data in found.items() if marker.encode() in data or answer.text.encode() in data]
 
 
 def test_it_serves_in_bfloat16_without_any_relaxation(server: Server) -> None:

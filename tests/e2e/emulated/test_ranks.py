@@ -69,8 +69,10 @@ def test_tokens_equal_those_of_the_cpu(server: Server) -> None:
     assert captured + decoder >= 0.9 * (captured + decoder + eager)
 
 
+@pytest.mark.full
 def test_death_of_a_rank_ends_the_group_and_the_stream_continues(server: Server) -> None:
-    ask = request("Once upon a time", 120, ignore_eos=True)
+    """By default tests/e2e/test_ranks.py kills a rank on CPUs, and test_emulated_cuda.py one of a captured step."""
+    ask = request("Once upon a time", 64, ignore_eos=True)
     alone, engine, (rank,) = streamed(server.stub, ask)[1], engine_of(server), ranks_of(server.process.pid)
     restarts = server.metric("npuserve_engine_restarts_total")
     with ThreadPoolExecutor(1) as threads:

@@ -1,4 +1,4 @@
-"""`npuserve collect` with programs and files of the test, and beside a server that logs prompts."""
+"""`npuserve collect` with programs and files of the test. tests/e2e/test_emulated.py has a server that logs prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from npuserve.service.cli.collect import redaction, sources
 from npuserve.service.cli.collect.archive import Archive, Part
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
-from tests.e2e.processes import until
-from tests.e2e.server import request, serving
-from tests.npu.emulator.child import missing
 
 MAPPING = """
         NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
@@ -328,36 +325,3 @@ def test_archive_is_bounded(tmp_path: Path) -> None:
 def test_command_with_endless_output_is_killed() -> None:
     part = sources.run(("yes",), 20, 1000)
     assert (part.status, len(part.data)) == ("truncated", 1000)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
-def test_collect_of_a_server_on_the_emulated_npu_holds_no_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server logs prompts. Prompt, answer and chat are nowhere in the archive, compressed or not."""
-    marker = "zebrafinch"
-    state = tmp_path / "state"
-    state.mkdir()
-    (tmp_path / "plog").mkdir()
-    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path / "plog"))
-    flags = ["--device", "npu", "--emulate", "--max-num-seqs", "2", "--decode-buckets", "1", "--log-prompts",
-             "--log-format", "json", "--state-folder", str(state)]
-    with serving(*flags, "--kv-cache-memory", "24MiB") as server:
-        answer = server.stub.Generate(request(f"Once there was a {marker}", 8), timeout=60)
-        assert answer.text
-        wrong = request(f"{marker} {marker}", 8)
-        wrong.sampling.temperature = -1
-        with pytest.raises(Exception, match="temperature"):
-            server.stub.Generate(wrong, timeout=60)
-        until(lambda: marker in server.log, server)  # lines go through a queue
-        log = tmp_path / "server.log"
-        log.write_text(server.log)
-        path = tmp_path / "a.tar.gz"
-        assert main(["collect", "--output", str(path), "--log", str(log), *flags]) == 0
-    found = members(path)
-    lines = found["server.log"].decode().splitlines()
-    assert len(lines) >= 5
-    assert any("StreamGenerate" in line or '"Generate"' in line for line in lines)
-    assert not [name for name, data in found.items() if marker.encode() in data or answer.text.encode() in data]
