@@ -162,18 +162,17 @@ class Child:
         self._said.close()
 
 
-_template: Template | None = None
+_templates: list[Template] = []
+"""The first one, and one for a test with other environment variables."""
 _child: Child | None = None
 
 
 @atexit.register
 def close() -> None:
     """End the processes."""
-    global _template
     _close_child()
-    if _template is not None:
-        _template.close()
-    _template = None
+    while _templates:
+        _templates.pop().close()
 
 
 def _close_child() -> None:
@@ -183,14 +182,23 @@ def _close_child() -> None:
     _child = None
 
 
+def _find_template() -> Template:
+    """Return a template with this process's environment, started if necessary."""
+    environment = _environment()
+    for template in _templates:
+        if template.environment == environment:
+            return template
+    if len(_templates) > 1:
+        _templates.pop().close()
+    _templates.append(Template())
+    return _templates[-1]
+
+
 def start_children(count: int, options: dict[str, Any], module: str) -> list[Child]:
     """Start processes for `Child.run`, which the caller closes. The one of earlier tests ends."""
-    global _template
     _close_child()
-    if _template is None or _template.environment != _environment():
-        close()
-        _template = Template()
-    return [Child(_template, options, module) for _ in range(count)]
+    template = _find_template()
+    return [Child(template, options, module) for _ in range(count)]
 
 
 def run(
