@@ -72,28 +72,50 @@ def test_tokens_are_those_of_the_cpu_in_float32(random_model: tuple[str, list[li
 RANKS = ("--device", "cuda", "--emulate", "--decode-buckets", "2", "--tensor-parallel-size", "2", *LIMITS)
 
 
-def test_ranks_answer_as_the_cpu_does_and_end_together(random_model: tuple[str, list[list[int]]]) -> None:
-    """Two ranks, each with an emulated GPU, in captured steps. One is killed, then one hangs."""
-    folder, expected = random_model
-    with serving(folder, *RANKS, "--hang-seconds", "20") as server:
-        assert list(tokens(server)) == expected
-        captured, decoder = (
-            server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "decoder"))
-        assert captured > 0
-        assert captured + decoder >= 4 * (ANSWER - 1)
-        engine, (rank,) = engine_of(server), ranks_of(server.process.pid)
-        os.kill(rank, signal.SIGKILL)
-        until(lambda: not is_alive(engine) and not is_alive(rank), server)
-        assert list(tokens(server, 2)) == expected[:2]  # streams wait for the next group
-        os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
-        assert list(tokens(server, 1)) == expected[:1]
-        assert server.metric("npuserve_engine_restarts_total") == 2
-        ranks = ranks_of(server.process.pid)
-        assert server.stop() == 0
-        assert not any(map(is_alive, ranks))
+@pytest.fixture(scope="module")
+def ranks(random_model: tuple[str, list[list[int]]]) -> Iterator[Server]:
+    """Server of two ranks, each with an emulated GPU, shared by the next tests."""
+    with serving(random_model[0], *RANKS, "--hang-seconds", "20") as server:
+        yield server
 
 
+def test_ranks_answer_as_the_cpu_does(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
+    """In captured steps."""
+    assert list(tokens(ranks)) == random_model[1]
+    captured, decoder = (ranks.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "decoder"))
+    assert captured > 0
+    assert captured + decoder >= 4 * (ANSWER - 1)
+
+
+def test_killed_rank_ends_the_group(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
+    engine, (rank,) = engine_of(ranks), ranks_of(ranks.process.pid)
+    restarts = ranks.metric("npuserve_engine_restarts_total")
+    os.kill(rank, signal.SIGKILL)
+    until(lambda: not is_alive(engine) and not is_alive(rank), ranks)
+    assert list(tokens(ranks, 2)) == random_model[1][:2]  # streams wait for the next group
+    assert ranks.metric("npuserve_engine_restarts_total") == restarts + 1
+
+
+@pytest.mark.full
+def test_stopped_rank_is_a_hang(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
+    """By default: a stopped rank on CPUs (test_ranks.py), and a kernel that never returns (emulated/test_faults.py)."""
+    restarts = ranks.metric("npuserve_engine_restarts_total")
+    os.kill(ranks_of(ranks.process.pid)[0], signal.SIGSTOP)
+    assert list(tokens(ranks, 1)) == random_model[1][:1]
+    assert ranks.metric("npuserve_engine_restarts_total") == restarts + 1
+
+
+def test_ranks_end_with_the_server(ranks: Server) -> None:
+    """Last test of that server."""
+    running = ranks_of(ranks.process.pid)
+    assert len(running) == 1
+    assert ranks.stop() == 0
+    assert not any(map(is_alive, running))
+
+
+@pytest.mark.full
 def test_more_ranks_than_visible_gpus_are_refused(random_model: tuple[str, list[list[int]]]) -> None:
+    """By default tests/npu/backends/cuda/test_ranks.py has the error, and test_ranks.py such a refusal."""
     server = Server(random_model[0], *RANKS, process={"env": {**os.environ, "CUDA_VISIBLE_DEVICES": "3"}})
     assert server.process.wait(100) == 2
     assert ("tensor_parallel_size: 2 ranks of this host need as many devices, and 1 is visible here "
