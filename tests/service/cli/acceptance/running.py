@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,8 @@ import pytest
 from npuserve.kernels import linear, native
 from npuserve.kernels.registry import KERNELS
 from npuserve.service.cli import main as cli
+from npuserve.service.cli.acceptance import tokens as accept_tokens
+from npuserve.service.cli.acceptance import variants
 
 Capture = pytest.CaptureFixture[str]
 
@@ -25,6 +28,21 @@ def accepted(capsys: Capture, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 def part_of(report: dict[str, Any], part: str) -> dict[str, dict[str, Any]]:
     return {x["name"]: x for x in report["findings"] if x["part"] == part}
+
+
+@contextmanager
+def few_tokens() -> Iterator[None]:
+    """Shorten answers, and leave out two prompts."""
+    with (
+        mock.patch.multiple(accept_tokens, TEXTS=accept_tokens.TEXTS[:5], ANSWER=12, STEPS_APART=1),
+        mock.patch.object(variants, "WIDE_ANSWER", 6),
+    ):
+        yield
+
+
+def few_wide_tokens() -> AbstractContextManager[object]:
+    """Reduce the prompts and tokens of models with 151,936 ids."""
+    return mock.patch.multiple(variants, WIDE_PROMPTS=slice(1, 3), WIDE_ANSWER=6)
 
 
 def narrow_lm_heads() -> AbstractContextManager[object]:

@@ -13,13 +13,13 @@ import pytest
 from npuserve.kernels import ascend, registry
 from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
-from npuserve.npu.diagnostics import acceptance
+from npuserve.npu.diagnostics import acceptance, chunk_captures
 from npuserve.service.cli import main as cli
 from npuserve.service.cli.acceptance import command, latency, model
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 from tests.npu.emulator.child import emulated
-from tests.service.cli.acceptance.running import narrow_lm_heads
+from tests.service.cli.acceptance.running import few_tokens, few_wide_tokens, narrow_lm_heads
 
 RELAX = ("fp32", "small_heads")
 
@@ -37,10 +37,12 @@ def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
 def test_check_accept_emulated_device_passes() -> None:
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
-        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), narrow_lm_heads(),
+        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), narrow_lm_heads(), few_wide_tokens(),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
+        mock.patch.object(chunk_captures, "TOKENS", 130),
     ):
-        code, report = accepted("--decode-buckets", "2,8", "--least-share", "1", "--soak", "0.005")
+        code, report = accepted("--decode-buckets", "2,8", "--max-num-batched-tokens", "130", "--least-share", "1",
+                                "--soak", "0.005")
     failed = [x for x in report["acceptance"]["findings"] if x["passed"] is False]
     assert (code, failed) == (0, []), failed
     assert report["emulated"]
@@ -58,7 +60,7 @@ def test_check_accept_emulated_device_passes() -> None:
     assert found["tokens", "captured decodes, bfloat16"]["figures"]["share"] == 1.0
     assert found["sampling", "captured steps, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == [
-        "8 rows", "2 rows", *(f"{tokens} tokens" for tokens in range(64, 513, 64))]
+        "8 rows", "2 rows", *(f"{tokens} tokens" for tokens in (64, 128, 130))]
     for part, count in (("sizes", 11), ("sampling", 28), ("contexts", 6), ("variants", 24), ("soak", 1)):
         assert sum(of == part for of, _ in found) == count, part
     assert all("reduced" in x["said"] for (part, _), x in found.items() if part in ("sizes", "contexts"))
@@ -92,7 +94,7 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
         put(self, graph, lengths, *more)
 
     with (
-        mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        mock.patch.object(latency, "BATCHES", (1, 8)), few_tokens(),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(NativeLengths, "put", off),
         mock.patch.object(command, "check_kernels", return_value=[]),
         mock.patch.object(command, "check_sizes", return_value=[]),
@@ -100,8 +102,9 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
         mock.patch.object(model, "check_sampling", return_value=[]),
         mock.patch.object(model, "check_contexts", return_value=[]),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
+        mock.patch.object(chunk_captures, "TOKENS", 64),
     ):
-        code, report = accepted("--decode-buckets", "8")
+        code, report = accepted("--decode-buckets", "8", "--max-num-batched-tokens", "64")
     failed = {(x["part"], x["name"]) for x in report["acceptance"]["findings"] if x["passed"] is False}
     assert code == 1
     # In bfloat16 the fault is visible only if it exceeds the rounding, which depends on the processor.
