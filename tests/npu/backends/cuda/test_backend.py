@@ -150,7 +150,8 @@ def test_cuda_padding_does_not_change_cache(tmp_path: Path) -> None:
 def test_cuda_timed_step_runs_kernel_by_kernel(tmp_path: Path) -> None:
     saved(tmp_path, layers=1)
     calls: list[tuple[str, str, str, float]] = []
-    runner = load(tmp_path, kernel_sampling=2, observe=lambda *call: calls.append(call), decode_buckets=(1,))
+    runner = load(tmp_path, kernel_sampling=2, observe=lambda *call: calls.append(call), decode_buckets=(1,),
+                  max_num_batched_tokens=4)
     _, results = answers(runner, asks(1, 4))
     assert [result.captured for result in results] == [False, True, False, True]
     assert {label for _, _, label, _ in calls} == {"cuda"}
@@ -300,7 +301,7 @@ def test_cuda_properties(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_profile_has_the_launches_and_no_times(tmp_path: Path) -> None:
     saved(tmp_path / "model", layers=1)
     expected, _ = answers(load(tmp_path / "model", "cpu"), asks(1, 6))
-    runner = load(tmp_path / "model")
+    runner = load(tmp_path / "model", decode_buckets=(1,), max_num_batched_tokens=4)
     profiler = Profiler(runner, TraceFolder(tmp_path / "traces"))
     profiler.start("", 4, 60.0)
     got, results = answers(runner, asks(1, 6))

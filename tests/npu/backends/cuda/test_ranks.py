@@ -24,7 +24,7 @@ from tests.npu.rank import PROMPTS, Answers, reports
 from tests.npu.test_parallel import GREEDY, MIXED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-CUDA: dict[str, Any] = {"backend": "cuda", "emulate": [], "decode_buckets": [1, 3], "max_model_len": 64, "tokens": 6}
+CUDA: dict[str, Any] = {"backend": "cuda", "emulate": [], "decode_buckets": [3], "max_model_len": 64, "tokens": 6}
 
 
 @pytest.fixture(autouse=True)
@@ -43,38 +43,36 @@ def assert_equal(found: Answers, wanted: Answers, tolerance: float) -> None:
 @pytest.mark.parametrize(("size", "vocabulary"), [(2, 300), pytest.param(4, 100, marks=pytest.mark.full)])
 def test_answers_equal_those_of_the_cpu(tmp_path: Path, size: int, vocabulary: int) -> None:
     """Greedy, sampled, penalized and restricted requests, with chunks. Two of 4 ranks hold a KV head each, and 3 have
-    no ids."""
+    no ids.
+
+    The collectives are part of the graphs: emulated graphs rerun their step. The kernels of each third step are timed,
+    one by one.
+    """
     folder = saved(tmp_path, layers=1, vocabulary=vocabulary)
-    found = reports(folder, size, MIXED, shared=False, **CUDA)
+    found = reports(folder, size, MIXED, shared=False, counts=True, kernel_sampling=3, **CUDA)
     assert_equal(found.answers, reports(folder, 1, MIXED, tokens=6, max_model_len=64).answers, 1e-4)
-
-
-def test_captured_step_has_two_collectives_a_layer_and_two(tmp_path: Path) -> None:
-    """The collectives are part of the graphs: emulated graphs rerun their step. The kernels of each third step are
-    timed, one by one."""
-    folder = saved(tmp_path, layers=1)
-    found = reports(folder, 2, GREEDY, shared=False, counts=True, kernel_sampling=3, **CUDA)
     assert len(found.steps) > CUDA["tokens"]
-    assert {step.gathers for step in found.steps} == {2 * 1 + 2}
+    # The first step also returns prompt_logprobs.
+    assert [step.gathers for step in found.steps] == [2 * 1 + 3, *[2 * 1 + 2] * (len(found.steps) - 1)]
     assert [step.captured for step in found.steps] == [i % 3 > 0 for i in range(len(found.steps))]
-    assert found.answers == reports(folder, 1, GREEDY, tokens=6, max_model_len=64).answers
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_divided_sums_give_the_same_tokens(tmp_path: Path, size: int) -> None:
     """A sum is an all-to-all and an all-gather, within the graphs too."""
-    folder = saved(tmp_path, layers=2)
+    folder = saved(tmp_path, layers=1)
     found = reports(folder, size, GREEDY, shared=False, counts=True, divides=True, **CUDA)
-    assert {step.gathers for step in found.steps} == {2 * (2 * 2 + 1) + 1}
+    assert {step.gathers for step in found.steps} == {2 * (2 * 1 + 1) + 1}
     assert {step.captured for step in found.steps} == {True}
-    assert found.answers == reports(folder, size, GREEDY, shared=False, **CUDA).answers
+    assert found.answers == reports(folder, 1, GREEDY, tokens=6, max_model_len=64).answers
 
 
 def test_static_w8a8_with_int8_cache_equals_one_process(tmp_path: Path) -> None:
+    """Kernel by kernel: test_backend.py has captured steps in int8."""
     from tests.support.models import random_model, saved_w8a8
 
     folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1), tmp_path, W8A8(dynamic=False))
-    settings = CUDA | {"kv_cache_dtype": "int8", "tokens": 3}
+    settings = CUDA | {"kv_cache_dtype": "int8", "tokens": 3, "capture": "off"}
     alone, divided = (reports(folder, size, GREEDY, shared=False, **settings) for size in (1, 2))
     assert divided == alone
     assert {len(tokens) for tokens, *_ in divided.answers} == {3}
