@@ -36,7 +36,7 @@ def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
 @emulated(relax=RELAX)
 def test_check_accept_emulated_device_passes() -> None:
     with (
-        mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.object(accept_tokens, "ANSWER", 24),
+        mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.multiple(accept_tokens, ANSWER=16, STEPS_APART=1),
         mock.patch.object(acceptance, "READ_BYTES", 1 << 20), narrow_lm_heads(), few_wide_tokens(),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
         mock.patch.object(chunk_captures, "TOKENS", 130),
