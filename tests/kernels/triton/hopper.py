@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,16 @@ _COMPILE = """
 import importlib.util, json, subprocess, sys, tempfile
 from pathlib import Path
 
+answers, sys.stdout = sys.stdout, sys.stderr
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-results = []
-for file, name, signature, constants, options in json.load(sys.stdin):
+
+
+def compiled(file, name, signature, constants, options):
     spec = importlib.util.spec_from_file_location("kernel", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,8 +44,11 @@ for file, name, signature, constants, options in json.load(sys.stdin):
         cubin.write(made.asm["cubin"])
         cubin.flush()
         usage = subprocess.run([tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True)
-    results.append([made.asm["ptx"], made.metadata.shared, usage.stdout])
-print(json.dumps(results))
+    return made.asm["ptx"], made.metadata.shared, usage.stdout
+
+
+for line in sys.stdin:
+    print(json.dumps([compiled(*launch) for launch in json.loads(line)]), file=answers, flush=True)
 """
 
 
@@ -71,15 +79,44 @@ class Launch:
     options: dict[str, Any]
 
 
+class Compiler:
+    """Process that compiles, since this one has TRITON_INTERPRET. It ends at the end of its input."""
+
+    def __init__(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _COMPILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True, env=environment | {"TRITON_CACHE_DIR": str(CACHE)})
+
+    def ask(self, requests: str) -> str:
+        """Return a line of results; an empty one after an error."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(requests + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+    def errors(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        return self._errors.read()
+
+
+@functools.cache
+def compiler() -> Compiler:
+    return Compiler()
+
+
 def compiled(launches: list[Launch]) -> list[Compiled]:
     """Compile the launches; Triton keeps the results in CACHE. Raises AssertionError with the compiler's message."""
     requests = json.dumps([[str(KERNELS / f"{x.file}.py"), x.kernel, x.signature, x.constants, x.options]
                            for x in launches])
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(CACHE)}
-    done = subprocess.run([sys.executable, "-c", _COMPILE], input=requests, capture_output=True, text=True,
-                          env=environment)
-    assert done.returncode == 0, done.stderr
-    return [_read(*result) for result in json.loads(done.stdout)]
+    if not (results := compiler().ask(requests)):
+        errors = compiler().errors()
+        compiler.cache_clear()
+        raise AssertionError(errors)
+    return [_read(*result) for result in json.loads(results)]
 
 
 def _read(ptx: str, shared: int, usage: str) -> Compiled:

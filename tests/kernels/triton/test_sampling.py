@@ -62,7 +62,9 @@ def test_greedy_ties_over_several_parts_give_smallest_id(parts: ModuleType) -> N
     assert parts.greedy(logits[:0], 250).shape == (0, 1)
 
 
-@pytest.mark.parametrize(("dtype", "seed"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)])
+@pytest.mark.parametrize(("dtype", "seed"), [
+    (torch.float32, 0), (torch.float16, 2),
+    pytest.param(torch.bfloat16, 1, marks=pytest.mark.full)])  # test_at_the_vocabulary_of_qwen3_14b is in bfloat16
 def test_filters_over_several_parts_equal_golden(parts: ModuleType, dtype: torch.dtype, seed: int) -> None:
     """Filters together, alone and none, on logits with ties, with holes, and of one value."""
     rows, vocabulary = 8, 201
@@ -80,9 +82,13 @@ def test_filters_over_several_parts_equal_golden(parts: ModuleType, dtype: torch
     assert torch.equal(parts.sample(*args), sample(*args))
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 150}, {"top_k": 1}, {"top_p": 0.3}, {"top_k": 77, "top_p": 0.5},
-                                     {"top_p": 0.9999}, {"top_p": 1e-9}, {"min_p": 1.0}], ids=str)
-@pytest.mark.parametrize("values", [1, 7])
+FILTERS: list[dict[str, Any]] = [{"top_k": 150}, {"top_k": 1}, {"top_p": 0.3}, {"top_k": 77, "top_p": 0.5},
+                                 {"top_p": 0.9999}, {"top_p": 1e-9}, {"min_p": 1.0}]
+
+
+@pytest.mark.parametrize(("values", "filters"), [
+    pytest.param(values, filters, id=f"{values}-{filters}", marks=pytest.mark.full if (place + values) % 2 else [])
+    for values in (1, 7) for place, filters in enumerate(FILTERS)])
 def test_sample_last_kept_id_among_ties(parts: ModuleType, filters: dict[str, Any], values: int) -> None:
     """All ids, or nearly all, are undecided."""
     logits = torch.arange(300.0).remainder(values).mul(0.003)[None]
@@ -92,10 +98,10 @@ def test_sample_last_kept_id_among_ties(parts: ModuleType, filters: dict[str, An
 
 def test_sample_ids_without_mass(parts: ModuleType) -> None:
     """The border of top_k is among ids without mass; or top_p keeps nearly everything."""
-    logits = randn(2, 300).mul(5)
+    logits = randn(1, 300).mul(5)
     for filters in ({"temperature": 0.01, "top_k": 50}, {"temperature": 0.02, "top_k": 9, "top_p": 0.9},
                     {"temperature": 0.05, "top_p": 0.99999}, {"temperature": 100.0, "top_p": 0.999, "top_k": 299}):
-        args = (logits, 290, *shaping(2, **filters))
+        args = (logits, 290, *shaping(1, **filters))
         assert torch.equal(parts.sample(*args), sample(*args))
     light = torch.full((1, 130), -60.0)
     light[0, 100] = 0.0
@@ -137,27 +143,25 @@ def test_sample_is_independent_of_program_order(parts: ModuleType, monkeypatch: 
             return run
 
     monkeypatch.setattr(parts, "gather_kernel", Shuffled())
-    logits = randn(2, 400).round(decimals=1)
+    logits = randn(1, 400).round(decimals=1)
     for filters in ({"top_k": 90}, {"top_p": 0.6}, {"top_k": 200, "top_p": 0.8}):
-        args = (logits, 390, *shaping(2, 3.0, **filters))
+        args = (logits, 390, *shaping(1, 3.0, **filters))
         assert torch.equal(parts.sample(*args), sample(*args))
     assert max(seen) > 64
 
 
 def test_at_the_vocabulary_of_qwen3_14b(whole: ModuleType) -> None:
     vocabulary = 151936
-    logits = randn(4, 152064).mul(3).bfloat16()
+    logits = randn(2, 152064).mul(3).bfloat16()
     logits[:, vocabulary:] = 100.0
-    temperature, top_k, top_p, min_p, uniform = shaping(4, 0.9)
-    top_k[0], top_p[0], top_p[1], min_p[2], temperature[3] = 20, 0.95, 0.95, 0.001, 0.0
+    temperature, top_k, top_p, min_p, uniform = shaping(2, 0.9)
+    top_k[0], top_p[0], min_p[0], top_p[1] = 20, 0.95, 0.001, 0.95
     args = (logits, vocabulary, temperature, top_k, top_p, min_p, uniform)
-    ids = whole.sample(*args)
-    assert torch.equal(ids[:3], sample(logits[:3], vocabulary, *(x[:3] for x in args[2:])))
+    assert torch.equal(whole.sample(*args), sample(*args))
     assert torch.equal(whole.greedy(logits, vocabulary), greedy(logits, vocabulary))
-    assert torch.equal(ids[3], greedy(logits, vocabulary)[3])
 
 
-@pytest.mark.parametrize("n", [0, 1, 20, 64])
+@pytest.mark.parametrize("n", [0, 1, 64, pytest.param(20, marks=pytest.mark.full)])
 def test_logprobs_over_several_parts(parts: ModuleType, n: int) -> None:
     """Ties everywhere, NaN and holes; a part with fewer ids than requested."""
     vocabulary = 200
