@@ -6,10 +6,10 @@ The device computes the forward pass meanwhile. At most one step, the last, is n
 
     host     plan 2, launch 2 │ collect 1, apply 1, masks, sample 2 │ plan 3, launch 3 │ collect 2 …
 
-Masks are prepared in threads (mask_threads.py), for which a step waits at most MASK_WAIT_SECONDS. A row whose mask is
-not there by then is deferred: its token is discarded, and it gets no row until the mask is there. The rows of the same
-grammar are deferred with it, since the loop must not use the grammar meanwhile. Others continue. The tokens are the
-same, since a mask depends on the text alone.
+A step waits a limited time for its masks (mask_threads.py): MASK_WAIT_SECONDS, and longer if its forward pass takes
+longer. A row whose mask is not there by then is deferred: its token is discarded, and it gets no row until the mask is
+there. The rows of the same grammar are deferred with it, since the loop must not use the grammar meanwhile. Others
+continue. The tokens are the same, since a mask depends on the text alone.
 
 Forced tokens a, b, c (constraint.py) that follow the token of step 1 are appended after it is applied. Step 2 computes
 the token of step 1, and would sample a: its row gets no mask, and its token is discarded. Step 3 computes a, b and c as
@@ -35,7 +35,10 @@ from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan
 
 MASK_WAIT_SECONDS = 0.01
-"""Time in which most masks are prepared. A step waits no longer for the others."""
+"""Time that a short step waits for its masks. Most masks take less."""
+MAX_MASK_WAITS = 3
+"""Most times MASK_WAIT_SECONDS that a step waits: for half of its duration, in which the device computes its forward
+pass. A deferred row is computed in vain."""
 MASK_SECONDS = metrics.tally(metrics.mask_seconds)
 
 Mask = npt.NDArray[np.int32]
@@ -92,7 +95,7 @@ class StepPipeline:
         before it; with 1, a step is planned after the one before it was applied.
     clock: seconds, of the clock of Request.arrival.
     vocabulary: number of the model's token ids; 0 if no request has a constraint.
-    mask_seconds: see MASK_WAIT_SECONDS; infinite to defer no row.
+    mask_seconds: wait of a short step for its masks; infinite to defer no row.
     wake: called in another thread when a deferred row can be planned again; None for none.
     """
 
@@ -189,9 +192,10 @@ class StepPipeline:
     def _prepare(self, sequences: Iterable[Sequence]) -> None:
         """Prepare what follows in constrained answers, and wait for it within the limit."""
         began = time.perf_counter()
+        waits = min(max(1.0, self._scheduler.expected_seconds / (2 * MASK_WAIT_SECONDS)), MAX_MASK_WAITS)
         self._masks.prepare(
             [sequence.matcher for sequence in sequences if sequence.state is not State.ENDED and sequence.matcher],
-            self._mask_seconds)
+            waits * self._mask_seconds)
         MASK_SECONDS.observe(time.perf_counter() - began)
 
     def _with_forced(self, made: Progress) -> Progress:

@@ -24,7 +24,7 @@ MAX_THREADS = 2
 """More would take processors from the CPU's kernels."""
 
 
-FAST_SECONDS = 0.002
+FAST_SECONDS = 0.001
 """Largest time of a mask that the loop fills itself. Usual ones take 0.1 ms, or longer if the loop loses its core."""
 DECAY = 0.5
 
