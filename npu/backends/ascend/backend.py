@@ -260,7 +260,8 @@ class AscendBackend(StreamBackend):
         [NPUQueue](https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/NPUQueue.cpp#L583)).
         Here the wait may then return too early: the runner finds that the ids are missing (`LostStep`).
         """
-        _ = self._stream.npu_stream  # empties torch_npu's queue, and raises the failure of a launch in it
+        for stream in (self._stream, self._copies):  # which may have queues of their own
+            _ = stream.npu_stream  # empties torch_npu's queue, and raises the failure of a launch in it
         acl_errors.check(self._acl.aclrtSynchronizeEvent(ctypes.c_void_p(event.npu_event)), "aclrtSynchronizeEvent")
 
     def profiler(self, folder: Path) -> DeviceProfiler:
