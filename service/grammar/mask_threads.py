@@ -22,11 +22,10 @@ from typing import Protocol
 
 MAX_THREADS = 2
 """More would take processors from the CPU's kernels."""
-
-
 FAST_SECONDS = 0.001
 """Largest time of a mask that the loop fills itself. Usual ones take 0.1 ms, or longer if the loop loses its core."""
 DECAY = 0.5
+"""Share of a lexer's longest time that counts at its next answer."""
 
 
 class Lexer:
