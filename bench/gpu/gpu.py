@@ -9,6 +9,8 @@ be installed. Parts, the most important first:
     numbers    every kernel compared with its golden function in float64, on inputs seeded by the clock, with poisoned
                outputs: the shapes of Qwen3-14B in bf16, then all cases of the registry in bf16, fp32 and fp16
     machine    the GPU and its software, and the ceilings of this run: copies, reads, GEMM in bf16, int8 and fp32
+    replays    100,000 replays of a captured graph beside copies to the host, with launches that depend on each other
+               and without: every replay must give the same bits
     tokens     greedy answers in float32 compared with transformers on the same device, of the built-in model and of
                each --model: chunks and decode rows mixed, two steps in flight
     steps      Qwen3-14B's exact shape with random weights made on the device, in bf16 and W8A8: prefill, TPOT and its
@@ -48,8 +50,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-BUDGETS = {"numbers": 110, "machine": 30, "tokens": 45, "steps": 130, "peer": 45, "kernels": 45, "served": 75,
-           "candidates": 40, "sweep": 40}
+BUDGETS = {"numbers": 110, "machine": 30, "replays": 30, "tokens": 45, "steps": 130, "peer": 45, "kernels": 45,
+           "served": 75, "candidates": 40, "sweep": 40}
 """Seconds of each part, in the order of execution."""
 
 SHARDS = 6

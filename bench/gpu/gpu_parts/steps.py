@@ -74,7 +74,7 @@ def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]
         return (1, 2), 10, (12,), 3
     if context.quick:
         return (1, 16), 512, (512, 2048), 16
-    return (1, 16, 64, 256), 512, (512, 2048, 8192), 40
+    return (1, 8, 32, 64, 256), 512, (512, 4096, 32768), 40
 
 
 def units(context: Context) -> Units:
@@ -159,7 +159,7 @@ def _prefill(context: Context, loaded: Loaded, prompts: Sequence[int]) -> Iterat
     blocks = list(range(loaded.runner.num_blocks))
     for tokens in prompts:
         seconds = []
-        for _ in range(2 if context.toy else 5):
+        for _ in range(2 if context.toy or tokens > 8192 else 5):
             request = BenchRequest([chance.randrange(loaded.config.vocab_size) for _ in range(tokens)], 1, blocks)
             began = time.perf_counter()
             *_, last = Driver(loaded.runner, [request], loaded.budget).run()
