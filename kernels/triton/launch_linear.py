@@ -17,6 +17,9 @@ from npuserve.kernels.triton.linear_tiles import Kind, Tiles, choose, takes_int8
 TILES = 1 << 16
 """Maximum number of tiles whose K is split."""
 
+AHEAD_BYTES = 32 << 20
+"""Bytes of a weight that a launch may prefetch into the L2 cache while the previous one runs: half of an H200's."""
+
 _GROUP = 8
 _MERGED = 4096
 _FINISHED = 1024
@@ -149,6 +152,13 @@ def _arrived(device: torch.device) -> Tensor:
     return torch.zeros(TILES, dtype=torch.int32, device=device)
 
 
+def _ahead(weight: Tensor, rows: int) -> int:
+    """Return the numbers to prefetch of each row; rows: of all programs together."""
+    if weight.shape[1] * weight.itemsize % 16:
+        return 0
+    return AHEAD_BYTES // (rows * weight.itemsize) // 16 * 16
+
+
 def _product(
     kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: Tensor, tiles: Tiles,
     vocabulary: int = 0, best: Tensor | None = None, places: Tensor | None = None,
@@ -173,7 +183,7 @@ def _product(
     product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
         places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
-        GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP,
-        EVEN=k % tiles.k == 0, ONCE=heights == 1, AHEAD=tiles.stages if k * numbers.itemsize % 16 == 0 else 0,
+        ahead=_ahead(numbers, heights * widths * tiles.split * tiles.n * (1 + gated)), GATED=gated, BLOCK_N=tiles.n,
+        BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
         WIDE=not values.is_cuda and values.dtype == torch.bfloat16, num_warps=tiles.warps, num_stages=tiles.stages,
         **dependent(values))

@@ -1,7 +1,7 @@
 """Calls of the kernels in rows.py: checks of arguments, and division into blocks and programs.
 
-One program normalizes or quantizes a row, with 16 numbers per thread. A row of 5120 thus takes loads of 16 bytes by
-320 threads and no second pass. Other kernels divide rows into columns, with 8 numbers per thread.
+One program normalizes a row, with 16 numbers per thread. A row of 5120 thus takes loads of 16 bytes by 320 threads and
+no second pass. A program that quantizes a row has up to 32 warps, since arithmetic bounds it. Other kernels divide rows into columns, with 8 numbers per thread.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _rms_norm(
             x=x, residual=residual, gamma=gamma, out=out if isinstance(out, Tensor) else None, total=total,
             **_targets(out, scheme), width=width, x_stride=x.stride(0),
             residual_stride=0 if residual is None else residual.stride(0), eps=eps,
-            levels=scheme.levels if scheme else 0.0, BLOCK=block, num_warps=_warps(block), **dependent(x))
+            levels=scheme.levels if scheme else 0.0, BLOCK=block, num_warps=_warps(block, scheme is not None), **dependent(x))
     return out
 
 
@@ -72,7 +72,7 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
         block = power(width)
         quantize_kernel[(rows,)](
             x=x, **_targets(out, scheme), width=width, x_stride=x.stride(0), levels=scheme.levels, BLOCK=block,
-            num_warps=_warps(block), **dependent(x))
+            num_warps=_warps(block, True), **dependent(x))
     return out
 
 
@@ -163,8 +163,8 @@ def _targets(out: Tensor | Int8, scheme: Scheme | None) -> dict[str, Tensor | No
             "static_zero": scheme.zero if scheme.scale is not None else None}
 
 
-def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+def _warps(block: int, quantizes: bool) -> int:
+    return min(max(block // (256 if quantizes else 512), 1), 32 if quantizes else 16)
 
 
 def _rows(name: str, tensor: Tensor, beside: Tensor) -> None:

@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from npuserve.kernels.triton.prefetch import to_l2
 
-@triton.jit(do_not_specialize=["tokens"])
+
+@triton.jit(do_not_specialize=["tokens", "ahead"])
 def product_kernel(
     x, x_scale, weight, weight_scale, bias, out, best, places, partial, arrived,
-    tokens, n, k, x_stride,
+    tokens, n, k, x_stride, ahead,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):
     """Multiply x [tokens, k], rows x_stride apart, by weight [n, k]: out [tokens, n].
 
@@ -36,9 +37,9 @@ def product_kernel(
     GROUP: tiles of tokens that pass over the weight together.
     EVEN: BLOCK_K divides k.
     ONCE: only one tile of tokens reads the weight.
-    PDL: the launch may begin before the previous one ends; see dependent.py. Meanwhile it prefetches the first AHEAD
-        blocks of its weight into the L2 cache.
-    AHEAD: 0 if rows of the weight do not begin at multiples of 16 bytes.
+    PDL: the launch may begin before the previous one ends; see dependent.py. Meanwhile it prefetches the first `ahead`
+        numbers of its rows of the weight into the L2 cache. Its successor may begin once all its programs run.
+    ahead: a multiple of 16; 0 if rows of the weight do not begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles_m = tl.cdiv(tokens, BLOCK_M)
@@ -57,13 +58,14 @@ def product_kernel(
     own = weight + tl.minimum(columns, n - 1).to(tl.int64) * k + begin * BLOCK_K
     up = tl.cast(n, tl.int64) * k  # offset from a gate to its up
     if PDL:
-        if AHEAD > 0:
+        if ahead > 0:
             SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            ahead = tl.minimum(AHEAD * BLOCK_K, k - begin * BLOCK_K) * SIZE
-            _to_l2(own, ahead)
+            nbytes = tl.minimum(tl.minimum(ahead, (end - begin) * BLOCK_K), k - begin * BLOCK_K) * SIZE
+            to_l2(own, nbytes)
             if GATED:
-                _to_l2(own + up, ahead)
+                to_l2(own + up, nbytes)
         gdc_wait()
+        gdc_launch_dependents()
 
     ACC: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     KEEP: tl.constexpr = "evict_first" if ONCE else ""
@@ -92,8 +94,6 @@ def product_kernel(
             acc_up = tl.dot(left, right, acc_up, input_precision="ieee", out_dtype=ACC)
         w += BLOCK_K
         xs += BLOCK_K
-    if PDL:
-        gdc_launch_dependents()
 
     if SPLIT == 1:
         _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
@@ -187,14 +187,6 @@ def _scaled(acc, scales, weight_scale, bias, columns, real):
     if bias is not None:
         value += tl.load(bias + columns, mask=real, other=0).to(tl.float32)[:, None]
     return value
-
-
-@triton.jit
-def _to_l2(pointers, nbytes):
-    """Prefetch nbytes, a multiple of 16, from each of the pointers into L2."""
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r", [pointers.to(tl.int64), nbytes],
-        dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["tiles"])

@@ -14,6 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npuserve.kernels.triton.prefetch import to_l2
+
+PREFETCHED = tl.constexpr(128)
+"""Keys and values that a program prefetches while the previous kernel runs."""
+
 LEAST = tl.constexpr(-1e38)
 """Score of keys that a query must not see; finite, since a query may see no key of a part."""
 
@@ -75,26 +80,31 @@ def paged_attention_kernel(
     first = tl.sum(tl.where(r < row, items, 0), 0)
     slot = tl.sum(tl.where((r < row) & (parts > 1), items, 0), 0)
 
+    known = tl.minimum(row, rows - 1)
+    begin = tl.load(cu_seqlens_q + known)
+    n = tl.load(cu_seqlens_q + known + 1) - begin
+    context = tl.load(context_lens + known)
+    own_parts = tl.maximum((context + share // 2) // share, 1)
+    part = (item - first) % own_parts
+    # The last tiles have the most work, and begin first.
+    query = ((n + BLOCK_Q - 1) // BLOCK_Q - 1 - (item - first) // own_parts) * BLOCK_Q
+    end = tl.maximum(context - n + tl.minimum(query + BLOCK_Q, n), 1)
+    length = ((end + own_parts - 1) // own_parts + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    made = (end + length - 1) // length
+    table = block_tables + known.to(tl.int64) * tables_stride
+
     if PDL:
+        if not CHUNKS:
+            if (row < ROWS) & (part < made):
+                _prefetch(k_cache, v_cache, table, head, part * length, end, KV_HEADS, D, SIZE, PREFETCHED)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if row < ROWS:
-        begin = tl.load(cu_seqlens_q + row)
-        n = tl.load(cu_seqlens_q + row + 1) - begin
-        context = tl.load(context_lens + row)
-        own_parts = tl.maximum((context + share // 2) // share, 1)
-        part = (item - first) % own_parts
-        # The last tiles have the most work, and begin first.
-        query = ((n + BLOCK_Q - 1) // BLOCK_Q - 1 - (item - first) // own_parts) * BLOCK_Q
-        end = context - n + tl.minimum(query + BLOCK_Q, n)
-        length = ((end + own_parts - 1) // own_parts + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        made = (end + length - 1) // length
         if part < made:
             _part(
-                q, k_cache, v_cache, k_scale, v_scale, block_tables + row.to(tl.int64) * tables_stride, out, partial,
-                stats, arrived, scale, head, begin, n, context, query, part, length, end, made,
-                slot + item - first - part, CHUNKS, KV_HEADS, GROUP, D, D_BLOCK, SIZE, BLOCK_M, BLOCK_Q, BLOCK_N,
-                MERGED_ROWS, MERGED, WIDE)
+                q, k_cache, v_cache, k_scale, v_scale, table, out, partial, stats, arrived, scale, head, begin, n,
+                context, query, part, length, end, made, slot + item - first - part, CHUNKS, KV_HEADS, GROUP, D,
+                D_BLOCK, SIZE, BLOCK_M, BLOCK_Q, BLOCK_N, MERGED_ROWS, MERGED, WIDE)
     elif CHUNKS:
         # Excess programs share the queries of no row.
         WIDTH: tl.constexpr = GROUP * D
@@ -104,6 +114,24 @@ def paged_attention_kernel(
         step = tl.num_programs(0) // KV_HEADS - first
         for token in range(tl.load(cu_seqlens_q + rows) + item - first, tokens, step):
             tl.store(out + (tl.cast(token, tl.int64) * KV_HEADS + head) * WIDTH + x, nothing, mask=x < WIDTH)
+
+
+@triton.jit
+def _prefetch(
+    k_cache, v_cache, table, head, start, stop,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr,
+):
+    """Prefetch keys and values [start, min(start + COUNT, stop)) of a head into the L2 cache.
+
+    The last of them may not be written yet, which does no harm: the L2 cache is the one that all writes reach.
+    """
+    NBYTES: tl.constexpr = D * (k_cache.dtype.element_ty.primitive_bitwidth // 8)
+    if NBYTES % 16 == 0:
+        keys = tl.minimum(start + tl.arange(0, COUNT), stop - 1)
+        blocks = tl.load(table + keys // SIZE)
+        places = (blocks.to(tl.int64) * SIZE + keys % SIZE) * KV_HEADS + head
+        to_l2(k_cache + places * D, tl.full((), NBYTES, tl.int32))
+        to_l2(v_cache + places * D, tl.full((), NBYTES, tl.int32))
 
 
 @triton.jit

@@ -76,8 +76,28 @@ def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, l
     tl.store(scales + row, scale)
     if zeros is not None:
         tl.store(zeros + row, zero.to(tl.int32))
-    near = tl.minimum(tl.maximum(_rint(tl.div_rn(x, scale)) + zero, -128.0), 127.0)
-    tl.store(values + row * width + places, near.to(tl.int8), mask=places < width)
+    near = _divided(x, scale)
+    if zeros is not None:
+        near = _rint(near) + zero
+    near = tl.minimum(tl.maximum(near, -128.0), 127.0)
+    # The last byte of the sum is the whole number: see `_rint`. A conversion would run at a quarter of the speed.
+    whole = (near + 12582912.0).to(tl.int32, bitcast=True)
+    tl.store(values + row * width + places, whole.to(tl.int8), mask=places < width)
+
+
+@triton.jit
+def _divided(x, scale):
+    """Divide a row by its scale, rounded to nearest: one division for the row, and three operations for each number.
+
+    The quotient by the reciprocal is corrected by its exact remainder (Markstein 1990, doi:10.1147/rd.341.0111).
+    """
+    if scale < 1e-30:
+        quotient = tl.div_rn(x, scale)  # the reciprocal may be infinite
+    else:
+        inverse = tl.div_rn(1.0, scale)
+        near = x * inverse
+        quotient = tl.fma(tl.fma(-near, scale, x), inverse, near)
+    return quotient
 
 
 @triton.jit
