@@ -1,7 +1,8 @@
 """Calls of the kernels in rows.py: checks of arguments, and division into blocks and programs.
 
 One program normalizes a row, with 16 numbers per thread. A row of 5120 thus takes loads of 16 bytes by 320 threads and
-no second pass. A program that quantizes a row has up to 32 warps, since arithmetic bounds it. Other kernels divide rows into columns, with 8 numbers per thread.
+no second pass. A program that quantizes a row has twice the warps, since arithmetic bounds it. Other kernels divide
+rows into columns, with 8 numbers per thread.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def _rms_norm(
             x=x, residual=residual, gamma=gamma, out=out if isinstance(out, Tensor) else None, total=total,
             **_targets(out, scheme), width=width, x_stride=x.stride(0),
             residual_stride=0 if residual is None else residual.stride(0), eps=eps,
-            levels=scheme.levels if scheme else 0.0, BLOCK=block, num_warps=_warps(block, scheme is not None), **dependent(x))
+            levels=scheme.levels if scheme else 0.0, BLOCK=block, num_warps=_warps(block, scheme is not None),
+            **dependent(x))
     return out
 
 

@@ -94,7 +94,7 @@ def paged_attention_kernel(
     table = block_tables + known.to(tl.int64) * tables_stride
 
     if PDL:
-        if not CHUNKS:
+        if not CHUNKS:  # noqa: SIM102  known to the compiler
             if (row < ROWS) & (part < made):
                 _prefetch(k_cache, v_cache, table, head, part * length, end, KV_HEADS, D, SIZE, PREFETCHED)
         tl.extra.cuda.gdc_wait()

@@ -103,10 +103,13 @@ def test_emulated(tmp_path: Path) -> None:
     # The interpreter takes minutes on a busy machine.
     budgets = ("--budget", "tokens=500", "--budget", "candidates=300", "--seconds", "850")
     code, report, said = run(
-        tmp_path, "--emulate", "--seed", "676005688", "--parts", "machine,tokens,candidates", *budgets)
+        tmp_path, "--emulate", "--seed", "676005688", "--parts", "machine,tokens,attention,candidates", *budgets)
     assert (code, report["wrong"]) == (0, []), said
     (tokens,) = [row for row in report["rows"] if row["part"] == "tokens"]
     assert tokens["captured decodes"] > 0
+    prompts = [row for row in report["rows"] if row["table"] == "Attention of prompts"]
+    assert {row["option"] for row in prompts if row.get("ok")} > {"paged_attention", "paged_attention, int8"}
+    assert all("said" in row for row in prompts if row["option"] == "cuDNN")
     assert tables(report, "candidates") == {"Configurations beside the golden function"}
 
 
