@@ -16,8 +16,8 @@ be installed. Parts, the most important first:
     steps      Qwen3-14B's exact shape with random weights made on the device, in bf16 and W8A8: prefill, TPOT and its
                floor by bytes, captured and eager, two steps in flight and one, and a profile of the host's work
     peer       transformers with a static cache in a CUDA graph at the same shape, alternating with npuserve
-    attention  attention of prompts of 512 to 32,768 tokens at Qwen3-14B's heads: the kernel's configurations beside cuDNN
-               and the FlashAttention of torch
+    attention  attention of prompts of 512 to 32,768 tokens at Qwen3-14B's heads: the kernel's configurations beside
+               cuDNN and the FlashAttention of torch
     kernels    each kernel alone at Qwen3-14B's shapes
     served     `npuserve serve` through gRPC compared with the engine's own speed (bench/serving/served.py), random
                weights of Qwen3-0.6B's shape, with --budget served=240 or more also of Qwen3-14B's; needs --wheels
