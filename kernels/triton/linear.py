@@ -38,7 +38,7 @@ def product_kernel(
     EVEN: BLOCK_K divides k.
     ONCE: only one tile of tokens reads the weight.
     PDL: the launch may begin before the previous one ends; see dependent.py. Meanwhile it prefetches the first `ahead`
-        numbers of its rows of the weight into the L2 cache. Its successor may begin once all its programs run.
+        numbers of its rows of the weight into the L2 cache.
     ahead: a multiple of 16; 0 if rows of the weight do not begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -65,7 +65,6 @@ def product_kernel(
             if GATED:
                 to_l2(own + up, nbytes)
         gdc_wait()
-        gdc_launch_dependents()
 
     ACC: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     KEEP: tl.constexpr = "evict_first" if ONCE else ""
@@ -94,6 +93,8 @@ def product_kernel(
             acc_up = tl.dot(left, right, acc_up, input_precision="ieee", out_dtype=ACC)
         w += BLOCK_K
         xs += BLOCK_K
+    if PDL:
+        gdc_launch_dependents()  # an earlier prefetch takes bandwidth, and is evicted before its use
 
     if SPLIT == 1:
         _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
