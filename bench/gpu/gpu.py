@@ -95,11 +95,16 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def links(folder: Path) -> None:
-    """Link the import names, which differ from the folders', for a checkout that is not installed."""
+    """Link the import names, which differ from the folders', for a checkout that is not installed.
+
+    A server asks for the package's version, so it is there, too.
+    """
     (folder / "npuserve").mkdir()
     for name, source in FOLDERS.items():
         (folder / "npuserve" / name).symlink_to(ROOT / source)
     (folder / "gpu_parts").symlink_to(ROOT / "bench" / "gpu" / "gpu_parts")
+    (folder / "npuserve-0.dist-info").mkdir()
+    (folder / "npuserve-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: npuserve\nVersion: 0\n")
 
 
 def install(wheels: Path, site: Path) -> None:
