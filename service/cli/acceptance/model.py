@@ -127,9 +127,9 @@ def _compare_with_cpu(
 
     found = compared(loaded.model, loaded.backend)
     figures, said = _described(found)
-    if dtype == "float32":
+    if dtype == "float32" and not cached:
         passed = found.likeliest == found.tokens
-    else:
+    else:  # a cache rounds keys and values, and sums in another order may round to the next number
         least = min_equal_share(found.positions)
         if found.share < least and dtype in golden[1].dtypes:
             own = compared(*load_reference(

@@ -35,6 +35,15 @@ def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{W8A8}: beside the CPU, bfloat16" in found
 
 
+@built
+def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in float32, where sums in another order round keys and values to other numbers, and so change tokens."""
+    monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[-1:])
+    found = list(variants.check_variants(started(), 1))
+    assert [finding.name for finding in found if finding.passed is False] == []
+    assert {"int8 KV: beside the CPU, float32", "int8 KV: beside the CPU, bfloat16"} <= {x.name for x in found}
+
+
 def test_exception_names_the_variant_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(loaded: Any, *_: Any) -> Iterator[Finding]:
         if loaded.runner.dtype_name == "float32":
