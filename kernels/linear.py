@@ -24,12 +24,25 @@ from npuserve.kernels.quantize import (
     to_nz,
     weight_of,
 )
-from npuserve.kernels.quantized import ZEROS, Int8, Int8Weight, Scheme, Weight, packed, scheme_of
+from npuserve.kernels.quantized import (
+    FLOAT8_DYNAMIC,
+    FLOAT8_SCHEMES,
+    ZEROS,
+    Int8,
+    Int8Weight,
+    Scheme,
+    Weight,
+    packed,
+    scheme_of,
+)
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
 
 FLIPS = 3e-2
-"""Tolerance of products whose x is quantized inside: last-bit differences of x flip int8 values."""
+"""Tolerance of products whose x is quantized inside: last-bit differences of x flip int8 and float8 values."""
+
+IMPRECISE = 1e-2
+"""Tolerance of products of float8: tensor cores may sum them with some 14 bits (`launch_linear.PRECISE_ROWS`)."""
 
 # (K, N) of Qwen3-0.6B: qkv, attention output, gate and up, down.
 QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
@@ -39,8 +52,9 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
     """Return a case.
 
     int8: "" for a weight of floats; "given" for x and weight in int8; "zeros" for both with zero points.
-        With "made" the kernel quantizes x.
+        With "made" the kernel quantizes x. "float8" and "float8 made" are the same in float8.
     """
+    float8, made = int8.startswith("float8"), int8.endswith("made")
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Int8, Weight, Tensor | None]:
         x = torch.randn(tokens, k, generator=generator)
@@ -49,18 +63,18 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
         if not int8:
             return x.to(dtype), weight.to(dtype), b
         zeros = int8 == "zeros"
-        w = weight_of(weight, generator, dtype, zeros, Scheme(symmetric=not zeros))
-        return x.to(dtype) if int8 == "made" else int8_of(x, generator, zeros), w, b
+        w = weight_of(weight, generator, dtype, zeros, FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros))
+        return x.to(dtype) if made else int8_of(x, generator, zeros, float8), w, b
 
     return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{int8 and ' int8 ' + int8}", make, benchmark,
-                zeros=int8 == "zeros", tolerance=FLIPS if int8 == "made" else 0)
+                zeros=int8 == "zeros", float8=float8, tolerance=FLIPS if made else IMPRECISE if float8 else 0)
 
 
 @kernel(
     "linear",
     cases=[
-        *(_case(t, k, n, bias, int8=int8) for int8 in ("", "given", "zeros", "made") for t, k, n, bias in (
-            (1, 8, 3, False), (5, 33, 17, True), (16, 64, 96, False), (47, 130, 200, True))),
+        *(_case(t, k, n, bias, int8=int8) for int8 in ("", "given", "zeros", "made", "float8", "float8 made")
+          for t, k, n, bias in ((1, 8, 3, False), (5, 33, 17, True), (16, 64, 96, False), (47, 130, 200, True))),
         *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given") for t in (1, 8, 32, 512)
           for k, n in QWEN3_06B),
     ],
@@ -68,10 +82,10 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
 def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [T, K] by weight [N, K] and add bias [N] or None: [T, N].
 
-    With an int8 weight the result is the exact integer sum times both scales, plus bias, in the weight's `dtype`. An x
-    of floats is first quantized by `weight.inputs`.
+    With a quantized weight the result is the exact sum of products times both scales, plus bias, in the weight's
+    `dtype`. An x of floats is first quantized by `weight.inputs`.
 
-    Raises TypeError for an int8 x with a weight of floats.
+    Raises TypeError for a quantized x with a weight of floats.
     """
     if not isinstance(weight, Int8Weight):
         return F.linear(_floats(x), dense(weight), bias)
@@ -102,14 +116,15 @@ def _swiglu_case(
 
     name = f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}{int8 and ' int8 ' + int8}"
     return Case(name + (scheme and " to " + scheme), make, benchmark, zeros=product.zeros or scheme in ZEROS,
-                tolerance=product.tolerance)
+                float8=product.float8 or scheme in FLOAT8_SCHEMES, tolerance=product.tolerance)
 
 
 @kernel(
     "linear_swiglu",
     cases=[
         *(_swiglu_case(t, k, i, bias, int8=int8, scheme=scheme)
-          for int8, scheme in (("", ""), ("given", "int8"), ("made", ""), ("zeros", "asymmetric"), ("", "static"))
+          for int8, scheme in (("", ""), ("given", "int8"), ("made", ""), ("zeros", "asymmetric"), ("", "static"),
+                               ("float8", "float8"), ("", "static float8"))
           for t, k, i, bias in (
               (1, 8, 3, False), (5, 33, 16, True), (37, 64, 80, False), (6, 40, 96, False), (9, 20, 23, True))),
         *(_swiglu_case(t, 1024, 3072, benchmark=True, int8=int8, scheme=scheme)
@@ -132,14 +147,16 @@ def _argmax_case(
         x, weight, _ = _case(rows, k, vocabulary + padding, int8=int8).make(generator, dtype)
         if isinstance(weight, Int8Weight):
             for part in (dense(weight.values), weight.scale, weight.sums):
-                part[vocabulary:] = part[0]
+                if part is not None:
+                    part[vocabulary:] = part[0]
             weight.scale[vocabulary:] *= 3
         else:
             dense(weight)[vocabulary:] = 3 * dense(weight)[0]
         return x, weight, None, vocabulary, *(random_masks(generator, rows, vocabulary) if masked else ())
 
-    name = f"{rows}x{k}x{vocabulary}+{padding}{int8 and ' int8'}"
-    return Case(name + (" masked" if masked else ""), make, benchmark)
+    float8 = int8.startswith("float8")
+    name = f"{rows}x{k}x{vocabulary}+{padding}{' float8' if float8 else int8 and ' int8'}"
+    return Case(name + (" masked" if masked else ""), make, benchmark, float8=float8)
 
 
 @kernel(
@@ -147,6 +164,7 @@ def _argmax_case(
     cases=[
         *(_argmax_case(*shape, int8=int8, masked=masked) for masked in (False, True) for int8 in ("", "made")
           for shape in ((1, 8, 7, 0), (5, 32, 101, 27), (40, 64, 300, 20))),
+        *(_argmax_case(*shape, int8="float8 made") for shape in ((1, 8, 7, 0), (6, 48, 90, 38))),
         *(_argmax_case(rows, 1024, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")
           for rows in (1, 8, 32)),
         _argmax_case(32, 1024, 151936, 0, benchmark=True, masked=True),
@@ -313,7 +331,7 @@ def _argmax_of(
 
 
 def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
-    """Return x as the CUDA kernels take it: quantized if the weight is int8."""
+    """Return x as the CUDA kernels take it: quantized if the weight is."""
     if not isinstance(weight, Int8Weight):
         return _floats(x)
     return x if isinstance(x, Int8) else quantize.implementations[triton.LABEL].function(x, weight.inputs)
@@ -321,7 +339,7 @@ def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
 
 @triton.implementation(linear)
 def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Multiply x by a weight whose int8 values are [N, K], without zero points."""
+    """Multiply x by a weight whose quantized values are [N, K], without zero points."""
     from npuserve.kernels.triton import launch_linear
 
     return launch_linear.linear(_given(x, weight), weight, bias)

@@ -14,7 +14,7 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.quantize import ascend_fuses, ascend_quantize, quantize
-from npuserve.kernels.quantized import SCHEMES, ZEROS, Int8, Scheme, native_int8, scheme_of
+from npuserve.kernels.quantized import FLOAT8_SCHEMES, SCHEMES, ZEROS, Int8, Scheme, native_int8, scheme_of
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -31,7 +31,8 @@ def _rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bool =
         gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
         return x, gamma, 1e-6, scheme_of(scheme, generator)
 
-    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS)
+    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS,
+                float8=scheme in FLOAT8_SCHEMES)
 
 
 def _add_rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bool = False) -> Case:
@@ -40,12 +41,14 @@ def _add_rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bo
         gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
         return x, residual, gamma, 1e-6, scheme_of(scheme, generator)
 
-    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS)
+    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS,
+                float8=scheme in FLOAT8_SCHEMES)
 
 
 def _cases(make: Callable[..., Case]) -> list[Case]:
     return [
-        *(make(*shape, scheme) for scheme in ("", *SCHEMES) for shape in ((1, 8), (3, 33), (7, 64))),
+        *(make(*shape, scheme) for scheme in ("", *SCHEMES, *FLOAT8_SCHEMES)
+          for shape in ((1, 8), (3, 33), (7, 64))),
         *(make(tokens, 1024, scheme, True) for scheme in ("", "int8") for tokens in (1, 32, 512))]
 
 

@@ -1,4 +1,4 @@
-"""Quantization of activations to int8 (W8A8)."""
+"""Quantization of activations to int8 or float8 (W8A8)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
-from npuserve.kernels.quantized import DYNAMIC, SCHEMES, ZEROS, Int8, Int8Weight, Scheme, native_int8, scheme_of
+from npuserve.kernels.quantized import (
+    DYNAMIC,
+    FLOAT8,
+    FLOAT8_DYNAMIC,
+    FLOAT8_MAX,
+    FLOAT8_SCHEMES,
+    SCHEMES,
+    ZEROS,
+    Int8,
+    Int8Weight,
+    Scheme,
+    native_int8,
+    scheme_of,
+)
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -18,13 +31,15 @@ def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bo
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Scheme | None]:
         return torch.randn(tokens, hidden, generator=generator).to(dtype), scheme_of(scheme, generator)
 
-    return Case(f"{tokens}x{hidden} {scheme}", make, benchmark, zeros=scheme in ZEROS)
+    return Case(f"{tokens}x{hidden} {scheme}", make, benchmark, zeros=scheme in ZEROS,
+                float8=scheme in FLOAT8_SCHEMES)
 
 
 @kernel(
     "quantize",
     cases=[
-        *(_quantize_case(*shape, scheme) for scheme in SCHEMES for shape in ((1, 8), (3, 33), (7, 64))),
+        *(_quantize_case(*shape, scheme) for scheme in (*SCHEMES, *FLOAT8_SCHEMES)
+          for shape in ((1, 8), (3, 33), (7, 64))),
         *(_quantize_case(tokens, 1024, benchmark=True) for tokens in (1, 32, 512)),
     ],
 )
@@ -35,6 +50,8 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
     scale = (largest - least) / 255 and zero = rint(-128 - least / scale). Its range includes 0, as in
     compressed-tensors. The range in vLLM excludes 0 if all values of a row have one sign. A dynamic scale of 0
     becomes 1.
+
+    To float8, x / scale is clamped to -448 .. 448 and then rounded to the nearest float8 number, ties to even.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     zero = scheme.zero
@@ -47,6 +64,9 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
         low = wide.amin(dim=-1).clamp(max=0)
         scale = _above_zero(wide.amax(dim=-1).clamp(min=0) / 255 - low / 255)  # the largest float does not overflow
         zero = (-128 - low / scale).round().clamp(-128, 127).int()
+    if scheme.dtype == FLOAT8:
+        near = (wide / scale.unsqueeze(1)).clamp(-FLOAT8_MAX, FLOAT8_MAX)
+        return Int8(near.to(FLOAT8), scale.float())
     values = (wide / scale.unsqueeze(1)).round()
     if zero is not None:
         values = values + zero.unsqueeze(1)
@@ -57,16 +77,16 @@ def _above_zero(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
 
 
-def int8_of(x: Tensor, generator: torch.Generator, zeros: bool = False) -> Int8:
+def int8_of(x: Tensor, generator: torch.Generator, zeros: bool = False, float8: bool = False) -> Int8:
     """Quantize x [T, K] as a case's argument, with a scale for each row. zeros: with zero points too."""
-    made = quantize(x.float(), Scheme(symmetric=not zeros))
+    made = quantize(x.float(), FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros))
     return Int8(made.values, made.scale * (torch.rand(len(x), generator=generator) + 0.5), made.zero)
 
 
 def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, zeros: bool = False,
               inputs: Scheme = DYNAMIC) -> Int8Weight:
-    """Quantize weight [N, K] as a case's argument."""
-    made = int8_of(weight, generator, zeros)
+    """Quantize weight [N, K] as a case's argument, to the dtype of `inputs`."""
+    made = int8_of(weight, generator, zeros, inputs.dtype == FLOAT8)
     return Int8Weight.of(made.values, made.scale, dtype, made.zero, inputs)
 
 

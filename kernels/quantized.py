@@ -1,4 +1,4 @@
-"""int8 activations and weights (W8A8), and their schemes. quantize.py quantizes, linear.py multiplies."""
+"""int8 and float8 activations and weights (W8A8), and their schemes. quantize.py quantizes, linear.py multiplies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from npuserve.kernels import native
 from npuserve.kernels.native.packed import Matrix, PackedWeight
 from npuserve.kernels.registry import Case
 
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+"""Largest float8 number: e4m3 has no infinities."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -21,14 +25,16 @@ class Scheme:
     scale: [1] float32 of a static scheme, for all tokens. None for a dynamic scheme, which computes each token's scale.
     zero: [1] int32 (-128 to 127), the zero point of a static scheme; None for 0. A dynamic scheme has zero points
         unless it is symmetric.
-    levels: divisor of a token's largest magnitude in a dynamic symmetric scheme. Common values are 127.5
-        (compressed-tensors) and 127 (Ascend's operators, vLLM's kernels).
+    levels: divisor of a token's largest magnitude in a dynamic symmetric scheme. Common values for int8 are 127.5
+        (compressed-tensors) and 127 (Ascend's operators, vLLM's kernels). For float8 it is FLOAT8_MAX.
+    dtype: int8, or FLOAT8, which has no zero points.
     """
 
     scale: Tensor | None = None
     zero: Tensor | None = None
     symmetric: bool = True
     levels: float = 127.5
+    dtype: torch.dtype = torch.int8
 
     @property
     def has_zero(self) -> bool:
@@ -36,13 +42,14 @@ class Scheme:
 
 
 DYNAMIC = Scheme()
+FLOAT8_DYNAMIC = Scheme(levels=FLOAT8_MAX, dtype=FLOAT8)
 
 
 @dataclass(frozen=True, slots=True)
 class Int8:
     """Quantized numbers (values - zero) * scale.
 
-    values: int8 [..., K].
+    values: int8 or FLOAT8 [..., K].
     scale: [...]; [T] float32 of activations [T, K].
     zero: int32 [...], or None for 0; -128 to 127 for activations.
     """
@@ -57,12 +64,12 @@ class Int8:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Quantized weight [N, K]: (values - zero) * scale by row. K is at most 32768, so that sums fit an int32.
+    """Quantized weight [N, K]: (values - zero) * scale by row. K of int8 is at most 32768, so that sums fit an int32.
 
-    values: int8.
+    values: int8 or FLOAT8.
     scale: [N] float32.
     zero: [N] int32 (-128 to 127), or None for 0.
-    sums: int32, at least [N], the sum of each row's values.
+    sums: int32, at least [N], the sum of each row's values; None for FLOAT8.
     inputs: quantization scheme of the activations.
     dtype: dtype of products, and of rows of an embedding table.
     """
@@ -70,15 +77,16 @@ class Int8Weight:
     values: Matrix
     scale: Tensor
     zero: Tensor | None
-    sums: Tensor
+    sums: Tensor | None
     inputs: Scheme
     dtype: torch.dtype
 
     @classmethod
     def of(cls, values: Tensor, scale: Tensor, dtype: torch.dtype, zero: Tensor | None = None,
            inputs: Scheme = DYNAMIC) -> Int8Weight:
-        """Build a weight and its row sums from values [N, K] int8."""
-        return cls(values, scale, zero, values.sum(dim=1, dtype=torch.int32), inputs, dtype)
+        """Build a weight and its row sums from values [N, K]."""
+        sums = values.sum(dim=1, dtype=torch.int32) if values.dtype == torch.int8 else None
+        return cls(values, scale, zero, sums, inputs, dtype)
 
     def packed(self) -> Int8Weight:
         """Pack the values for the native kernels. `values` must be a Tensor."""
@@ -113,22 +121,26 @@ SCHEMES = ("int8", "asymmetric", "static", "static zero")
 ZEROS = ("asymmetric", "static zero")
 """Names of the schemes with zero points."""
 
+FLOAT8_SCHEMES = ("float8", "static float8")
+"""Names of the schemes of float8 in the names of cases."""
+
 
 def scheme_of(name: str, generator: torch.Generator) -> Scheme | None:
     """Return the scheme of a case, for values of about 1; None for ""."""
     scale = torch.rand(1, generator=generator) / 40 + 0.01
     zero = torch.randint(-128, 128, (1,), generator=generator, dtype=torch.int32)
     return {"": None, "int8": DYNAMIC, "asymmetric": Scheme(symmetric=False), "static": Scheme(scale),
-            "static zero": Scheme(scale, zero)}[name]
+            "static zero": Scheme(scale, zero), "float8": FLOAT8_DYNAMIC,
+            "static float8": replace(FLOAT8_DYNAMIC, scale=scale / 4)}[name]
 
 
 def with_levels(case: Case, levels: float) -> Case:
-    """Return the case with `levels` in all its schemes."""
+    """Return the case with `levels` in all its schemes of int8."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, Int8Weight):
             return replace(value, inputs=changed(value.inputs))
-        return replace(value, levels=levels) if isinstance(value, Scheme) else value
+        return replace(value, levels=levels) if isinstance(value, Scheme) and value.dtype == torch.int8 else value
 
     return replace(case, make=lambda generator, dtype: tuple(map(changed, case.make(generator, dtype))))
 

@@ -45,6 +45,7 @@ class Case:
     head_dim: size of its attention heads; 0 without heads.
     int8_cache: its KV cache is int8.
     zeros: its int8 numbers have zero points.
+    float8: it has float8 numbers.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Case:
     head_dim: int = 0
     int8_cache: bool = False
     zeros: bool = False
+    float8: bool = False
     tolerance: float = 0.0
 
 

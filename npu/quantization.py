@@ -1,7 +1,8 @@
 """Parser of the quantization section of a config.json. Imports no torch.
 
 The compressed-tensors package defines the format (quantization/quant_config.py, quant_args.py and utils/match.py);
-llm-compressor writes it and vLLM reads it. Only W8A8 is supported: int8 weights multiplied with int8 activations.
+llm-compressor writes it and vLLM reads it. Only W8A8 is supported: int8 weights multiplied with int8 activations, and
+float8 weights (e4m3) with float8 activations.
 """
 
 from __future__ import annotations
@@ -11,23 +12,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-METHOD, FORMAT, LINEAR = "compressed-tensors", "int-quantized", "Linear"
+METHOD, LINEAR = "compressed-tensors", "Linear"
+FORMATS = {"int": "int-quantized", "float": "float-quantized"}
+"""Type of the numbers -> format of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class W8A8:
-    """Quantization scheme of a linear layer with int8 weights and int8 inputs.
+    """Quantization scheme of a linear layer with int8 weights and inputs, or float8 ones.
 
     per_channel: True for one weight scale per output row. False for one per tensor.
     symmetric: weights have no zero points.
     dynamic: True for one input scale per token, computed at run time. False for one per tensor, from the checkpoint.
     symmetric_inputs: inputs have no zero points.
+    float8: weights and inputs are float8 (e4m3), without zero points.
     """
 
     per_channel: bool = True
     symmetric: bool = True
     dynamic: bool = True
     symmetric_inputs: bool = True
+    float8: bool = False
+
+    @property
+    def type(self) -> str:
+        return "float" if self.float8 else "int"
+
+    @property
+    def format(self) -> str:
+        return FORMATS[self.type]
+
+    def refusal(self, device: str, *, zeros: bool, float8: bool) -> str:
+        """Return what a device does not support of the scheme, and which values it supports; "" for a supported scheme.
+
+        zeros, float8: the device supports zero points, and float8.
+        """
+        if self.float8 and not float8:
+            return (f"float8 weights and input_activations (type: float) are not possible on {device}; possible is "
+                    "int8 (type: int)")
+        wrong = [name for name, symmetric in (
+            ("weights", self.symmetric), ("input_activations", self.symmetric_inputs)) if not symmetric]
+        if wrong and not zeros:
+            return (f"{' and '.join(wrong)} with zero points (symmetric: false) are not possible on {device}, whose "
+                    "int8 GEMM takes none; possible is symmetric: true")
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +84,15 @@ class Quantization:
         order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
         return next((schemes[target] for target in order if _names(target, name)), None)
 
+    @property
+    def has_float8(self) -> bool:
+        return any(scheme.float8 for _, scheme in self.groups)
+
     def to_json(self) -> dict[str, Any]:
         """Return the value of config.json's `quantization_config`, with the keys that llm-compressor writes."""
         return {
             "config_groups": {f"group_{index}": _group_json(*group) for index, group in enumerate(self.groups)},
-            "format": FORMAT,
+            "format": self.groups[0][1].format,
             "global_compression_ratio": None,
             "ignore": list(self.ignore),
             "kv_cache_scheme": None,
@@ -88,7 +120,7 @@ def _names(pattern: str, name: str) -> bool:
 
 def _group_json(targets: Sequence[str], scheme: W8A8) -> dict[str, Any]:
     def args(symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:
-        return {"num_bits": 8, "type": "int", "symmetric": symmetric, "group_size": None, "strategy": strategy,
+        return {"num_bits": 8, "type": scheme.type, "symmetric": symmetric, "group_size": None, "strategy": strategy,
                 "block_structure": None, "dynamic": dynamic, "actorder": None, "observer": None, "observer_kwargs": {}}
 
     return {
@@ -96,7 +128,7 @@ def _group_json(targets: Sequence[str], scheme: W8A8) -> dict[str, Any]:
         "weights": args(scheme.symmetric, "channel" if scheme.per_channel else "tensor", False),
         "input_activations": args(scheme.symmetric_inputs, "token" if scheme.dynamic else "tensor", scheme.dynamic),
         "output_activations": None,
-        "format": FORMAT,
+        "format": scheme.format,
     }
 
 
@@ -115,7 +147,7 @@ def _read(data: Any, where: str) -> Quantization:
     _refuse_others(found, where, {
         "quant_method", "config_groups", "ignore", "kv_cache_scheme", "global_compression_ratio", "version", "format",
         "quantization_status", "sparsity_config", "transform_config", "moe_sparsity_config"})
-    _one_of(found, where, "format", FORMAT, "naive-quantized")
+    _one_of(found, where, "format", *FORMATS.values(), "naive-quantized")
     _one_of(found, where, "quantization_status", "compressed", "frozen")
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         _one_of(found, where, key, None, {}, {"config_groups": {}})
@@ -129,12 +161,14 @@ def _group(data: Any, where: str) -> tuple[tuple[str, ...], W8A8]:
     group = _object(data, where)
     _refuse_others(group, where, {"targets", "weights", "input_activations", "output_activations", "format"})
     _one_of(group, where, "output_activations", None)
-    _one_of(group, where, "format", None, FORMAT, "naive-quantized")
     for key, what in (("weights", "only inputs are quantized"), ("input_activations", "only weights are quantized")):
         if group.get(key) is None:
-            raise ValueError(f"{where}.{key}: is missing: {what}; supported: int8 weights with int8 inputs")
+            raise ValueError(f"{where}.{key}: is missing: {what}; supported: int8 weights with int8 inputs, "
+                             "float8 weights with float8 inputs")
     weights = _args(group["weights"], f"{where}.weights")
     inputs = _args(group["input_activations"], f"{where}.input_activations")
+    _one_of(group, where, "format", None, FORMATS[weights["type"]], "naive-quantized")
+    _one_of(inputs, f"{where}.input_activations", "type", weights["type"])
     _one_of(weights, f"{where}.weights", "dynamic", False)
     _one_of(weights, f"{where}.weights", "strategy", "channel", "tensor")
     _one_of(inputs, f"{where}.input_activations", "strategy", "token" if inputs["dynamic"] else "tensor")
@@ -142,7 +176,7 @@ def _group(data: Any, where: str) -> tuple[tuple[str, ...], W8A8]:
         _one_of(inputs, f"{where}.input_activations", "scale_dtype", None)
     return _patterns(group.get("targets"), f"{where}.targets"), W8A8(
         per_channel=weights["strategy"] == "channel", symmetric=weights["symmetric"], dynamic=inputs["dynamic"],
-        symmetric_inputs=inputs["symmetric"])
+        symmetric_inputs=inputs["symmetric"], float8=weights["type"] == "float")
 
 
 def _args(data: Any, where: str) -> dict[str, Any]:
@@ -156,9 +190,9 @@ def _args(data: Any, where: str) -> dict[str, Any]:
     _refuse_others(args, where, {
         "num_bits", "type", "symmetric", "dynamic", "strategy", "group_size", "block_structure", "actorder",
         "scale_dtype", "zp_dtype", "observer", "observer_kwargs"})
-    _one_of(args, where, "type", "int")
+    _one_of(args, where, "type", *FORMATS)
     _one_of(args, where, "num_bits", 8)
-    _one_of(args, where, "symmetric", True, False)
+    _one_of(args, where, "symmetric", True, *([False] if args["type"] == "int" else []))
     _one_of(args, where, "dynamic", True, False)
     _one_of(args, where, "strategy", "channel", "tensor", "token")
     _one_of(args, where, "group_size", None, -1)

@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels.bench.tensors import copy_arguments, tensors, versions, widened
+from npuserve.kernels.bench.tensors import QUANTIZED, copy_arguments, tensors, versions, widened
 from npuserve.kernels.registry import GOLDEN, Case, Implementation, Kernel, moved
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Absolute and relative tolerance of a result in that dtype: a few roundings of values of about 1."""
-
-QUANTIZED = (torch.int8, torch.int16)
-"""Dtypes of quantized numbers, as stored and with their zero points subtracted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +20,7 @@ class Accuracy:
 
     error: largest absolute difference of a number; infinite for NaN.
     other_ids: number of integers (ids, ranks, counts) that differ.
-    excess: largest ratio of a difference to `TOLERANCE`; above 1 is wrong. For quantized numbers the absolute
-        tolerance is 1, since a half may round either way.
+    excess: largest ratio of a difference to `TOLERANCE`, and to `QUANTIZED` for quantized numbers; above 1 is wrong.
     relative: largest || difference || / || golden || of a tensor, except tensors of integers.
     """
 
@@ -71,7 +67,8 @@ class Oracle:
                 difference = torch.where(got == want, 0.0, (got.double() - want.double()).abs())
                 difference = difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
                 error = max(error, float(difference.max()))
-                tolerated = self._tolerance * want.double().abs() + (self._tolerance if want.is_floating_point() else 1)
+                rtol, atol = QUANTIZED.get(want.dtype, (self._tolerance, self._tolerance))
+                tolerated = max(rtol, self._tolerance) * want.double().abs() + atol
                 excess = max(excess, float((difference / tolerated).max()))
                 whole = float(want.double().nan_to_num(posinf=0, neginf=0).norm())
                 relative = max(relative, float(difference.norm()) / (whole or 1.0))

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import FLOAT8, Int8
 
 Args = tuple[Any, ...]
+
+QUANTIZED = {torch.int8: (0.0, 1.0), torch.int16: (0.0, 1.0), FLOAT8: (2.0**-3, 2.0**-9)}
+"""Dtype of quantized numbers, as stored and with their zero points subtracted -> relative and absolute tolerance of one
+step, since a half may round either way."""
 
 
 def copy_arguments(args: Args, which: Sequence[int]) -> Args:
@@ -35,8 +39,8 @@ def copy_value(value: Any) -> Any:
 
 def widened(value: Any) -> Any:
     """Convert floats to float64, also in dataclasses, for a golden function."""
-    if isinstance(value, torch.dtype):  # dtype of the result
-        return torch.float64
+    if isinstance(value, torch.dtype):  # dtype of the result; a scheme keeps its own
+        return value if value in QUANTIZED else torch.float64
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels.quantized import Int8, Int8Weight, Weight
+from npuserve.kernels.quantized import FLOAT8, Int8, Int8Weight, Weight
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
-from npuserve.kernels.triton.linear_tiles import Kind, Tiles, choose, takes_int8
+from npuserve.kernels.triton.linear_tiles import Kind, Tiles, calculated, choose, takes_float8, takes_int8
 
 TILES = 1 << 16
 """Maximum number of tiles whose K is split."""
@@ -20,20 +20,27 @@ TILES = 1 << 16
 AHEAD_BYTES = 32 << 20
 """Bytes of a weight that a launch may prefetch into the L2 cache while the previous one runs: half of an H200's."""
 
+PRECISE_ROWS = 64
+"""Maximum rows of x in a tile whose float8 products are summed in float32 after each block of K.
+
+Hopper's tensor cores sum products of float8 with some 14 bits, which over a K of 4096 can make errors of 2%
+(DeepSeek-V3, arXiv:2412.19437, 3.3.2). A decode step waits for memory, so the additional sums take no time there.
+Larger tiles and the library sum fast, as the default kernels of vLLM do."""
+
 _GROUP = 8
 _MERGED = 4096
 _FINISHED = 1024
 
 
 def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """Launch the kernel `linear`, for x and weight both int8 or both floats.
+    """Launch the kernel `linear`, for x and weight both int8, both float8 or both floats.
 
     tiles: replace the tiles of the table.
 
     Raises TypeError or ValueError.
     """
     values, numbers = _operands(x, weight, bias)
-    tiles = tiles or _choose("linear", values, numbers)
+    tiles = tiles or _choose("linear", values, numbers, weight, bias)
     if tiles is None and not isinstance(weight, Int8Weight):
         return F.linear(values, numbers, bias)
     return _outputs("linear", x, weight, bias, tiles)
@@ -44,8 +51,8 @@ def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: 
     values, numbers = _operands(x, weight, bias)
     if len(numbers) % 2:
         raise ValueError(f"weight: {len(numbers)} rows are not as many of gate and up")
-    tiles = tiles or _choose("linear_swiglu", values, numbers)
-    if tiles is None and not isinstance(weight, Int8Weight):
+    tiles = tiles or _choose("linear_swiglu", values, numbers, weight, bias)
+    if tiles is None and numbers.dtype != torch.int8:
         return None
     return _outputs("linear_swiglu", x, weight, bias, tiles)
 
@@ -56,7 +63,7 @@ def linear_argmax(
     """Launch the kernel `linear_argmax`; None where `linear` and `greedy` are faster by the table."""
     values, numbers = _operands(x, weight, bias)
     within("vocabulary", vocabulary, 1, len(numbers))
-    tiles = tiles or _choose("linear_argmax", values, numbers)
+    tiles = tiles or _choose("linear_argmax", values, numbers, weight, bias)
     if tiles is None:
         return None
     if tiles.split != 1:
@@ -74,18 +81,22 @@ def linear_argmax(
 
 
 def library(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Compute `linear` or `linear_swiglu` of int8 by torch's library, which stores the sums [T, N] in memory.
+    """Compute `linear` or `linear_swiglu` of int8, or `linear` of float8, by torch's library.
 
-    Raises ValueError for shapes that the library does not support.
+    It stores the sums [T, N] of int8 in memory. Raises ValueError for operands that the library does not support.
     """
     values, numbers = _operands(x, weight, bias)
-    if not isinstance(x, Int8) or not takes_int8(len(values), *numbers.shape):
+    if numbers.dtype == FLOAT8:
+        supported = kind == "linear" and _multiplies_float8(numbers, weight, bias)
+    else:
+        supported = isinstance(x, Int8) and takes_int8(len(values), *numbers.shape)
+    if not supported:
         raise ValueError(f"x: {list(values.shape)} and a weight {list(numbers.shape)} are no product of the library's")
     return _outputs(kind, x, weight, bias, None)
 
 
 def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
-    """Return the output for checked operands. tiles: None computes int8 by the library."""
+    """Return the output for checked operands. tiles: None computes int8 and float8 by the library."""
     gated = kind == "linear_swiglu"
     shape = len(x), weight.shape[0] // (1 + gated)
     out = torch.empty(shape, dtype=weight.dtype, device=x.values.device if isinstance(x, Int8) else x.device)
@@ -95,6 +106,11 @@ def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, 
     assert isinstance(x, Int8)
     assert isinstance(weight, Int8Weight)
     assert isinstance(weight.values, Tensor)
+    if weight.values.dtype == FLOAT8:
+        assert not gated
+        return torch._scaled_mm(
+            x.values, weight.values.t(), x.scale.unsqueeze(1), weight.scale.unsqueeze(0), out_dtype=weight.dtype,
+            use_fast_accum=True)
     sums = torch._int_mm(x.values, weight.values.t())
     finish_kernel[(shape[0], -(-shape[1] // _FINISHED))](
         sums=sums, x_scale=x.scale, weight_scale=weight.scale, bias=bias, out=out, tokens=shape[0], n=shape[1],
@@ -105,23 +121,23 @@ def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, 
 def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Check x [T, K], weight [N, K] and their scales, and return the numbers of both."""
     if isinstance(x, Int8) != isinstance(weight, Int8Weight):
-        raise TypeError("x and weight: one is int8, the other is not")
+        raise TypeError("x and weight: one is quantized, the other is not")
     values = x.values if isinstance(x, Int8) else x
     numbers = weight.values if isinstance(weight, Int8Weight) else weight
     if not isinstance(numbers, Tensor) or numbers.dim() != 2:
         raise TypeError("weight: not a matrix of a tensor")
     device, (n, k) = values.device, numbers.shape
     within("rows of weight", n, 1, INT32 // 4)
-    within("columns of weight", k, 1, 1 << 15 if isinstance(weight, Int8Weight) else 1 << 20)
+    within("columns of weight", k, 1, 1 << 15 if numbers.dtype == torch.int8 else 1 << 20)
     if values.dim() != 2 or values.shape[1] != k:
         raise ValueError(f"x: {list(values.shape)} is not [rows, {k}]")
     within("rows of x", len(values), 0, 1 << 22)
     if isinstance(x, Int8) and isinstance(weight, Int8Weight):
         if x.zero is not None or weight.zero is not None:
-            raise ValueError("zero: on CUDA int8 activations and weights have no zeros")
-        check("values of x", values, (len(values), k), (torch.int8,), device)
+            raise ValueError("zero: on CUDA quantized activations and weights have no zeros")
+        check("values of x", values, (len(values), k), (numbers.dtype,), device)
         check("scale of x", x.scale, (len(values),), (torch.float32,), device)
-        check("values of weight", numbers, (n, k), (torch.int8,), device)
+        check("values of weight", numbers, (n, k), (torch.int8, FLOAT8), device)
         check("scale of weight", weight.scale, (n,), (torch.float32,), device)
         if weight.dtype not in FLOATS:
             raise ValueError(f"weight: products of {weight.dtype}")
@@ -133,9 +149,20 @@ def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Te
     return values, numbers
 
 
-def _choose(kind: Kind, values: Tensor, numbers: Tensor) -> Tiles | None:
-    n, k = numbers.shape
-    return choose(kind, numbers.itemsize, len(values), n, k, processors(values.device))
+def _choose(kind: Kind, values: Tensor, numbers: Tensor, weight: Weight, bias: Tensor | None) -> Tiles | None:
+    (n, k), float8 = numbers.shape, numbers.dtype == FLOAT8
+    shape = kind, numbers.itemsize, len(values), n, k, processors(values.device)
+    tiles = choose(*shape, float8)
+    return calculated(*shape) if tiles is None and float8 and not _multiplies_float8(numbers, weight, bias) else tiles
+
+
+def _multiplies_float8(numbers: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+    """Return True if the library multiplies float8 by this weight. On a CPU it does not take scales of rows."""
+    return _on_gpu(numbers) and takes_float8(*numbers.shape) and weight.dtype == torch.bfloat16 and bias is None
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 @cache
@@ -178,12 +205,13 @@ def _product(
     if tiles.split > 1:
         within("tiles whose K is split", heights * widths, 1, TILES)
         size = heights * widths * tiles.split * (1 + gated) * tiles.n * tiles.m
-        whole = torch.int32 if weight_scale is not None else torch.float32
+        whole = torch.int32 if numbers.dtype == torch.int8 else torch.float32
         partial, arrived = torch.empty(size, dtype=whole, device=values.device), _arrived(values.device)
+    precise = numbers.dtype == FLOAT8 and tiles.m <= PRECISE_ROWS
     product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
         places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
         ahead=_ahead(numbers, heights * widths * tiles.split * tiles.n * (1 + gated)), GATED=gated, BLOCK_N=tiles.n,
         BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
-        WIDE=not values.is_cuda and values.dtype == torch.bfloat16, num_warps=tiles.warps, num_stages=tiles.stages,
-        **dependent(values))
+        WIDE=not values.is_cuda and values.dtype == torch.bfloat16, IMPRECISE=tiles.k if precise else None,
+        num_warps=tiles.warps, num_stages=tiles.stages, **dependent(values))

@@ -155,7 +155,7 @@ def _int8(x: Tensor, scheme: Scheme) -> Int8:
             check(f"{name} of scheme", static, (1,), (dtype,), x.device)
     zero = torch.empty(len(x), dtype=torch.int32, device=x.device) if scheme.has_zero else None
     scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    return Int8(torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, zero)
+    return Int8(torch.empty(x.shape, dtype=scheme.dtype, device=x.device), scale, zero)
 
 
 def _targets(out: Tensor | Int8, scheme: Scheme | None) -> dict[str, Tensor | None]:

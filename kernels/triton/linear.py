@@ -1,4 +1,4 @@
-"""Products with weights on CUDA, and their fused epilogues: bias, scales of int8, SwiGLU, argmax.
+"""Products with weights on CUDA, and their fused epilogues: bias, scales of int8 and float8, SwiGLU, argmax.
 
 A program computes a tile [BLOCK_N, BLOCK_M] of the transposed result, with the weight as the left operand. On Hopper a
 warpgroup multiplies at least 64 rows of the left operand and 8 of the right. A decode step thus pads x, not the weight.
@@ -20,16 +20,19 @@ def product_kernel(
     x, x_scale, weight, weight_scale, bias, out, best, places, partial, arrived,
     tokens, n, k, x_stride, ahead,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, IMPRECISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Multiply x [tokens, k], rows x_stride apart, by weight [n, k]: out [tokens, n].
 
-    x_scale [tokens], weight_scale [n]: float32, for int8 operands; else None.
+    x_scale [tokens], weight_scale [n]: float32, for operands of int8 and float8; else None.
     bias: [n] or None.
     GATED: weight, weight_scale and bias have 2 n rows, of gate and up. The result is silu(gate) * up.
     best, places: [tokens, tiles of n] float32 and int32, or None. They replace `out`. They are the largest number of
         each tile after rounding to out's dtype, and its first column; see `argmax_merge_kernel`.
     WIDE: operands are converted to float32 first, since Triton's interpreter cannot multiply bfloat16.
+    IMPRECISE: numbers of K that Hopper's tensor cores sum up before the sum is added to float32 sums; None for all.
+        They sum float8 products with some 14 bits. At most BLOCK_K.
     SPLIT: programs that share the k of a tile.
     partial: float32, or int32 for int8, [tiles, SPLIT, 1 or 2 if GATED, BLOCK_M, BLOCK_N].
     arrived: [tiles] int32, 0 between launches. The last program of a tile adds the parts in their order, so that the
@@ -74,23 +77,23 @@ def product_kernel(
     xs = x + rows.to(tl.int64)[None, :] * x_stride + (begin * BLOCK_K + inner)[:, None]
     for block in range(begin, end):
         if EVEN:
-            right = tl.load(xs, mask=(rows < tokens)[None, :], other=0)
+            right = tl.load(xs, mask=(rows < tokens)[None, :], other=0.0)
             left = tl.load(w, eviction_policy=KEEP)
         else:
             within = inner < k - block * BLOCK_K
-            right = tl.load(xs, mask=(rows < tokens)[None, :] & within[:, None], other=0)
-            left = tl.load(w, mask=within[None, :], other=0, eviction_policy=KEEP)
+            right = tl.load(xs, mask=(rows < tokens)[None, :] & within[:, None], other=0.0)
+            left = tl.load(w, mask=within[None, :], other=0.0, eviction_policy=KEEP)
         if WIDE:
             right, left = right.to(tl.float32), left.to(tl.float32)
-        acc = tl.dot(left, right, acc, input_precision="ieee", out_dtype=ACC)
+        acc = tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
         if GATED:
             if EVEN:
                 left = tl.load(w + up, eviction_policy=KEEP)
             else:
-                left = tl.load(w + up, mask=within[None, :], other=0, eviction_policy=KEEP)
+                left = tl.load(w + up, mask=within[None, :], other=0.0, eviction_policy=KEEP)
             if WIDE:
                 left = left.to(tl.float32)
-            acc_up = tl.dot(left, right, acc_up, input_precision="ieee", out_dtype=ACC)
+            acc_up = tl.dot(left, right, acc_up, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
         w += BLOCK_K
         xs += BLOCK_K
     if PDL:

@@ -7,7 +7,7 @@ holds three such programs.
 
 A tile therefore takes the minimum rows of the weight that the tensor cores accept. K is split until each
 multiprocessor has two or more programs, all resident at once. A second wave of few programs would run at a fraction of
-the speed. From some 90 rows in 16 bits, and 180 in int8, a product is bound by arithmetic, and tiles are squarer.
+the speed. From some 90 rows in 16 bits, and 180 in 8 bits, a product is bound by arithmetic, and tiles are squarer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 Kind = Literal["linear", "linear_swiglu", "linear_argmax"]
 
 LIBRARY_ROWS = 64
-"""Maximum rows for products of floats in Triton at unmeasured shapes; beyond, the library multiplies."""
+"""Maximum rows for products of floats and float8 in Triton at unmeasured shapes; beyond, the library multiplies."""
 
 SHARED_BYTES = 227 << 10
 """Shared memory of a multiprocessor, also the maximum for one program."""
@@ -58,7 +58,9 @@ class Tiles:
         return self.stages * (self.n * (1 + (kind == "linear_swiglu")) + self.m) * self.k * itemsize
 
 
-MEASURED: dict[tuple[Kind, int, int, int, int], Tiles | None] = {}
+Key = tuple[Kind, int | Literal["float8"], int, int, int]
+
+MEASURED: dict[Key, Tiles | None] = {}
 """Measured tiles by `key`; None is the library. A sweep on the device enters `candidates` here one by one and times the
 kernel. Its best results are text here, so that a server's start does not depend on timings."""
 
@@ -87,23 +89,31 @@ def bucket(rows: int) -> int:
     return next((b for b in BUCKETS if rows <= b), BUCKETS[-1])
 
 
-def key(kind: Kind, itemsize: int, rows: int, n: int, k: int) -> tuple[Kind, int, int, int, int]:
+def key(kind: Kind, itemsize: int, rows: int, n: int, k: int, float8: bool = False) -> Key:
     """Return the key of `MEASURED` for the arguments of `choose`; rows are replaced by their bucket."""
-    return kind, itemsize, bucket(rows), n, k
+    return kind, "float8" if float8 else itemsize, bucket(rows), n, k
 
 
-def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> Tiles | None:
+def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, float8: bool = False
+           ) -> Tiles | None:
     """Return the tiles of a product of x [rows, k] and weight [n, k]; None for the library.
 
     itemsize: bytes of a number.
     processors: multiprocessors of the device.
+    float8: the numbers are float8, for which there is another library than for int8.
     """
-    entry = key(kind, itemsize, rows, n, k)
-    if entry in MEASURED and (MEASURED[entry] or itemsize > 1 or takes_int8(rows, n, k)):
+    entry = key(kind, itemsize, rows, n, k, float8)
+    supported = takes_float8(n, k) if float8 else itemsize > 1 or takes_int8(rows, n, k)
+    if entry in MEASURED and (MEASURED[entry] or supported):
         return MEASURED[entry]
-    if itemsize > 1 and rows > LIBRARY_ROWS:
+    if (itemsize > 1 or float8) and supported and rows > LIBRARY_ROWS:
         return None
     return calculated(kind, itemsize, rows, n, k, processors)
+
+
+def takes_float8(n: int, k: int) -> bool:
+    """Return True if the library multiplies float8 of these shapes (`torch._scaled_mm`)."""
+    return n % 16 == 0 and k % 16 == 0
 
 
 def takes_int8(rows: int, n: int, k: int) -> bool:
@@ -133,8 +143,8 @@ def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, pr
     return max(1, min(wanted, most))
 
 
-def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, best: Tiles | None = None
-               ) -> list[Tiles | None]:
+def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, best: Tiles | None = None,
+               float8: bool = False) -> list[Tiles | None]:
     """Return tiles that a sweep may time for a shape: `best`, then variants of it with one changed parameter.
 
     best: result of a previous sweep, to refine. None takes the calculated tiles, and adds the library if it supports
@@ -155,7 +165,8 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
     if kind != "linear_argmax":
         made += [replace(centre, split=parts) for parts in (centre.split - 1, centre.split + 1, 2 * centre.split)]
     fitting: list[Tiles | None] = [tiles for tiles in made if tiles and _fits(tiles, kind, itemsize, k)]
-    if best is None and (itemsize > 1 or (kind != "linear_argmax" and takes_int8(rows, n, k))):
+    supported = takes_float8(n, k) if float8 else itemsize > 1 or (kind != "linear_argmax" and takes_int8(rows, n, k))
+    if best is None and supported:
         fitting.append(None)
     return list(dict.fromkeys(fitting))
 

@@ -13,8 +13,8 @@ def rms_norm_kernel(
 ):
     """Normalize x [rows, width], or x + residual, and store the result in out [rows, width].
 
-    The sum x + residual is stored in `total`. Without `out` the result is int8, stored by `_quantize`. A program holds
-    a row in registers. BLOCK: a power of two, at least width.
+    The sum x + residual is stored in `total`. Without `out` the result is quantized, stored by `_quantize`. A program
+    holds a row in registers. BLOCK: a power of two, at least width.
     """
     places = tl.arange(0, BLOCK)
     inside = places < width
@@ -56,7 +56,7 @@ def quantize_kernel(
 def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK: tl.constexpr):
     """Quantize x [BLOCK] float32, 0 from width on, as `quantize` does, and store it as row `row`.
 
-    values, scales, zeros: [rows, width] int8, [rows] float32, and [rows] int32 or None for no zero points.
+    values, scales, zeros: [rows, width] int8 or float8, [rows] float32, and [rows] int32 or None for no zero points.
     static_scale: None computes the scale of the row.
     """
     places = tl.arange(0, BLOCK)
@@ -77,12 +77,15 @@ def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, l
     if zeros is not None:
         tl.store(zeros + row, zero.to(tl.int32))
     near = _divided(x, scale)
-    if zeros is not None:
-        near = _rint(near) + zero
-    near = tl.minimum(tl.maximum(near, -128.0), 127.0)
-    # The last byte of the sum is the whole number: see `_rint`. A conversion would run at a quarter of the speed.
-    whole = (near + 12582912.0).to(tl.int32, bitcast=True)
-    tl.store(values + row * width + places, whole.to(tl.int8), mask=places < width)
+    if values.dtype.element_ty == tl.int8:
+        if zeros is not None:
+            near = _rint(near) + zero
+        near = tl.minimum(tl.maximum(near, -128.0), 127.0)
+        # The last byte of the sum is the whole number: see `_rint`. A conversion would run at a quarter of the speed.
+        whole = (near + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        whole = _e4m3(tl.minimum(tl.maximum(near, -448.0), 448.0)).to(values.dtype.element_ty)
+    tl.store(values + row * width + places, whole, mask=places < width)
 
 
 @triton.jit
@@ -105,6 +108,19 @@ def _rint(x):
     """Round float32 to the nearest whole numbers, ties to even; clamped to -512 .. 512."""
     # From 2**23 to 2**24 float32 has only whole numbers: the sum is rounded to one.
     return (tl.minimum(tl.maximum(x, -512.0), 512.0) + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _e4m3(x):
+    """Round float32 to the nearest numbers of float8 (e4m3), ties to even; x is from -448 to 448.
+
+    The conversion that follows is then exact, also in Triton's interpreter, which rounds differently from a GPU.
+    """
+    # The numbers of an octave are an eighth of its power of two apart, and at least 2**-9. As in `_rint`, float32 has
+    # only these multiples near 1.5 * 2**23 times the distance.
+    octave = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.maximum(octave, 0.015625) * 1572864.0
+    return (x + large) - large
 
 
 @triton.jit

@@ -138,6 +138,7 @@ class Backend(ABC):
     int8_cache: the kernels support an int8 KV cache.
     scale_dtype: dtype of the scales of an int8 KV cache.
     int8_zeros: the kernels support int8 zero points.
+    float8: the kernels support float8 weights and activations.
     """
 
     name: ClassVar[str]
@@ -146,6 +147,7 @@ class Backend(ABC):
     block_size: ClassVar[int]
     int8_cache: ClassVar[bool] = False
     int8_zeros: ClassVar[bool] = False
+    float8: ClassVar[bool] = False
     block_multiple: int = 1
     host_lengths: bool = False
     capture_mode: CaptureMode = "auto"
@@ -256,14 +258,10 @@ class Backend(ABC):
         """Return the bytes of a `weight`, after `prepare_weight`."""
         return n * k * dtype.itemsize
 
-    def check_int8(self, scheme: W8A8) -> None:
+    def check_scheme(self, scheme: W8A8) -> None:
         """Raise BackendError for a quantization scheme that the kernels do not support."""
-        wrong = [name for name, symmetric in (
-            ("weights", scheme.symmetric), ("input_activations", scheme.symmetric_inputs)) if not symmetric]
-        if wrong and not self.int8_zeros:
-            raise BackendError(
-                f"quantization_config: {' and '.join(wrong)} with zero points (symmetric: false) are not possible on "
-                f"{self.name}, whose int8 GEMM takes none; possible is symmetric: true")
+        if refusal := scheme.refusal(self.name, zeros=self.int8_zeros, float8=self.float8):
+            raise BackendError(f"quantization_config: {refusal}")
 
     def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
         """Convert a completely written int8 weight in place to the layout that the kernels read.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels.bench.accuracy import QUANTIZED
+from npuserve.kernels.bench.tensors import QUANTIZED
+from npuserve.kernels.quantized import FLOAT8
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest correct `relative_of`: a few roundings of the dtype."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2, FLOAT8: 2.0**-3}
+"""Largest correct `relative_of`: a few roundings of the dtype; for float8 a step."""
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -30,10 +31,8 @@ def relative_of(got: Tensor, want: Tensor) -> float:
     """
     if not want.numel():
         return 0.0
-    if want.dtype in QUANTIZED:
-        return difference_of(got, want)
     if not want.is_floating_point():
-        return float((got != want).double().mean())
+        return difference_of(got, want) if want.dtype in QUANTIZED else float((got != want).double().mean())
     wide = want.double()
     size = wide.abs() + wide.square().mean(-1, keepdim=True).sqrt()
     return float(torch.where(got == want, 0.0, (got.double() - wide).abs() / size).max())

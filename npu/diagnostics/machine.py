@@ -59,7 +59,7 @@ def machine_of(backend: Backend) -> Machine:
 
 def takes_case(backend: Backend, case: Case) -> bool:
     """Return True if the device supports the features that the case uses."""
-    if case.int8_cache > backend.int8_cache or case.zeros > backend.int8_zeros:
+    if case.int8_cache > backend.int8_cache or case.zeros > backend.int8_zeros or case.float8 > backend.float8:
         return False
     try:
         if case.head_dim:

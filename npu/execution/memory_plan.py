@@ -193,7 +193,8 @@ def _checked(
     dtype = backend.resolve_dtype(dtype, config.dtype)
     backend.check_heads(config.head_dim)
     for _, scheme in config.quantization.groups if config.quantization else ():
-        backend.check_int8(scheme)
+        for each in filter(None, (backend, prefill)):
+            each.check_scheme(scheme)
     made: torch.dtype = getattr(torch, dtype)
     if prefill and dtype not in prefill.dtypes:
         raise BackendError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npuserve.kernels.native.packed import Matrix, write
 from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import Int8Weight, Scheme, Weight
+from npuserve.kernels.quantized import FLOAT8_DYNAMIC, Int8Weight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Span
@@ -20,6 +20,7 @@ from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
 from npuserve.npu.quantization import W8A8
 
 FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
+FLOAT8S = ("F8_E4M3",)
 """Names of dtypes in safetensors."""
 
 ROUNDED_AT_ONCE = 1 << 17
@@ -142,7 +143,9 @@ class _Allocator:
         bias = self._empty(stored.rows, dtype) if stored.adds_bias else None
         put, dtypes, itemsize = (
             (partial(_put, weight), FLOATS, dtype.itemsize) if not isinstance(weight, Int8Weight) else
-            (partial(_put_rounded, weight), FLOATS, 1) if stored.rounded else (partial(_put_int8, weight), INT8, 1))
+            (partial(_put_rounded, weight), FLOATS, 1) if stored.rounded else
+            (partial(_put_int8, weight), INT8, 1) if weight.sums is not None else
+            (partial(_put_float8, weight), FLOAT8S, 1))
         first, columns = 0, stored.columns
         for name, rows in stored.parts.items():
             self.targets[f"{name}.weight"] = Target(
@@ -156,15 +159,16 @@ class _Allocator:
         return Linear(weight, bias)
 
     def _int8(self, stored: StoredMatrix, scheme: W8A8) -> Int8Weight:
-        inputs = Scheme(symmetric=scheme.symmetric_inputs, levels=self._backend.int8_levels)
+        inputs = FLOAT8_DYNAMIC if scheme.float8 else Scheme(
+            symmetric=scheme.symmetric_inputs, levels=self._backend.int8_levels)
         if not scheme.dynamic:
             zero = None if scheme.symmetric_inputs else self._empty(1, torch.int32)
-            inputs = Scheme(self._empty(1, torch.float32), zero, scheme.symmetric_inputs)
+            inputs = replace(inputs, scale=self._empty(1, torch.float32), zero=zero)
         n = stored.rows
         weight = Int8Weight(
-            self._backend.weight(n, stored.inputs, torch.int8), self._empty(n, torch.float32),
-            None if scheme.symmetric else self._empty(n, torch.int32), self._empty(n, torch.int32), inputs,
-            self._dtype)
+            self._backend.weight(n, stored.inputs, inputs.dtype), self._empty(n, torch.float32),
+            None if scheme.symmetric else self._empty(n, torch.int32),
+            None if scheme.float8 else self._empty(n, torch.int32), inputs, self._dtype)
         if not stored.rounded:
             self.targets.update(_scale_targets(stored.parts, scheme, weight))
         if not scheme.dynamic:
@@ -208,7 +212,7 @@ def _input_targets(parts: Mapping[str, Span], static: StaticInputs) -> Targets:
 def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...], rows: Span | None = None) -> Target:
     """Return the target of zero points. into: None for a symmetric scheme; some checkpoints contain zeros even then."""
     if into is None:
-        return Target(_put_no_zeros, shapes, 0, INTEGERS, required=False)
+        return Target(_put_no_zeros, shapes, 0, INTEGERS + FLOAT8S, required=False)
     return Target(partial(_put_zeros, into), shapes, into.nbytes, INTEGERS, rows=rows)
 
 
@@ -223,7 +227,14 @@ def _put(matrix: Matrix, first: int, row: int, piece: Tensor) -> None:
 def _put_int8(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
     begin = first + row
     write(weight.values, begin, piece)
+    assert weight.sums is not None
     weight.sums[begin : begin + len(piece)] = piece.sum(dim=1, dtype=torch.int32)
+
+
+def _put_float8(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
+    if bool(piece.isnan().any()):
+        raise ValueError("has numbers that are not finite (NaN)")
+    write(weight.values, first + row, piece)
 
 
 def _put_rounded(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:

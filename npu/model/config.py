@@ -117,8 +117,10 @@ class ModelConfig:
 
     @property
     def quantization_name(self) -> str:
-        """"none" or "w8a8"."""
-        return "w8a8" if self.quantization else "none"
+        """"none", "w8a8", or "w8a8-fp8" if layers are float8."""
+        if self.quantization is None:
+            return "none"
+        return "w8a8-fp8" if self.quantization.has_float8 else "w8a8"
 
     def padded_vocabulary(self, tile: int) -> int:
         """Return vocab_size rounded up to a multiple of `tile` on each rank."""

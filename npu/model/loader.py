@@ -24,7 +24,7 @@ from torch import Tensor
 from npuserve.kernels.native import LANES
 from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.allocation import FLOATS, Targets, allocate
+from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.progress import Progress, reporting
@@ -154,6 +154,7 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path) -> None:
         "of the wrong shape": [],
         "not of a float type": [],
         "not int8": [],
+        "not float8 (e4m3)": [],
     }
     for name, file in files.items():
         if name in targets:
@@ -162,7 +163,8 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path) -> None:
                 wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
             if header.get_dtype() not in target.dtypes:
-                kind = "not of a float type" if target.dtypes is FLOATS else "not int8"
+                kind = ("not of a float type" if target.dtypes is FLOATS else
+                        "not float8 (e4m3)" if target.dtypes is FLOAT8S else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
     found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets)) != (found_layers := _layers(files)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
+from npuserve.kernels.quantized import FLOAT8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.shard import Span
@@ -24,7 +25,7 @@ class StoredMatrix:
     parts: tensors of the checkpoint, name -> rows of this shard, stacked in this order and followed by `padding` rows.
     columns: columns of this shard.
     biased: the checkpoint has biases. They are added on each rank, or on rank 0 if the ranks divide the columns.
-    scheme: quantization scheme of an int8 matrix; None for floats.
+    scheme: quantization scheme of an int8 or float8 matrix; None for floats.
     rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
     """
 
@@ -55,8 +56,8 @@ class StoredMatrix:
         if (s := self.scheme) is None:
             return bias + backend.weight_bytes(self.rows, self.inputs, dtype)
         of_inputs = 0 if s.dynamic else 4 if s.symmetric_inputs else 8
-        return bias + backend.weight_bytes(self.rows, self.inputs, torch.int8) + of_inputs + self.rows * (
-            8 if s.symmetric else 12)
+        dtype, of_row = (FLOAT8, 4) if s.float8 else (torch.int8, 8 if s.symmetric else 12)
+        return bias + backend.weight_bytes(self.rows, self.inputs, dtype) + of_inputs + self.rows * of_row
 
 
 def linears(config: ModelConfig, index: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix, StoredMatrix]:
@@ -102,7 +103,7 @@ def _scheme(config: ModelConfig, parts: list[str], inputs: int) -> W8A8 | None:
             raise ModelError(
                 f"config.json: quantization_config: {first} and {name} are quantized in different ways ({scheme}, "
                 f"{other}); supported: one way for all of {', '.join(n.rpartition('.')[2] for n in parts)}")
-    if scheme and inputs > MAX_INPUTS:
+    if scheme and not scheme.float8 and inputs > MAX_INPUTS:
         raise ModelError(
             f"config.json: quantization_config: {first} has {inputs} inputs; supported: up to {MAX_INPUTS} in int8")
     return scheme

@@ -28,7 +28,10 @@ DATA_TYPES = {
     "float32": model_pb2.DATA_TYPE_FLOAT32, "bfloat16": model_pb2.DATA_TYPE_BFLOAT16,
     "float16": model_pb2.DATA_TYPE_FLOAT16, "int8": model_pb2.DATA_TYPE_INT8,
 }
-QUANTIZATION_SCHEMES = {"none": model_pb2.QUANTIZATION_SCHEME_NONE, "w8a8": model_pb2.QUANTIZATION_SCHEME_W8A8}
+QUANTIZATION_SCHEMES = {
+    "none": model_pb2.QUANTIZATION_SCHEME_NONE, "w8a8": model_pb2.QUANTIZATION_SCHEME_W8A8,
+    "w8a8-fp8": model_pb2.QUANTIZATION_SCHEME_W8A8_FP8,
+}
 DEVICE_BACKENDS = {
     "cpu": model_pb2.DEVICE_BACKEND_CPU, "npu": model_pb2.DEVICE_BACKEND_NPU, "cuda": model_pb2.DEVICE_BACKEND_CUDA,
 }

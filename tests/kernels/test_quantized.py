@@ -18,7 +18,17 @@ from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import linear, linear_argmax, linear_swiglu
 from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import DYNAMIC, SCHEMES, Int8, Int8Weight, Scheme, packed, scheme_of
+from npuserve.kernels.quantized import (
+    DYNAMIC,
+    FLOAT8,
+    FLOAT8_DYNAMIC,
+    SCHEMES,
+    Int8,
+    Int8Weight,
+    Scheme,
+    packed,
+    scheme_of,
+)
 from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.variants import ISAS, implementation, variants
@@ -114,6 +124,57 @@ def test_quantize_static_formula(variant: Variant, dtype: torch.dtype, zero: int
     values = np.clip(np.rint(x.float().numpy() / scale.numpy()) + (zero or 0), -128, 127)
     np.testing.assert_array_equal(got.values.numpy(), values)
     assert (got.values.min(), got.values.max()) == (-128, 127)
+
+
+def nearest_float8(x: np.ndarray) -> np.ndarray:
+    """Return the nearest float8 numbers, of two equally near ones that with an even last bit."""
+    table = torch.arange(0x7F, dtype=torch.uint8).view(FLOAT8).double().numpy()  # in ascending order, NaN excluded
+    places = np.abs(x).clip(max=448)
+    above = np.searchsorted(table, places).clip(1)
+    low, high = table[above - 1], table[above]
+    up = (high - places < places - low) | ((high - places == places - low) & (above % 2 == 0))
+    return np.where(up, high, low) * np.sign(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 16, 45, 600])
+def test_quantize_to_float8_formula(dtype: torch.dtype, hidden: int) -> None:
+    x = randn(30, hidden).mul(torch.logspace(-20, 20, 30)[:, None]).to(dtype)
+    x[3] = 0
+    got = quantize(x, FLOAT8_DYNAMIC)
+    assert (got.values.dtype, got.scale.dtype, got.zero) == (FLOAT8, torch.float32, None)
+    wide = x.float().numpy()
+    scale = np.abs(wide).max(axis=1) / np.float32(448)
+    scale[3] = 1
+    np.testing.assert_array_equal(got.scale.numpy(), scale)
+    np.testing.assert_array_equal(got.values.double().numpy(), nearest_float8(wide / scale[:, None]))
+    static = quantize(x, replace(FLOAT8_DYNAMIC, scale=torch.tensor([0.0123])))
+    np.testing.assert_array_equal(static.values.double().numpy(), nearest_float8(wide / np.float32(0.0123)))
+    assert torch.equal(static.scale, torch.full((30,), 0.0123))
+
+
+def test_quantize_to_float8_equals_compressed_tensors() -> None:
+    package = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    x = randn(30, 600).mul(torch.logspace(-3, 3, 30)[:, None])
+    by = package.QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True)
+    scale, zero = compute_dynamic_scales_and_zp(x[None], by, torch.nn.Module())
+    got = quantize(x, FLOAT8_DYNAMIC)
+    assert torch.equal(got.scale, scale.reshape(-1))
+    assert torch.equal(got.values.float(), theirs(x[None], scale, zero, by, dtype=FLOAT8)[0].float())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_of_float8_is_exact_before_scales(dtype: torch.dtype, bias: bool) -> None:
+    x, weight = quantize(randn(9, 130), FLOAT8_DYNAMIC), quantize(randn(70, 130, seed=1), FLOAT8_DYNAMIC)
+    b = randn(70, seed=3).to(dtype) if bias else None
+    got = linear(x, Int8Weight.of(weight.values, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), b)
+    left, right = (y.values.double().numpy() * y.scale.double().numpy()[:, None] for y in (x, weight))
+    want = left @ right.T + (b.double().numpy() if b is not None else 0)
+    np.testing.assert_allclose(got.double().numpy(), want, rtol=2**-8 if dtype == torch.bfloat16 else 2**-23)
 
 
 def test_quantize_against_torch(variant: Variant) -> None:

@@ -45,6 +45,16 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return data
 
 
+def float8_json() -> dict[str, Any]:
+    """Return the same in float8, as RedHatAI/Qwen3-14B-FP8-dynamic has it."""
+    data = copy.deepcopy(W8A8_JSON)
+    group = data["config_groups"]["group_0"]
+    for part in ("weights", "input_activations"):
+        group[part]["type"] = "float"
+    group["format"] = data["format"] = "float-quantized"
+    return data
+
+
 def test_quantization_config_of_llm_compressor():
     assert read(W8A8_JSON) == PLAIN
     assert PLAIN.of("model.layers.0.mlp.up_proj") == W8A8()
@@ -101,6 +111,46 @@ def test_quantization_supported_schemes(group, scheme):
     assert read(data) == Quantization(((("Linear",), scheme),), ("lm_head",))
 
 
+@pytest.mark.parametrize(("group", "scheme"), [
+    ({}, W8A8(float8=True)),
+    ({"weights": {"strategy": "tensor"}}, W8A8(per_channel=False, float8=True)),
+    ({"input_activations": {"strategy": "tensor", "dynamic": False}}, W8A8(dynamic=False, float8=True)),
+])
+@pytest.mark.parametrize("format_of_group", ["float-quantized", "naive-quantized", None])
+def test_quantization_supported_schemes_of_float8(group, scheme, format_of_group):
+    data = float8_json()
+    data["config_groups"]["group_0"]["format"] = format_of_group
+    for part, changes in group.items():
+        data["config_groups"]["group_0"][part] |= changes
+    assert read(data) == Quantization(((("Linear",), scheme),), ("lm_head",))
+
+
+@pytest.mark.parametrize(("path", "value", "message"), [
+    ("weights.type", "int", "group_0: format: 'float-quantized' is not supported; supported: None, int-quantized"),
+    ("input_activations.type", "int", "input_activations: type: 'int' is not supported; supported: float"),
+    ("weights.num_bits", 4, "weights: num_bits: 4 is not supported; supported: 8"),
+    ("weights.symmetric", False, "weights: symmetric: False is not supported; supported: True"),
+    ("input_activations.symmetric", False, "input_activations: symmetric: False"),
+    ("weights.strategy", "group", "weights: strategy: 'group'"),
+    ("weights.type", "nf4", "weights: type: 'nf4' is not supported; supported: int, float"),
+])
+def test_quantization_unsupported_float8_is_refused_by_name(path, value, message):
+    data = float8_json()
+    part, key = path.split(".")
+    data["config_groups"]["group_0"][part][key] = value
+    with pytest.raises(ValueError, match=message):
+        read(data)
+
+
+def test_scheme_refusal_names_what_a_device_supports():
+    float8, zeros = W8A8(float8=True), W8A8(symmetric=False)
+    assert float8.refusal("npu", zeros=True, float8=False) == (
+        "float8 weights and input_activations (type: float) are not possible on npu; possible is int8 (type: int)")
+    assert not float8.refusal("cuda", zeros=False, float8=True)
+    assert not zeros.refusal("cpu", zeros=True, float8=False)
+    assert zeros.refusal("cuda", zeros=False, float8=True).startswith("weights with zero points")
+
+
 @pytest.mark.parametrize(("data", "message"), [
     ("w8a8", "quantization_config: must be an object, got 'w8a8'"),
     ({"quant_method": "gptq", "bits": 4}, r"another method \(gptq\); supported: compressed-tensors"),
@@ -108,14 +158,13 @@ def test_quantization_supported_schemes(group, scheme):
     (changed("config_groups", []), "config_groups is missing"),
     (changed("config_groups", {"W8A8": ["Linear"]}), "config_groups.W8A8: must be an object"),
     (changed("format", "pack-quantized"), "format: 'pack-quantized' is not supported; supported: int-quantized"),
-    (changed("format", "float-quantized"), "format: 'float-quantized'"),
     (changed("format", "mixed-precision"), "format: 'mixed-precision'"),
     (changed("g.format", "pack-quantized"), "config_groups.group_0: format: 'pack-quantized'"),
     (changed("quantization_status", "calibration"), "quantization_status: 'calibration' is not supported"),
     (changed("g.weights.num_bits", 4), r"group_0.weights: num_bits: 4 is not supported; supported: 8"),
     (changed("g.weights.num_bits", True), "num_bits: True"),
-    (changed("g.weights.type", "float"), "group_0.weights: type: 'float' is not supported; supported: int"),
-    (changed("g.input_activations.type", "float"), "group_0.input_activations: type: 'float'"),
+    (changed("g.weights.type", "float"), "group_0: format: 'int-quantized' is not supported; .*: None, float-quant"),
+    (changed("g.input_activations.type", "float"), "group_0.input_activations: type: 'float' .*; supported: int"),
     (changed("g.weights.strategy", "group"), "group_0.weights: strategy: 'group' is not supported; .*channel, tensor"),
     (changed("g.weights.strategy", "block"), "strategy: 'block'"),
     (changed("g.weights.group_size", 128), "group_size: 128"),
@@ -153,7 +202,8 @@ LAYERS = [f"model.layers.{i}.{name}" for i in range(2) for name in (
 PATTERNS = [
     "Linear", "lm_head", "re:.*lm_head", "re:model.layers.[1-9].*_proj", "re:.*down_proj$", "re:down_proj",
     "mlp.up_proj", "model.layers.0.mlp.up_proj", "re:.*self_attn[.].*", "re:.*_proj", "LlamaMLP"]
-schemes = st.builds(W8A8, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+schemes = st.builds(W8A8, st.booleans(), st.booleans(), st.booleans(), st.booleans()) | st.builds(
+    W8A8, st.booleans(), dynamic=st.booleans(), float8=st.just(True))
 quantizations = st.builds(
     Quantization,
     st.lists(st.tuples(st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3).map(tuple), schemes), min_size=1,
@@ -177,7 +227,7 @@ def test_quantization_targets_match_as_in_compressed_tensors():
     @given(quantizations)
     def check(quantization: Quantization) -> None:
         config = package.QuantizationConfig.model_validate(quantization.to_json())
-        assert config.format == "int-quantized"
+        assert config.format == quantization.groups[0][1].format
         applied = copy.deepcopy(model)
         package.apply_quantization_config(applied, config, show_progress=False)
         modules = dict(applied.named_modules())
@@ -187,6 +237,7 @@ def test_quantization_targets_match_as_in_compressed_tensors():
             if ours:
                 weights, inputs = theirs.weights, theirs.input_activations
                 assert ours == W8A8(
-                    weights.strategy == "channel", weights.symmetric, inputs.dynamic, inputs.symmetric), name
+                    weights.strategy == "channel", weights.symmetric, inputs.dynamic, inputs.symmetric,
+                    weights.type == inputs.type == "float"), name
 
     check()

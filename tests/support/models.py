@@ -98,6 +98,9 @@ def saved_w8a8(
 def _rounded(weight: torch.Tensor, scheme: W8A8) -> dict[str, torch.Tensor]:
     wide = weight.float()
     most = wide.abs().amax(dim=1, keepdim=True) if scheme.per_channel else wide.abs().amax().reshape(1)
+    if scheme.float8:
+        found = {"weight_scale": most / 448, "weight": (wide / (most / 448)).to(torch.float8_e4m3fn)}
+        return found if scheme.dynamic else {**found, "input_scale": torch.tensor([0.02])}
     made = {"weight_scale": most / 100}
     zero = torch.arange(len(most)).reshape(most.shape) % 28 - 14 if not scheme.symmetric else torch.zeros_like(most)
     if not scheme.symmetric:

@@ -40,10 +40,13 @@ SCHEMES: dict[str, dict[str, dict[str, Any]]] = {
         "weights": {"strategy": "tensor", "symmetric": False},
         "input_activations": {"strategy": "tensor", "symmetric": False}},
 }
+FLOAT8 = ("dynamic", "static", "per tensor")
+"""Names of the schemes that exist in float8 too."""
 
 
-def scheme(name: str, targets: Iterable[str] = ("Linear",)) -> QuantizationScheme:
-    parts = {part: QuantizationArgs(num_bits=8, type="int", **args) for part, args in SCHEMES[name].items()}
+def scheme(name: str, targets: Iterable[str] = ("Linear",), *, float8: bool = False) -> QuantizationScheme:
+    kind = "float" if float8 else "int"
+    parts = {part: QuantizationArgs(num_bits=8, type=kind, **args) for part, args in SCHEMES[name].items()}
     return QuantizationScheme(targets=list(targets), **parts)
 
 

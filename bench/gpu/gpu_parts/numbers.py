@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
-from npuserve.kernels.bench.accuracy import QUANTIZED, Accuracy, Oracle
-from npuserve.kernels.bench.tensors import widened
+from npuserve.kernels.bench.accuracy import Accuracy, Oracle
+from npuserve.kernels.bench.tensors import QUANTIZED, widened
 from npuserve.kernels.linear import linear
 from npuserve.kernels.quantized import with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved
@@ -31,7 +31,7 @@ MOST = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 """Maximum relative error: a few roundings of the dtype. A kernel that skips one number of a thousand exceeds it."""
 
 QUANTIZED_MOST = 2e-2
-"""Maximum relative error of int8 results, where a half rounds either way."""
+"""Maximum relative error of int8 and float8 results, where a half rounds either way."""
 
 
 class Poisoned(TorchDispatchMode):

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_MAX
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.model.allocation import INT8, Target, allocate
+from npuserve.npu.model.allocation import FLOAT8S, INT8, Target, allocate
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
@@ -31,19 +32,19 @@ PIECE = 1 << 26
 """Random numbers generated at a time."""
 
 
-def json_of(shape: str, quantized: bool = False) -> dict[str, Any]:
-    """Return the content of config.json."""
+def json_of(shape: str, scheme: W8A8 | None = None) -> dict[str, Any]:
+    """Return the content of config.json. scheme: of the layers; None for floats."""
     found = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
         "bos_token_id": None, "eos_token_id": SHAPES[shape]["vocab_size"] - 1, **SHAPES[shape]}
-    if quantized:
-        found["quantization_config"] = Quantization((((LINEAR,), W8A8()),), ("lm_head",)).to_json()
+    if scheme:
+        found["quantization_config"] = Quantization((((LINEAR,), scheme),), ("lm_head",)).to_json()
     return found
 
 
-def config_of(shape: str, quantized: bool = False, head: HeadDtype = "auto") -> ModelConfig:
-    return replace(ModelConfig.from_dict(json_of(shape, quantized)), lm_head_dtype=head)
+def config_of(shape: str, scheme: W8A8 | None = None, head: HeadDtype = "auto") -> ModelConfig:
+    return replace(ModelConfig.from_dict(json_of(shape, scheme)), lm_head_dtype=head)
 
 
 def random_weights(config: ModelConfig, dtype: torch.dtype, backend: Backend, seed: int) -> ModelWeights:
@@ -70,7 +71,9 @@ def random_rows(name: str, target: Target, targets: dict[str, Target], rows: int
     if target.dtypes is INT8:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
     numbers = torch.randn(shape, device=device, generator=generator)
-    if name.endswith("_scale"):  # uniform int8 values have a standard deviation of 73
+    if target.dtypes is FLOAT8S:
+        return (73 * numbers).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+    if name.endswith("_scale"):  # uniform int8 values, and the float8 values, have a standard deviation of 73
         inputs = targets[name.removesuffix("_scale")].shapes[0][-1]
         return (1 + 0.1 * numbers.clamp(-3, 3)) * (inputs**-0.5 / 73)
     if len(shape) == 1:

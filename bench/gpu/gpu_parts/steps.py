@@ -1,4 +1,4 @@
-"""The engine's step at the shape of a whole model, in bf16 and W8A8: runner and kernels without scheduler and gRPC."""
+"""The engine's step at the shape of a whole model, in bf16, FP8 and W8A8: runner and kernels, no scheduler, no gRPC."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from gpu_parts.shapes import config_of, random_weights
 from gpu_parts.worker import Context, Units
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.weights import ModelWeights
+from npuserve.npu.quantization import W8A8
 
-KINDS = {"bf16": (False, "auto"), "W8A8": (True, "auto"), "W8A8 and head": (True, "int8")}
-"""Name -> (layers in int8, dtype of the LM head)."""
+KINDS: dict[str, tuple[W8A8 | None, HeadDtype]] = {
+    "bf16": (None, "auto"), "FP8": (W8A8(float8=True), "auto"), "W8A8": (W8A8(), "auto"),
+    "W8A8 and head": (W8A8(), "int8")}
+"""Name -> (scheme of the layers, dtype of the LM head), where the device supports the scheme. FP8 is timed without
+profiles and comparisons, and its prefill is compared with the peak of int8, which Hopper's tensor cores share."""
 
 EAGER_ROWS = 64
 WARM_UP = 5
@@ -79,13 +83,15 @@ def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]
 
 def units(context: Context) -> Units:
     batches, length, prompts, steps = sizes(context)
-    for kind in KINDS:
+    for kind, (scheme, _) in KINDS.items():
+        if scheme and scheme.float8 > context.backend.float8:
+            continue
         if kind == "W8A8 and head":
             batches = batches[:1]
         if kind != "W8A8 and head":
             yield f"{kind} prefill", _unit(context, kind, lambda load: _prefill(context, load(), prompts))
         yield f"{kind} decode", _unit(context, kind, lambda load, b=batches: _decode(context, load(), b, length, steps))
-        if kind == "W8A8 and head":
+        if kind in ("FP8", "W8A8 and head"):
             continue
         yield f"{kind} overlap", _unit(context, kind, lambda load, b=batches: _overlap(load(), b, steps))
         yield f"{kind} profile", _unit(context, kind, lambda load, k=kind, b=batches: _profile(context, load(), k, b))
@@ -109,8 +115,7 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     batches, length, prompts, steps = sizes(context)
     backend = context.backend
     began = time.perf_counter()
-    quantized, head = KINDS[kind]
-    config = config_of(context.args.shape, quantized, head)  # type: ignore[arg-type]
+    config = config_of(context.args.shape, *KINDS[kind])
     dtype = torch.bfloat16
     weights = random_weights(config, dtype, backend, context.args.seed)
     longest, budget = max(prompts) + 1, min(8192, max(prompts))

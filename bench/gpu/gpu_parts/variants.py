@@ -15,6 +15,7 @@ from gpu_parts.worker import Context
 from npuserve.kernels import attention, linear, quantized
 from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL
+from npuserve.npu.diagnostics.machine import takes_case
 
 CHOSEN = "chosen"
 """Label of the configuration that the tables choose; the labels of the others are their repr."""
@@ -37,7 +38,7 @@ def shapes(context: Context) -> Iterator[Shape]:
     """Yield the shapes, the most frequent first; none if the kernels are not in Triton."""
     if context.backend.kernels != LABEL:
         return
-    for int8 in (False, True):
+    for int8 in ("", "given", "float8"):
         for bucket, rows in list(ROWS.items())[: 1 if context.toy or context.quick else None]:
             yield from _products(context, int8, bucket, rows)
     yield from _attentions(context)
@@ -54,29 +55,33 @@ def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, variants: d
     return Shape(name, key, replace(kernel, implementations=made), made_on(case, context.backend.device))
 
 
-def _products(context: Context, int8: bool, bucket: int, rows: int) -> Iterator[Shape]:
+def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[Shape]:
+    """Yield the shapes of the products. int8: as for `linear._case`."""
     from npuserve.kernels.triton.launch_linear import processors
-    from npuserve.kernels.triton.linear_tiles import candidates
+    from npuserve.kernels.triton.linear_tiles import candidates, key
 
     shape = SHAPES[context.args.shape]
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     width = shape["num_attention_heads"] * shape["head_dim"]
     qkv = width + 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    given, made = ("given", "made") if int8 else ("", "")
-    cases: list[tuple[Any, int, int, Case]] = [("linear", n, k, linear._case(rows, k, n, int8=given)) for k, n in (
+    float8 = int8 == "float8"
+    cases: list[tuple[Any, int, int, Case]] = [("linear", n, k, linear._case(rows, k, n, int8=int8)) for k, n in (
         (hidden, qkv), (width, hidden), (inner, hidden))]
-    cases.append(("linear_swiglu", 2 * inner, hidden, linear._swiglu_case(rows, hidden, inner, int8=given)))
-    if bucket <= 256:
+    cases.append(("linear_swiglu", 2 * inner, hidden, linear._swiglu_case(rows, hidden, inner, int8=int8)))
+    if bucket <= 256 and not float8:  # no checkpoint has a float8 LM head
         vocabulary = shape["vocab_size"]
-        cases.append(("linear_argmax", vocabulary, hidden, linear._argmax_case(rows, hidden, vocabulary, 0, int8=made)))
+        cases.append(("linear_argmax", vocabulary, hidden, linear._argmax_case(
+            rows, hidden, vocabulary, 0, int8="made" if int8 else "")))
     itemsize = 1 if int8 else 2
     for kind, n, k, case in cases:
-        found = candidates(kind, itemsize, rows, n, k, processors(context.backend.device))
-        yield _made(f"{kind} {case.name}", repr((kind, itemsize, bucket, n, k)), KERNELS[kind], case,
+        if not takes_case(context.backend, case):
+            continue
+        found = candidates(kind, itemsize, rows, n, k, processors(context.backend.device), float8=float8)
+        yield _made(f"{kind} {case.name}", repr(key(kind, itemsize, bucket, n, k, float8)), KERNELS[kind], case,
                     {str(tiles): _product(kind, tiles, int8) for tiles in found}, context)
 
 
-def _product(kind: str, tiles: Any, int8: bool) -> Callable[..., Any]:
+def _product(kind: str, tiles: Any, int8: str) -> Callable[..., Any]:
     """Return an implementation with these tiles; None: the library's GEMM."""
     from npuserve.kernels.triton import launch_linear as launch
 
@@ -85,9 +90,9 @@ def _product(kind: str, tiles: Any, int8: bool) -> Callable[..., Any]:
         if tiles is not None:
             arguments = rest if kind == "linear_argmax" else ()
             return getattr(launch, kind)(x, weight, bias, *arguments, tiles=tiles)
-        if int8:
+        if int8 == "given" or int8 == "made":
             return launch.library(kind, x, weight, bias)  # type: ignore[arg-type]
-        whole = F.linear(x, weight, bias)
+        whole = launch.library("linear", x, weight, bias) if int8 else F.linear(x, weight, bias)
         if kind == "linear":
             return whole
         after, arguments = ("swiglu", ()) if kind == "linear_swiglu" else ("greedy", rest)

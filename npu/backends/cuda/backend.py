@@ -22,11 +22,15 @@ from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.backends.streams import StreamBackend
 from npuserve.npu.backends.trace_profiler import TraceProfiler
+from npuserve.npu.quantization import W8A8
 
 log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first with bfloat16."""
+
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability of Ada, the first with tensor cores for float8."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -57,6 +61,7 @@ class CudaBackend(StreamBackend):
     block_multiple = 16
     padding_blocks = 1
     int8_cache = True
+    float8 = True
     sampling_bytes = 8
     compiles = True
     collectives = "nccl"
@@ -139,6 +144,15 @@ class CudaBackend(StreamBackend):
             raise BackendError(
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes even numbers from "
                 "8 to 256")
+
+    def check_scheme(self, scheme: W8A8) -> None:
+        super().check_scheme(scheme)
+        capability = self._streams.get_device_capability(self.device)
+        if scheme.float8 and capability < FLOAT8_CAPABILITY:
+            has, least = (".".join(map(str, numbers)) for numbers in (capability, FLOAT8_CAPABILITY))
+            raise BackendError(
+                f"quantization_config: float8 (type: float) needs compute capability {least} or later (Ada, Hopper, "
+                f"Blackwell), and {self.chip} has {has}; possible here is int8 (type: int)")
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         chosen = [size for size in self.decode_buckets or default_buckets(largest) if size <= largest]

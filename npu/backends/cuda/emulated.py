@@ -180,6 +180,11 @@ def get_device_name(device: Any = None) -> str:
     return "emulated"
 
 
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """Return the compute capability of Hopper."""
+    return 9, 0
+
+
 def _spoil(tensor: Tensor) -> None:
     """Fill a tensor with NaN or the smallest integer."""
     tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)

@@ -54,6 +54,8 @@ class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Qu
     QUANTIZATION_SCHEME_NONE: _QuantizationScheme.ValueType  # 1
     QUANTIZATION_SCHEME_W8A8: _QuantizationScheme.ValueType  # 2
     """int8 weights, and activations quantized to int8."""
+    QUANTIZATION_SCHEME_W8A8_FP8: _QuantizationScheme.ValueType  # 3
+    """float8 (e4m3) weights, and activations quantized to float8."""
 
 class QuantizationScheme(_QuantizationScheme, metaclass=_QuantizationSchemeEnumTypeWrapper): ...
 
@@ -62,6 +64,8 @@ QUANTIZATION_SCHEME_UNSPECIFIED: QuantizationScheme.ValueType  # 0
 QUANTIZATION_SCHEME_NONE: QuantizationScheme.ValueType  # 1
 QUANTIZATION_SCHEME_W8A8: QuantizationScheme.ValueType  # 2
 """int8 weights, and activations quantized to int8."""
+QUANTIZATION_SCHEME_W8A8_FP8: QuantizationScheme.ValueType  # 3
+"""float8 (e4m3) weights, and activations quantized to float8."""
 Global___QuantizationScheme: _TypeAlias = QuantizationScheme  # noqa: Y015
 
 class _DeviceBackend:
@@ -137,7 +141,7 @@ class GetModelInfoResponse(_message.Message):
     dtype: _builtins.str
     """Data type of weights and activations: bfloat16, float16 or float32. Deprecated: use data_type."""
     quantization: _builtins.str
-    """Quantization scheme: none or w8a8. Deprecated: use quantization_scheme."""
+    """Quantization scheme: none, w8a8 or w8a8-fp8. Deprecated: use quantization_scheme."""
     kv_cache_dtype: _builtins.str
     """Data type of the KV cache. Deprecated: use kv_cache_data_type."""
     backend: _builtins.str

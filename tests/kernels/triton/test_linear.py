@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.linear import linear_swiglu
-from npuserve.kernels.quantized import Int8, Int8Weight
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, Int8, Int8Weight
 from npuserve.kernels.triton.linear_tiles import (
     BUCKETS,
     MEASURED,
@@ -53,6 +53,15 @@ def int8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple
     return Int8(x, scales[0]), Int8Weight.of(weight, scales[1], dtype), bias
 
 
+def float8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Int8, Int8Weight, Tensor]:
+    """Return operands of float8 numbers of all magnitudes up to 30."""
+    x, weight, bias = int8(rows, n, k, dtype)
+    assert isinstance(weight.values, Tensor)
+    bits = (x.values % 96 | x.values & -128, weight.values % 96 | weight.values & -128)
+    left, right = (numbers.view(FLOAT8) for numbers in bits)
+    return Int8(left, x.scale), Int8Weight.of(right, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), bias
+
+
 def expected(x: Tensor | Int8, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
     """Return the product in float64."""
     if isinstance(x, Int8):
@@ -74,7 +83,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("rows", [
     1, 16, 17, 32, 33, 64, 65, 70, *(pytest.param(rows, marks=pytest.mark.full) for rows in range(7, 71, 6))])
-@pytest.mark.parametrize("make", [floats, int8])
+@pytest.mark.parametrize("make", [floats, int8, float8])
 def test_any_number_of_rows(calls: ModuleType, make: type, rows: int) -> None:
     """With the tiles of the table."""
     x, weight, bias = make(rows, 40, 100)
@@ -84,7 +93,7 @@ def test_any_number_of_rows(calls: ModuleType, make: type, rows: int) -> None:
 @pytest.mark.parametrize("tiles", [SMALL, TALL], ids=["small", "tall"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 1, 1), (3, 17, 31), (16, 16, 32), (33, 34, 33), (65, 70, 49)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [floats, int8])
+@pytest.mark.parametrize("make", [floats, int8, float8])
 def test_borders_of_tiles(
     calls: ModuleType, make: type, dtype: torch.dtype, rows: int, n: int, k: int, tiles: Tiles
 ) -> None:
@@ -106,6 +115,8 @@ def test_parts_of_k(calls: ModuleType, split: int, k: int) -> None:
     close(calls.linear_swiglu(x, weight, bias, tiles), gated(expected(x, weight, bias)))
     x8, weight8, _ = int8(5, 20, k)
     assert torch.equal(calls.linear(x8, weight8, None, tiles), calls.linear(x8, weight8, None, SMALL))
+    of_floats, weight_of_floats, _ = float8(5, 20, k)
+    close(calls.linear(of_floats, weight_of_floats, bias, tiles), expected(of_floats, weight_of_floats, bias))
 
 
 def test_groups_of_tokens_cover_all(calls: ModuleType) -> None:
@@ -132,6 +143,48 @@ def test_sums_of_int8_are_exact(calls: ModuleType) -> None:
         assert torch.equal(calls.linear(x, weight, None, tiles), sums.float())
 
 
+def test_float8_rows_may_be_longer_than_those_of_int8(calls: ModuleType) -> None:
+    k = (1 << 15) + 64
+    x, weight = torch.full((2, k), 0.5).to(FLOAT8), torch.full((3, k), 2.0).to(FLOAT8)
+    tiles = Tiles(n=16, m=16, k=2048, split=2, warps=4, stages=2)
+    made = calls.linear(Int8(x, torch.ones(2)), Int8Weight.of(weight, torch.ones(3), torch.float32), None, tiles)
+    assert torch.equal(made, torch.full((2, 3), float(k)))
+    with pytest.raises(ValueError, match="columns of weight: 32832 is not from 1 to 32768"):
+        calls.linear(*int8(2, 3, k))
+
+
+def test_library_of_float8_gets_rows_and_columns(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 65 rows on. `torch._scaled_mm` takes x by rows, the weight by columns, a scale of each row, and sizes that
+    16 divides. It exists for GPUs alone."""
+    taken: list[int] = []
+
+    def scaled_mm(
+        x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, *, out_dtype: torch.dtype,
+        use_fast_accum: bool,
+    ) -> Tensor:
+        assert x.dtype == weight.dtype == FLOAT8
+        assert (x.stride(1), weight.stride(0)) == (1, 1)
+        assert (x_scale.shape, weight_scale.shape) == ((len(x), 1), (1, weight.shape[1]))
+        taken.append(len(x))
+        return ((x.double() @ weight.double()) * x_scale * weight_scale).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(calls, "_on_gpu", lambda tensor: True)
+    serve = linear_swiglu.implementations["cuda"].function
+    x, weight, bias = float8(70, 64, 48, torch.bfloat16)
+    close(calls.linear(x, weight, None), expected(x, weight, None))
+    close(calls.library("linear", x, weight, None), expected(x, weight, None))
+    close(serve(x, weight, None), gated(expected(x, weight, None)))
+    assert taken == [70, 70, 70]
+    close(calls.linear(x, weight, bias), expected(x, weight, bias))
+    for other in (float8(64, 64, 48, torch.bfloat16), float8(70, 64, 48, torch.float16), float8(70, 60, 48)):
+        close(calls.linear(*other[:2], None), expected(*other[:2], None))
+    assert taken == [70, 70, 70], "a bias, few rows, another dtype and odd sizes are not for the library"
+    for wrong in (("linear", x, weight, bias), ("linear_swiglu", x, weight, None)):
+        with pytest.raises(ValueError, match="are no product of the library's"):
+            calls.library(*wrong)
+
+
 def test_library_int8_equals_own_tiles(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_FINISHED", 16)
     x, weight, bias = int8(19, 2 * 24, 40, torch.bfloat16)
@@ -142,7 +195,7 @@ def test_library_int8_equals_own_tiles(calls: ModuleType, monkeypatch: pytest.Mo
         calls.library("linear", *int8(16, 8, 40))
 
 
-@pytest.mark.parametrize("make", [floats, int8])
+@pytest.mark.parametrize("make", [floats, int8, float8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_argmax_of_rounded_numbers(calls: ModuleType, make: type, dtype: torch.dtype) -> None:
     """Equal numbers within a tile and across tiles: the smallest id below the vocabulary is returned."""
@@ -173,8 +226,10 @@ def test_argmax_of_ties_nan_and_infinities(calls: ModuleType, monkeypatch: pytes
 def test_invalid_argument_raises_with_name(calls: ModuleType) -> None:
     x, weight, bias = floats(3, 8, 16)
     x8, weight8, _ = int8(3, 8, 16)
-    with pytest.raises(TypeError, match="one is int8"):
+    with pytest.raises(TypeError, match="one is quantized"):
         calls.linear(x8, weight, None)
+    with pytest.raises(ValueError, match=r"values of x: not a contiguous \[3, 16\] of float8_e4m3fn"):
+        calls.linear(x8, float8(3, 8, 16)[1], None)
     with pytest.raises(ValueError, match=r"x: \[3, 16\] is not \[rows, 9\]"):
         calls.linear(x, weight[:, :9].contiguous(), None)
     with pytest.raises(ValueError, match="weight: not a contiguous"):
@@ -202,13 +257,14 @@ def test_no_rows(calls: ModuleType) -> None:
 def test_gated_numbers_are_quantized(calls: ModuleType, rows: int) -> None:
     """By own tiles, and by the library where it serves floats."""
     serve = linear_swiglu.implementations["cuda"].function
-    for make in (floats, int8):
+    for make in (floats, int8, float8):
         x, weight, bias = make(rows, 48, 40)
         want = gated(expected(x, weight, bias))
         made = serve(x, weight, bias, weight.inputs if isinstance(weight, Int8Weight) else int8(1, 1, 1)[1].inputs)
         assert isinstance(made, Int8)
         off = made.values.double() * made.scale.double()[:, None] - want
-        assert (off.abs() <= made.scale.double()[:, None] * 0.51).all()
+        half = 0.51 * made.scale.double()[:, None]  # of a step
+        assert (off.abs() <= (half if made.values.dtype == torch.int8 else want.abs() / 15.9 + half / 512)).all()
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
@@ -242,11 +298,18 @@ def test_candidates_fit_and_begin_with_the_choice(kind: Kind, n: int, k: int, it
         assert chosen in made
         assert candidates(kind, itemsize, rows, n, k, 132, fitting[-1])[0] == fitting[-1]
     assert (None in candidates(kind, itemsize, 16, n, k, 132)) == (itemsize > 1)
+    assert (None in candidates(kind, 1, 16, n, k, 132, float8=True)) == (k % 16 == 0)
 
 
 def test_choose_takes_measured_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MEASURED, ("linear", 2, 16, 48, 64), TALL)
     monkeypatch.setitem(MEASURED, ("linear", 1, 32, 36, 64), None)
+    monkeypatch.setitem(MEASURED, ("linear", "float8", 16, 48, 64), None)
+    monkeypatch.setitem(MEASURED, ("linear", "float8", 16, 40, 64), None)
+    assert choose("linear", 1, 9, 48, 64, 132, float8=True) is None
+    assert choose("linear", 1, 9, 48, 64, 132) is not None
+    assert choose("linear", 1, 65, 48, 64, 132, float8=True) is None
+    assert choose("linear", 1, 9, 40, 64, 132, float8=True) is not None, "16 does not divide 40"
     assert choose("linear", 2, 9, 48, 64, 132) == TALL
     assert choose("linear", 2, 17, 48, 64, 132) != TALL
     assert choose("linear", 1, 20, 36, 64, 132) is not None, "the library takes no such columns"

@@ -13,17 +13,18 @@ from tests.kernels.triton.hopper import Compiled, Launch, compiled
 
 SHAPES: tuple[tuple[Kind, int, int], ...] = (
     ("linear", 5120, 5120), ("linear", 5120, 17408), ("linear_swiglu", 34816, 5120), ("linear_argmax", 151936, 5120))
-ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1}
+ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1, "fp8e4nv": 1}
+QUANTIZED = ("i8", "fp8e4nv")
 
 
 def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
     """Return a launch. name: type of the numbers. even: tiles divide K, and rows begin at multiples of 16 bytes, as in
     a model."""
     size = "i32/16" if even else "i32"
-    signature = {"x": f"*{name}", "weight": f"*{name}", "out": "*bf16" if name == "i8" else f"*{name}", "tokens": "i32",
-                 "n": size, "k": size, "x_stride": size, "ahead": "i32"}
+    signature = {"x": f"*{name}", "weight": f"*{name}", "out": "*bf16" if name in QUANTIZED else f"*{name}",
+                 "tokens": "i32", "n": size, "k": size, "x_stride": size, "ahead": "i32"}
     given = {
-        ("x_scale", "weight_scale"): "*fp32" if name == "i8" else None,
+        ("x_scale", "weight_scale"): "*fp32" if name in QUANTIZED else None,
         ("best",): "*fp32" if kind == "linear_argmax" else None,
         ("places", "arrived"): "*i32",
         ("partial",): "*i32" if name == "i8" else "*fp32",
@@ -31,8 +32,8 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
     }
     constants: dict[str, Any] = {
         "GATED": kind == "linear_swiglu", "BLOCK_N": tiles.n, "BLOCK_M": tiles.m, "BLOCK_K": tiles.k,
-        "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256,
-        "WIDE": False, "PDL": True}
+        "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256, "WIDE": False,
+        "IMPRECISE": tiles.k if name == "fp8e4nv" and tiles.m <= 64 else None, "PDL": True}
     for arguments, kind_of in given.items():
         for argument in arguments:
             if kind_of is None:
@@ -52,7 +53,8 @@ def own(kind: Kind, name: str, rows: int, n: int, k: int) -> Tiles:
 CASES = {
     (kind, name, own(kind, name, rows, n, k))
     for kind, n, k in SHAPES for name, rows in (
-        ("bf16", 1), ("bf16", 64), ("fp32", 16), ("i8", 1), ("i8", 128), ("i8", 2048))
+        ("bf16", 1), ("bf16", 64), ("fp32", 16), ("i8", 1), ("i8", 128), ("i8", 2048), ("fp8e4nv", 1), ("fp8e4nv", 64),
+        ("fp8e4nv", 128))
 }
 
 
@@ -96,6 +98,7 @@ def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tupl
         assert "wgmma.mma_async" in ptx
         assert "mma.sync" not in ptx
     assert (name == "i8") == bool(re.search(r"wgmma\S*s32\.s8\.s8", ptx))
+    assert (name == "fp8e4nv") == bool(re.search(r"wgmma\S*f32\.e4m3\.e4m3", ptx))
     assert ("atom.global.gpu.acq_rel.add" in ptx) == (tiles.split > 1)
     assert not re.search(r"(atom|red)\S*\.f(16|32)|\.bf16x2\.add", ptx)
     if kind != "linear_argmax":

@@ -107,7 +107,8 @@ def test_device_ceilings_count_copied_bytes() -> None:
 
 
 @pytest.mark.parametrize(("facts", "taken"), [
-    ({}, True), ({"int8_cache": True}, False), ({"zeros": True}, True), ({"head_dim": 64}, True),
+    ({}, True), ({"int8_cache": True}, False), ({"zeros": True}, True), ({"float8": True}, False),
+    ({"head_dim": 64}, True),
     ({"head_dim": 128}, False)])
 def test_takes_case_refuses_unsupported_features(facts: dict[str, int], taken: bool) -> None:
     case = Case("some", lambda generator, dtype: (), **facts)  # type: ignore[arg-type]

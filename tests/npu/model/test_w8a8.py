@@ -16,10 +16,15 @@ import torch
 from npuserve.kernels.native import available
 from npuserve.kernels.quantized import Int8Weight
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.model import loader
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.storage import stored_bytes
+from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Row
 from tests.npu.execution.test_decoder import Bench, ids_of, oracle
-from tests.support.models import edit_config, random_model
-from tests.support.quantized import SCHEMES, edit_quantization, loaded, save_quantized, scheme
+from tests.npu.model.test_weights import PARTS, each_row, int8_of, load, rewrite, storage, tensors_of
+from tests.support.models import edit_config, random_model, saved_w8a8
+from tests.support.quantized import FLOAT8, SCHEMES, edit_quantization, loaded, save_quantized, scheme
 
 FLIPS = 3e-3
 """Relative change of the logits by a few flips. int8 itself changes more than 0.02."""
@@ -59,6 +64,17 @@ def test_w8a8_logits_equal_transformers(tmp_path, kind, name, backend):
     theirs = oracles(loaded(save_quantized(model, tmp_path, scheme(name))))
     assert far(theirs, whole) > 0.02  # the change by int8
     assert far(logits(tmp_path, backend), theirs) < FLIPS
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+@pytest.mark.parametrize("kind", ["qwen3", "llama-bias"])
+def test_w8a8_float8_logits_equal_transformers(tmp_path, kind, name):
+    """Golden functions, since the CPU has no other kernels for float8. The steps of float8 are wider than of int8."""
+    model = random_model(kind)
+    whole = oracles(model)
+    theirs = oracles(loaded(save_quantized(model, tmp_path, scheme(name, float8=True))))
+    assert far(theirs, whole) > 0.02
+    assert far(logits(tmp_path, CpuBackend(native=False)), theirs) < 3 * FLIPS
 
 
 @pytest.mark.parametrize("status", ["compressed", "frozen"])
@@ -108,3 +124,43 @@ def test_w8a8_bfloat16_error_equals_transformers(tmp_path, backend):
     folder = save_quantized(model, tmp_path, scheme("dynamic"))
     theirs = oracles(loaded(folder).to(torch.bfloat16))
     assert far(logits(folder, backend, torch.bfloat16), whole) < 1.25 * far(theirs, whole)
+
+
+@pytest.mark.parametrize("scheme", [
+    W8A8(float8=True), W8A8(per_channel=False, float8=True), W8A8(dynamic=False, float8=True)])
+def test_float8_weights_every_number_is_written(tmp_path, monkeypatch, scheme):
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 200)
+    saved_w8a8(random_model("qwen3-untied"), tmp_path, scheme, ignore=())
+    cpu = CpuBackend(native=False)
+    weights, there = load(tmp_path, cpu), tensors_of(tmp_path)
+    for index, layer in enumerate(weights.layers):
+        for field, names in PARTS.items():
+            weight, names = int8_of(getattr(layer, field)), tuple(f"model.layers.{index}.{name}" for name in names)
+            assert isinstance(weight.values, torch.Tensor)
+            assert torch.equal(weight.values.float(), torch.cat([there[f"{name}.weight"].float() for name in names]))
+            assert torch.equal(weight.scale, each_row(there, names, "weight_scale"))
+            assert (weight.zero, weight.sums, weight.inputs.zero) == (None, None, None)
+            assert (weight.inputs.dtype, weight.inputs.levels) == (torch.float8_e4m3fn, 448)
+            assert (weight.inputs.scale is None) == scheme.dynamic
+            assert weight.inputs.scale is None or torch.equal(weight.inputs.scale, torch.tensor([0.02]))
+    head = int8_of(weights.lm_head)
+    assert head.values.dtype == torch.float8_e4m3fn
+    assert torch.equal(head.values[100:].float(), head.values[:1].float().expand(28, -1))
+    assert torch.equal(head.scale[100:], head.scale[:1].expand(28))
+    planned = stored_bytes(ModelConfig.from_folder(tmp_path), torch.float32, cpu)
+    assert planned == sum(tensor.nbytes for tensor in storage(weights))
+
+
+def test_float8_invalid_tensor_is_refused_by_name(tmp_path):
+    saved_w8a8(random_model("llama"), tmp_path, W8A8(float8=True))
+    good = tensors_of(tmp_path)["model.layers.1.mlp.down_proj.weight"]
+    wrong = good.clone()
+    wrong[3, 5] = torch.nan
+    rewrite(tmp_path, mlp__down_proj__weight=wrong)
+    with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.weight: has numbers that are not finite"):
+        load(tmp_path, CpuBackend(native=False))
+    rewrite(tmp_path, mlp__down_proj__weight=good.view(torch.int8))
+    with pytest.raises(ModelError, match=r"1 not float8 \(e4m3\): model.layers.1.mlp.down_proj.weight I8"):
+        load(tmp_path, CpuBackend(native=False))
+    rewrite(tmp_path, mlp__down_proj__weight=good, mlp__down_proj__weight_zero_point=torch.zeros(32, 1).to(good.dtype))
+    load(tmp_path, CpuBackend(native=False))

@@ -90,7 +90,7 @@ def test_cuda_emulate_with_relaxation_is_refused() -> None:
 def test_emulated_torch_has_signatures_of_torch_cuda() -> None:
     """The substitute has each function and class of torch.cuda that a backend uses, with the same parameter names."""
     for name in ("Event", "Stream", "graph_pool_handle", "set_stream", "stream", "synchronize", "mem_get_info",
-                 "memory_reserved", "memory_allocated", "get_device_name", "device_count"):
+                 "memory_reserved", "memory_allocated", "get_device_name", "get_device_capability", "device_count"):
         real, own = getattr(torch.cuda, name), getattr(cuda_emulated, name)
         if inspect.isclass(real):
             methods = [method for method in vars(own) if not method.startswith("_") and method not in ("put", "run")]
