@@ -12,7 +12,7 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.native.packed import PackedWeight, dense
 from npuserve.kernels.quantize import from_nz, weight_of
-from npuserve.kernels.quantized import Int8Weight, Weight, packed
+from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, packed
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -22,7 +22,7 @@ def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False, in
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Weight]:
         ids = torch.randint(vocabulary, (tokens,), generator=generator)
         table = torch.randn(vocabulary, hidden, generator=generator)
-        return ids, weight_of(table, generator, dtype, int8 == "zeros") if int8 else table.to(dtype)
+        return ids, weight_of(table, generator, dtype, Scheme(symmetric=int8 != "zeros")) if int8 else table.to(dtype)
 
     return Case(f"{tokens}x{hidden}{int8 and ' ' + int8}", make, benchmark, zeros=int8 == "zeros")
 

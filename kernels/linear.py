@@ -26,7 +26,9 @@ from npuserve.kernels.quantize import (
 )
 from npuserve.kernels.quantized import (
     FLOAT8_DYNAMIC,
+    FLOAT8_GROUPED,
     FLOAT8_SCHEMES,
+    GROUP,
     ZEROS,
     Int8,
     Int8Weight,
@@ -52,9 +54,11 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
     """Return a case.
 
     int8: "" for a weight of floats; "given" for x and weight in int8; "zeros" for both with zero points.
-        With "made" the kernel quantizes x. "float8" and "float8 made" are the same in float8.
+        With "made" the kernel quantizes x. "float8" and "float8 made" are the same in float8; "grouped float8" and
+        "grouped float8 made" have a scale for each group of columns.
     """
-    float8, made = int8.startswith("float8"), int8.endswith("made")
+    float8, made, zeros = "float8" in int8, int8.endswith("made"), int8 == "zeros"
+    scheme = FLOAT8_GROUPED if "grouped" in int8 else FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros)
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Int8, Weight, Tensor | None]:
         x = torch.randn(tokens, k, generator=generator)
@@ -62,12 +66,11 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
         b = torch.randn(n, generator=generator).to(dtype) if bias else None
         if not int8:
             return x.to(dtype), weight.to(dtype), b
-        zeros = int8 == "zeros"
-        w = weight_of(weight, generator, dtype, zeros, FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros))
-        return x.to(dtype) if made else int8_of(x, generator, zeros, float8), w, b
+        w = weight_of(weight, generator, dtype, scheme)
+        return x.to(dtype) if made else int8_of(x, generator, scheme), w, b
 
     return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{int8 and ' int8 ' + int8}", make, benchmark,
-                zeros=int8 == "zeros", float8=float8, tolerance=FLIPS if made else IMPRECISE if float8 else 0)
+                zeros=zeros, float8=float8, tolerance=FLIPS if made else IMPRECISE if float8 else 0)
 
 
 @kernel(
@@ -75,6 +78,8 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
     cases=[
         *(_case(t, k, n, bias, int8=int8) for int8 in ("", "given", "zeros", "made", "float8", "float8 made")
           for t, k, n, bias in ((1, 8, 3, False), (5, 33, 17, True), (16, 64, 96, False), (47, 130, 200, True))),
+        *(_case(t, 300, n, bias, int8=int8) for int8 in ("grouped float8", "grouped float8 made") for t, n, bias in (
+            (1, 5, False), (40, 70, True))),
         *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given") for t in (1, 8, 32, 512)
           for k, n in QWEN3_06B),
     ],
@@ -83,7 +88,8 @@ def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [T, K] by weight [N, K] and add bias [N] or None: [T, N].
 
     With a quantized weight the result is the exact sum of products times both scales, plus bias, in the weight's
-    `dtype`. An x of floats is first quantized by `weight.inputs`.
+    `dtype`. If rows have scales for groups of columns, it is the sum of these results of the groups. An x of floats is
+    first quantized by `weight.inputs`.
 
     Raises TypeError for a quantized x with a weight of floats.
     """
@@ -95,7 +101,11 @@ def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
         left = left - given.zero.unsqueeze(1)
     if weight.zero is not None:
         right = right - weight.zero.unsqueeze(1)
-    out = F.linear(left, right) * given.scale.double().unsqueeze(1) * weight.scale.double()
+    if weight.is_grouped:
+        out = F.linear(*(x * scale.double().repeat_interleave(GROUP, dim=1)[:, : x.shape[1]]
+                         for x, scale in ((left, given.scale), (right, weight.scale))))
+    else:
+        out = F.linear(left, right) * given.scale.double().unsqueeze(1) * weight.scale.double()
     return (out if bias is None else out + bias).to(weight.dtype)
 
 
@@ -127,6 +137,7 @@ def _swiglu_case(
                                ("float8", "float8"), ("", "static float8"))
           for t, k, i, bias in (
               (1, 8, 3, False), (5, 33, 16, True), (37, 64, 80, False), (6, 40, 96, False), (9, 20, 23, True))),
+        _swiglu_case(7, 300, 150, True, int8="grouped float8", scheme="grouped float8"),
         *(_swiglu_case(t, 1024, 3072, benchmark=True, int8=int8, scheme=scheme)
           for int8, scheme in (("", ""), ("given", "int8")) for t in (1, 8, 32, 512)),
     ],
@@ -154,7 +165,7 @@ def _argmax_case(
             dense(weight)[vocabulary:] = 3 * dense(weight)[0]
         return x, weight, None, vocabulary, *(random_masks(generator, rows, vocabulary) if masked else ())
 
-    float8 = int8.startswith("float8")
+    float8 = "float8" in int8
     name = f"{rows}x{k}x{vocabulary}+{padding}{' float8' if float8 else int8 and ' int8'}"
     return Case(name + (" masked" if masked else ""), make, benchmark, float8=float8)
 

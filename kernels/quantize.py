@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
@@ -13,9 +14,9 @@ from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.quantized import (
     DYNAMIC,
     FLOAT8,
-    FLOAT8_DYNAMIC,
     FLOAT8_MAX,
     FLOAT8_SCHEMES,
+    GROUP,
     SCHEMES,
     ZEROS,
     Int8,
@@ -51,8 +52,11 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
     compressed-tensors. The range in vLLM excludes 0 if all values of a row have one sign. A dynamic scale of 0
     becomes 1.
 
-    To float8, x / scale is clamped to -448 .. 448 and then rounded to the nearest float8 number, ties to even.
+    To float8, x / scale is clamped to -448 .. 448 and then rounded to the nearest float8 number, ties to even. A
+    grouped scheme does so for each GROUP columns as for a row.
     """
+    if scheme.grouped:
+        return _quantize_groups(x, scheme)
     wide = x if x.dtype == torch.float64 else x.float()
     zero = scheme.zero
     if scheme.scale is not None:
@@ -73,20 +77,29 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
     return Int8(values.clamp(-128, 127).to(torch.int8), scale.float(), zero)
 
 
+def _quantize_groups(x: Tensor, scheme: Scheme) -> Int8:
+    shape = len(x), *scheme.scale_shape(*x.shape)[1:]
+    padded = F.pad(x, (0, shape[1] * GROUP - x.shape[1]))
+    made = quantize(padded.view(-1, GROUP), replace(scheme, grouped=False))
+    values = made.values.view(len(x), -1)[:, : x.shape[1]].contiguous()
+    return Int8(values, made.scale.view(shape).t().contiguous().t())
+
+
 def _above_zero(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
 
 
-def int8_of(x: Tensor, generator: torch.Generator, zeros: bool = False, float8: bool = False) -> Int8:
-    """Quantize x [T, K] as a case's argument, with a scale for each row. zeros: with zero points too."""
-    made = quantize(x.float(), FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros))
-    return Int8(made.values, made.scale * (torch.rand(len(x), generator=generator) + 0.5), made.zero)
+def int8_of(x: Tensor, generator: torch.Generator, scheme: Scheme = DYNAMIC) -> Int8:
+    """Quantize x [T, K] by a dynamic scheme as a case's argument, with another scale for each row."""
+    made = quantize(x.float(), scheme)
+    factor = torch.rand(len(x), generator=generator) + 0.5
+    return Int8(made.values, (made.scale.t() * factor).t(), made.zero)
 
 
-def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, zeros: bool = False,
-              inputs: Scheme = DYNAMIC) -> Int8Weight:
-    """Quantize weight [N, K] as a case's argument, to the dtype of `inputs`."""
-    made = int8_of(weight, generator, zeros, inputs.dtype == FLOAT8)
+def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, inputs: Scheme = DYNAMIC
+              ) -> Int8Weight:
+    """Quantize weight [N, K] as a case's argument, by the scheme of its inputs."""
+    made = int8_of(weight, generator, inputs)
     return Int8Weight.of(made.values, made.scale, dtype, made.zero, inputs)
 
 

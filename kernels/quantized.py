@@ -17,6 +17,9 @@ FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 """Largest float8 number: e4m3 has no infinities."""
 
+GROUP = 128
+"""Columns that share a scale where a row has several."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -28,6 +31,7 @@ class Scheme:
     levels: divisor of a token's largest magnitude in a dynamic symmetric scheme. Common values for int8 are 127.5
         (compressed-tensors) and 127 (Ascend's operators, vLLM's kernels). For float8 it is FLOAT8_MAX.
     dtype: int8, or FLOAT8, which has no zero points.
+    grouped: a dynamic scheme of FLOAT8 computes a scale for each GROUP columns of a token.
     """
 
     scale: Tensor | None = None
@@ -35,14 +39,20 @@ class Scheme:
     symmetric: bool = True
     levels: float = 127.5
     dtype: torch.dtype = torch.int8
+    grouped: bool = False
 
     @property
     def has_zero(self) -> bool:
         return not self.symmetric if self.scale is None else self.zero is not None
 
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Return the shape of the scales of a tensor [rows, columns]."""
+        return (rows, -(-columns // GROUP)) if self.grouped else (rows,)
+
 
 DYNAMIC = Scheme()
 FLOAT8_DYNAMIC = Scheme(levels=FLOAT8_MAX, dtype=FLOAT8)
+FLOAT8_GROUPED = replace(FLOAT8_DYNAMIC, grouped=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class Int8:
     """Quantized numbers (values - zero) * scale.
 
     values: int8 or FLOAT8 [..., K].
-    scale: [...]; [T] float32 of activations [T, K].
+    scale: [...]; [T] float32 of activations [T, K], or [T, ceil(K / GROUP)] by columns (stride 1 between rows).
     zero: int32 [...], or None for 0; -128 to 127 for activations.
     """
 
@@ -67,7 +77,7 @@ class Int8Weight:
     """Quantized weight [N, K]: (values - zero) * scale by row. K of int8 is at most 32768, so that sums fit an int32.
 
     values: int8 or FLOAT8.
-    scale: [N] float32.
+    scale: [N] float32, or [N, ceil(K / GROUP)] by columns (stride 1 between rows).
     zero: [N] int32 (-128 to 127), or None for 0.
     sums: int32, at least [N], the sum of each row's values; None for FLOAT8.
     inputs: quantization scheme of the activations.
@@ -102,6 +112,11 @@ class Int8Weight:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def is_grouped(self) -> bool:
+        """True if rows have a scale for each GROUP columns."""
+        return self.scale.dim() == 2
+
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` [m] int64 as [m, K] of `dtype`, rounded once."""
         values = self.values.rows(ids) if isinstance(self.values, PackedWeight) else self.values[ids]
@@ -121,7 +136,7 @@ SCHEMES = ("int8", "asymmetric", "static", "static zero")
 ZEROS = ("asymmetric", "static zero")
 """Names of the schemes with zero points."""
 
-FLOAT8_SCHEMES = ("float8", "static float8")
+FLOAT8_SCHEMES = ("float8", "static float8", "grouped float8")
 """Names of the schemes of float8 in the names of cases."""
 
 
@@ -130,7 +145,7 @@ def scheme_of(name: str, generator: torch.Generator) -> Scheme | None:
     scale = torch.rand(1, generator=generator) / 40 + 0.01
     zero = torch.randint(-128, 128, (1,), generator=generator, dtype=torch.int32)
     return {"": None, "int8": DYNAMIC, "asymmetric": Scheme(symmetric=False), "static": Scheme(scale),
-            "static zero": Scheme(scale, zero), "float8": FLOAT8_DYNAMIC,
+            "static zero": Scheme(scale, zero), "float8": FLOAT8_DYNAMIC, "grouped float8": FLOAT8_GROUPED,
             "static float8": replace(FLOAT8_DYNAMIC, scale=scale / 4)}[name]
 
 

@@ -2,7 +2,8 @@
 
 The compressed-tensors package defines the format (quantization/quant_config.py, quant_args.py and utils/match.py);
 llm-compressor writes it and vLLM reads it. Only W8A8 is supported: int8 weights multiplied with int8 activations, and
-float8 weights (e4m3) with float8 activations.
+float8 weights (e4m3) with float8 activations. The method `fp8` is that of Qwen's and DeepSeek's checkpoints, as
+FineGrainedFP8Config of transformers reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-METHOD, LINEAR = "compressed-tensors", "Linear"
+METHOD, FP8, LINEAR = "compressed-tensors", "fp8", "Linear"
+BLOCK = 128
+"""Rows and columns of a block of weights, and columns of a group of inputs."""
+
 FORMATS = {"int": "int-quantized", "float": "float-quantized"}
 """Type of the numbers -> format of the checkpoint."""
 
@@ -26,6 +30,8 @@ class W8A8:
     dynamic: True for one input scale per token, computed at run time. False for one per tensor, from the checkpoint.
     symmetric_inputs: inputs have no zero points.
     float8: weights and inputs are float8 (e4m3), without zero points.
+    blocks: float8 weights have a scale for each block, and a token's inputs for each group of BLOCK columns.
+    scale_name: name of the checkpoint's tensors of weight scales.
     """
 
     per_channel: bool = True
@@ -33,6 +39,8 @@ class W8A8:
     dynamic: bool = True
     symmetric_inputs: bool = True
     float8: bool = False
+    blocks: bool = False
+    scale_name: str = "weight_scale"
 
     @property
     def type(self) -> str:
@@ -120,13 +128,17 @@ def _names(pattern: str, name: str) -> bool:
 
 def _group_json(targets: Sequence[str], scheme: W8A8) -> dict[str, Any]:
     def args(symmetric: bool, strategy: str, dynamic: bool) -> dict[str, Any]:
-        return {"num_bits": 8, "type": scheme.type, "symmetric": symmetric, "group_size": None, "strategy": strategy,
-                "block_structure": None, "dynamic": dynamic, "actorder": None, "observer": None, "observer_kwargs": {}}
+        return {"num_bits": 8, "type": scheme.type, "symmetric": symmetric,
+                "group_size": BLOCK if strategy == "group" else None, "strategy": strategy,
+                "block_structure": [BLOCK, BLOCK] if strategy == "block" else None, "dynamic": dynamic,
+                "actorder": None, "observer": None, "observer_kwargs": {}}
 
+    of_weights = "block" if scheme.blocks else "channel" if scheme.per_channel else "tensor"
+    of_inputs = "group" if scheme.blocks else "token" if scheme.dynamic else "tensor"
     return {
         "targets": list(targets),
-        "weights": args(scheme.symmetric, "channel" if scheme.per_channel else "tensor", False),
-        "input_activations": args(scheme.symmetric_inputs, "token" if scheme.dynamic else "tensor", scheme.dynamic),
+        "weights": args(scheme.symmetric, of_weights, False),
+        "input_activations": args(scheme.symmetric_inputs, of_inputs, scheme.dynamic),
         "output_activations": None,
         "format": scheme.format,
     }
@@ -136,8 +148,11 @@ def _read(data: Any, where: str) -> Quantization:
     found = _object(data, where)
     if isinstance(inner := found.get("quantization_config"), dict):  # older versions of transformers nest it
         found = {**{key: value for key, value in found.items() if key != "quantization_config"}, **inner}
-    if (method := found.get("quant_method", METHOD)) != METHOD:
-        raise ValueError(f"{where}: the checkpoint is quantized by another method ({method}); supported: {METHOD}")
+    if (method := found.get("quant_method", METHOD)) == FP8:
+        return _read_fp8(found, where)
+    if method != METHOD:
+        raise ValueError(
+            f"{where}: the checkpoint is quantized by another method ({method}); supported: {METHOD}, {FP8}")
     if not isinstance(groups := found.get("config_groups"), dict) or not groups:
         raise ValueError(f"{where}: config_groups is missing; a checkpoint of {METHOD} has it ({method})")
     sparsity = found.get("sparsity_config")
@@ -157,6 +172,24 @@ def _read(data: Any, where: str) -> Quantization:
         _patterns([] if ignore is None else ignore, f"{where}: ignore"))
 
 
+def _read_fp8(found: Mapping[str, Any], where: str) -> Quantization:
+    """Parse the section of the method `fp8`. A module that is not converted is a name or a part of names."""
+    _refuse_others(found, where, {
+        "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
+        "kv_cache_scheme"})
+    _one_of(found, where, "fmt", None, "e4m3")
+    _one_of(found, where, "weight_block_size", None, [BLOCK, BLOCK])
+    blocks = found.get("weight_block_size") is not None
+    _one_of(found, where, "activation_scheme", "dynamic", *([] if blocks else ["static"]))
+    names = ["lm_head"]
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        names += [] if found.get(key) is None else _patterns(found[key], f"{where}: {key}")
+    scheme = W8A8(per_channel=False, dynamic=found["activation_scheme"] == "dynamic", float8=True, blocks=blocks,
+                  scale_name="weight_scale_inv" if blocks else "weight_scale")
+    ignore = (name if name.startswith("re:") else f"re:(.*[.])?{re.escape(name)}([.].*)?$" for name in names)
+    return Quantization((((LINEAR,), scheme),), tuple(dict.fromkeys(ignore)))
+
+
 def _group(data: Any, where: str) -> tuple[tuple[str, ...], W8A8]:
     group = _object(data, where)
     _refuse_others(group, where, {"targets", "weights", "input_activations", "output_activations", "format"})
@@ -165,22 +198,30 @@ def _group(data: Any, where: str) -> tuple[tuple[str, ...], W8A8]:
         if group.get(key) is None:
             raise ValueError(f"{where}.{key}: is missing: {what}; supported: int8 weights with int8 inputs, "
                              "float8 weights with float8 inputs")
-    weights = _args(group["weights"], f"{where}.weights")
-    inputs = _args(group["input_activations"], f"{where}.input_activations")
+    weights = _args(group["weights"], f"{where}.weights", "block")
+    inputs = _args(group["input_activations"], f"{where}.input_activations", "group")
     _one_of(group, where, "format", None, FORMATS[weights["type"]], "naive-quantized")
     _one_of(inputs, f"{where}.input_activations", "type", weights["type"])
     _one_of(weights, f"{where}.weights", "dynamic", False)
-    _one_of(weights, f"{where}.weights", "strategy", "channel", "tensor")
-    _one_of(inputs, f"{where}.input_activations", "strategy", "token" if inputs["dynamic"] else "tensor")
+    has_blocks = ["block"] if weights["type"] == "float" else []
+    _one_of(weights, f"{where}.weights", "strategy", "channel", "tensor", *has_blocks)
+    blocks = weights["strategy"] == "block"
+    if blocks:
+        _one_of(inputs, f"{where}.input_activations", "dynamic", True)
+    _one_of(inputs, f"{where}.input_activations", "strategy", (
+        "group" if blocks else "token" if inputs["dynamic"] else "tensor"))
     if inputs["dynamic"]:
         _one_of(inputs, f"{where}.input_activations", "scale_dtype", None)
     return _patterns(group.get("targets"), f"{where}.targets"), W8A8(
         per_channel=weights["strategy"] == "channel", symmetric=weights["symmetric"], dynamic=inputs["dynamic"],
-        symmetric_inputs=inputs["symmetric"], float8=weights["type"] == "float")
+        symmetric_inputs=inputs["symmetric"], float8=weights["type"] == "float", blocks=blocks)
 
 
-def _args(data: Any, where: str) -> dict[str, Any]:
-    """Return QuantizationArgs of compressed-tensors with its defaults filled in."""
+def _args(data: Any, where: str, of_float8: str) -> dict[str, Any]:
+    """Return QuantizationArgs of compressed-tensors with its defaults filled in.
+
+    of_float8: strategy that is supported for float8 only.
+    """
     given = {key: value.lower() if key in ("type", "strategy", "actorder") and isinstance(value, str) else value
              for key, value in _object(data, where).items()}
     args = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False} | given
@@ -194,9 +235,9 @@ def _args(data: Any, where: str) -> dict[str, Any]:
     _one_of(args, where, "num_bits", 8)
     _one_of(args, where, "symmetric", True, *([False] if args["type"] == "int" else []))
     _one_of(args, where, "dynamic", True, False)
-    _one_of(args, where, "strategy", "channel", "tensor", "token")
-    _one_of(args, where, "group_size", None, -1)
-    _one_of(args, where, "block_structure", None)
+    _one_of(args, where, "strategy", "channel", "tensor", "token", *([of_float8] if args["type"] == "float" else []))
+    _one_of(args, where, "group_size", *([BLOCK] if args["strategy"] == "group" else [None, -1]))
+    _one_of(args, where, "block_structure", *([[BLOCK, BLOCK]] if args["strategy"] == "block" else [None]))
     _one_of(args, where, "actorder", None, False, "weight", "static")  # these keep the order of the columns
     return args
 

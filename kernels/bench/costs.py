@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def _keep_ids(ids: Tensor, last: Tensor) -> Cost:
 def _quantized(shape: Sequence[int], scheme: Scheme) -> int:
     """Return the bytes of a quantized tensor of this shape."""
     rows, columns = shape
-    return rows * (columns + 4 + 4 * scheme.has_zero)
+    return rows * (columns + 4 * scheme.has_zero) + 4 * prod(scheme.scale_shape(rows, columns))
 
 
 def _quantize(x: Tensor, scheme: Scheme) -> Cost:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels.quantized import FLOAT8, Int8, Int8Weight, Weight
+from npuserve.kernels.quantized import FLOAT8, GROUP, Int8, Int8Weight, Weight
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
-from npuserve.kernels.triton.linear_tiles import Kind, Tiles, calculated, choose, takes_float8, takes_int8
+from npuserve.kernels.triton.linear_tiles import Form, Kind, Tiles, calculated, choose, takes_float8, takes_int8
 
 TILES = 1 << 16
 """Maximum number of tiles whose K is split."""
@@ -136,9 +136,10 @@ def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Te
         if x.zero is not None or weight.zero is not None:
             raise ValueError("zero: on CUDA quantized activations and weights have no zeros")
         check("values of x", values, (len(values), k), (numbers.dtype,), device)
-        check("scale of x", x.scale, (len(values),), (torch.float32,), device)
+        groups = (-(-k // GROUP),) if weight.is_grouped else ()
+        check("scale of x", x.scale.t(), (*groups, len(values)), (torch.float32,), device)
         check("values of weight", numbers, (n, k), (torch.int8, FLOAT8), device)
-        check("scale of weight", weight.scale, (n,), (torch.float32,), device)
+        check("scale of weight", weight.scale.t(), (*groups, n), (torch.float32,), device)
         if weight.dtype not in FLOATS:
             raise ValueError(f"weight: products of {weight.dtype}")
     else:
@@ -150,15 +151,23 @@ def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Te
 
 
 def _choose(kind: Kind, values: Tensor, numbers: Tensor, weight: Weight, bias: Tensor | None) -> Tiles | None:
-    (n, k), float8 = numbers.shape, numbers.dtype == FLOAT8
-    shape = kind, numbers.itemsize, len(values), n, k, processors(values.device)
-    tiles = choose(*shape, float8)
-    return calculated(*shape) if tiles is None and float8 and not _multiplies_float8(numbers, weight, bias) else tiles
+    (n, k), form = numbers.shape, _form(weight)
+    shape = kind, numbers.itemsize, len(values), n, k, processors(values.device), form
+    tiles = choose(*shape)
+    return calculated(*shape) if tiles is None and form and not _multiplies_float8(numbers, weight, bias) else tiles
+
+
+def _form(weight: Weight) -> Form:
+    if not isinstance(weight, Int8Weight) or not isinstance(weight.values, Tensor) or weight.values.dtype != FLOAT8:
+        return ""
+    return "grouped float8" if weight.is_grouped else "float8"
 
 
 def _multiplies_float8(numbers: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     """Return True if the library multiplies float8 by this weight. On a CPU it does not take scales of rows."""
-    return _on_gpu(numbers) and takes_float8(*numbers.shape) and weight.dtype == torch.bfloat16 and bias is None
+    assert isinstance(weight, Int8Weight)
+    return (_on_gpu(numbers) and takes_float8(*numbers.shape) and weight.dtype == torch.bfloat16 and bias is None
+            and not weight.is_grouped)
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -207,11 +216,15 @@ def _product(
         size = heights * widths * tiles.split * (1 + gated) * tiles.n * tiles.m
         whole = torch.int32 if numbers.dtype == torch.int8 else torch.float32
         partial, arrived = torch.empty(size, dtype=whole, device=values.device), _arrived(values.device)
+    is_grouped = _form(weight) == "grouped float8"
+    if is_grouped and GROUP % tiles.k:
+        raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {GROUP} share a scale")
     precise = numbers.dtype == FLOAT8 and tiles.m <= PRECISE_ROWS
     product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
         places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
-        ahead=_ahead(numbers, heights * widths * tiles.split * tiles.n * (1 + gated)), GATED=gated, BLOCK_N=tiles.n,
-        BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
+        ahead=_ahead(numbers, heights * widths * tiles.split * tiles.n * (1 + gated)), scale_stride=len(numbers),
+        GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP,
+        EVEN=k % tiles.k == 0, ONCE=heights == 1,
         WIDE=not values.is_cuda and values.dtype == torch.bfloat16, IMPRECISE=tiles.k if precise else None,
-        num_warps=tiles.warps, num_stages=tiles.stages, **dependent(values))
+        SCALED_K=GROUP if is_grouped else 0, num_warps=tiles.warps, num_stages=tiles.stages, **dependent(values))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels.quantized import Int8, Int8Weight, Scheme
+from npuserve.kernels.quantized import GROUP, Int8, Int8Weight, Scheme
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.rows import (
@@ -54,13 +54,13 @@ def _rms_norm(
     check("gamma", gamma, (width,), (x.dtype,), x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if scheme is None else _int8(x, scheme)
     if rows:
-        block = power(width)
+        block, group = _blocks(width, scheme)
         rms_norm_kernel[(rows,)](
             x=x, residual=residual, gamma=gamma, out=out if isinstance(out, Tensor) else None, total=total,
             **_targets(out, scheme), width=width, x_stride=x.stride(0),
             residual_stride=0 if residual is None else residual.stride(0), eps=eps,
-            levels=scheme.levels if scheme else 0.0, BLOCK=block, num_warps=_warps(block, scheme is not None),
-            **dependent(x))
+            levels=scheme.levels if scheme else 0.0, BLOCK=block, GROUP=group,
+            num_warps=_warps(block, scheme is not None), **dependent(x))
     return out
 
 
@@ -71,10 +71,10 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
     within("columns of x", width, 1, WIDTH)
     out = _int8(x, scheme)
     if rows:
-        block = power(width)
+        block, group = _blocks(width, scheme)
         quantize_kernel[(rows,)](
             x=x, **_targets(out, scheme), width=width, x_stride=x.stride(0), levels=scheme.levels, BLOCK=block,
-            num_warps=_warps(block, True), **dependent(x))
+            GROUP=group, num_warps=_warps(block, True), **dependent(x))
     return out
 
 
@@ -154,7 +154,7 @@ def _int8(x: Tensor, scheme: Scheme) -> Int8:
         if static is not None:
             check(f"{name} of scheme", static, (1,), (dtype,), x.device)
     zero = torch.empty(len(x), dtype=torch.int32, device=x.device) if scheme.has_zero else None
-    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    scale = torch.empty(scheme.scale_shape(*x.shape)[::-1], dtype=torch.float32, device=x.device).t()
     return Int8(torch.empty(x.shape, dtype=scheme.dtype, device=x.device), scale, zero)
 
 
@@ -163,6 +163,11 @@ def _targets(out: Tensor | Int8, scheme: Scheme | None) -> dict[str, Tensor | No
         return dict.fromkeys(("values", "scales", "zeros", "static_scale", "static_zero"))
     return {"values": out.values, "scales": out.scale, "zeros": out.zero, "static_scale": scheme.scale,
             "static_zero": scheme.zero if scheme.scale is not None else None}
+
+
+def _blocks(width: int, scheme: Scheme | None) -> tuple[int, int]:
+    """Return BLOCK and GROUP for rows of `width`."""
+    return (max(power(width), GROUP), GROUP) if scheme and scheme.grouped else (power(width), 0)
 
 
 def _warps(block: int, quantizes: bool) -> int:

@@ -18,14 +18,16 @@ from npuserve.kernels.triton.prefetch import to_l2
 @triton.jit(do_not_specialize=["tokens", "ahead"])
 def product_kernel(
     x, x_scale, weight, weight_scale, bias, out, best, places, partial, arrived,
-    tokens, n, k, x_stride, ahead,
+    tokens, n, k, x_stride, ahead, scale_stride,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, IMPRECISE: tl.constexpr,
-    PDL: tl.constexpr,
+    SCALED_K: tl.constexpr, PDL: tl.constexpr,
 ):
     """Multiply x [tokens, k], rows x_stride apart, by weight [n, k]: out [tokens, n].
 
     x_scale [tokens], weight_scale [n]: float32, for operands of int8 and float8; else None.
+    SCALED_K: numbers of a row that share a scale, a multiple of BLOCK_K; 0 for all. Otherwise the scales are x_scale
+        [groups, tokens] and weight_scale [groups, rows of the weight], rows `scale_stride` apart.
     bias: [n] or None.
     GATED: weight, weight_scale and bias have 2 n rows, of gate and up. The result is silu(gate) * up.
     best, places: [tokens, tiles of n] float32 and int32, or None. They replace `out`. They are the largest number of
@@ -75,6 +77,9 @@ def product_kernel(
     acc_up = acc
     w = own[:, None] + inner[None, :]
     xs = x + rows.to(tl.int64)[None, :] * x_stride + (begin * BLOCK_K + inner)[:, None]
+    if SCALED_K > 0:  # scales are loaded a block before their use; Triton does not pipeline loops that load earlier
+        of_now = _scales_of(x_scale, weight_scale, tl.minimum(begin, tl.maximum(end - 1, 0)) * BLOCK_K // SCALED_K,
+                            rows, columns, tokens, n, scale_stride, GATED)
     for block in range(begin, end):
         if EVEN:
             right = tl.load(xs, mask=(rows < tokens)[None, :], other=0.0)
@@ -85,7 +90,12 @@ def product_kernel(
             left = tl.load(w, mask=within[None, :], other=0.0, eviction_policy=KEEP)
         if WIDE:
             right, left = right.to(tl.float32), left.to(tl.float32)
-        acc = tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
+        if SCALED_K > 0:
+            of_next = _scales_of(x_scale, weight_scale, tl.minimum(block + 1, end - 1) * BLOCK_K // SCALED_K, rows,
+                                 columns, tokens, n, scale_stride, GATED)
+            acc += tl.dot(left, right) * (of_now[0][:, None] * of_now[2][None, :])
+        else:
+            acc = tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
         if GATED:
             if EVEN:
                 left = tl.load(w + up, eviction_policy=KEEP)
@@ -93,11 +103,20 @@ def product_kernel(
                 left = tl.load(w + up, mask=within[None, :], other=0.0, eviction_policy=KEEP)
             if WIDE:
                 left = left.to(tl.float32)
-            acc_up = tl.dot(left, right, acc_up, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
+            if SCALED_K > 0:
+                acc_up += tl.dot(left, right) * (of_now[1][:, None] * of_now[2][None, :])
+            else:
+                acc_up = tl.dot(
+                    left, right, acc_up, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
+        if SCALED_K > 0:
+            of_now = of_next
         w += BLOCK_K
         xs += BLOCK_K
     if PDL:
         gdc_launch_dependents()  # an earlier prefetch takes bandwidth, and is evicted before its use
+    if SCALED_K > 0:  # the sums are scaled
+        x_scale = None
+        weight_scale = None
 
     if SPLIT == 1:
         _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
@@ -149,6 +168,17 @@ def finish_kernel(
     if GATED:
         acc_up = tl.load(own + n, mask=(columns < n)[:, None], other=0)
     _finish(acc, acc_up, x_scale, weight_scale, bias, out, None, None, rows, columns, 0, 0, tokens, n, GATED)
+
+
+@triton.jit
+def _scales_of(x_scale, weight_scale, group, rows, columns, tokens, n, scale_stride, GATED: tl.constexpr):
+    """Return the scales of a group: of the weight's rows, of the rows of up, and of x; see `product_kernel`."""
+    own = weight_scale + tl.cast(group, tl.int64) * scale_stride + columns
+    of_rows = tl.load(own, mask=columns < n, other=0.0)
+    of_up = of_rows
+    if GATED:
+        of_up = tl.load(own + n, mask=columns < n, other=0.0)
+    return of_rows, of_up, tl.load(x_scale + group * tokens + rows, mask=rows < tokens, other=0.0)
 
 
 @triton.jit

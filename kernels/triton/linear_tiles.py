@@ -58,7 +58,11 @@ class Tiles:
         return self.stages * (self.n * (1 + (kind == "linear_swiglu")) + self.m) * self.k * itemsize
 
 
-Key = tuple[Kind, int | Literal["float8"], int, int, int]
+Form = Literal["", "float8", "grouped float8"]
+"""Numbers that are named, since int8 has the same itemsize, and another library. Grouped numbers have scales for groups
+of columns; no library multiplies them."""
+
+Key = tuple[Kind, int | Form, int, int, int]
 
 MEASURED: dict[Key, Tiles | None] = {}
 """Measured tiles by `key`; None is the library. A sweep on the device enters `candidates` here one by one and times the
@@ -89,26 +93,30 @@ def bucket(rows: int) -> int:
     return next((b for b in BUCKETS if rows <= b), BUCKETS[-1])
 
 
-def key(kind: Kind, itemsize: int, rows: int, n: int, k: int, float8: bool = False) -> Key:
+def key(kind: Kind, itemsize: int, rows: int, n: int, k: int, form: Form = "") -> Key:
     """Return the key of `MEASURED` for the arguments of `choose`; rows are replaced by their bucket."""
-    return kind, "float8" if float8 else itemsize, bucket(rows), n, k
+    return kind, form or itemsize, bucket(rows), n, k
 
 
-def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, float8: bool = False
-           ) -> Tiles | None:
+def choose(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, form: Form = "") -> Tiles | None:
     """Return the tiles of a product of x [rows, k] and weight [n, k]; None for the library.
 
     itemsize: bytes of a number.
     processors: multiprocessors of the device.
-    float8: the numbers are float8, for which there is another library than for int8.
     """
-    entry = key(kind, itemsize, rows, n, k, float8)
-    supported = takes_float8(n, k) if float8 else itemsize > 1 or takes_int8(rows, n, k)
+    entry = key(kind, itemsize, rows, n, k, form)
+    supported = _has_library(itemsize, rows, n, k, form)
     if entry in MEASURED and (MEASURED[entry] or supported):
         return MEASURED[entry]
-    if (itemsize > 1 or float8) and supported and rows > LIBRARY_ROWS:
+    if (itemsize > 1 or form) and supported and rows > LIBRARY_ROWS:
         return None
-    return calculated(kind, itemsize, rows, n, k, processors)
+    return calculated(kind, itemsize, rows, n, k, processors, form)
+
+
+def _has_library(itemsize: int, rows: int, n: int, k: int, form: Form) -> bool:
+    if form:
+        return form == "float8" and takes_float8(n, k)
+    return itemsize > 1 or takes_int8(rows, n, k)
 
 
 def takes_float8(n: int, k: int) -> bool:
@@ -121,9 +129,11 @@ def takes_int8(rows: int, n: int, k: int) -> bool:
     return rows > 16 and n % 8 == 0 and k % 8 == 0
 
 
-def calculated(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> Tiles:
+def calculated(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, form: Form = "") -> Tiles:
     """Return the tiles of `choose` by calculation, without MEASURED."""
     tile_n, m, tile_k, warps, stages = _CALCULATED[kind == "linear_swiglu", itemsize][BUCKETS.index(bucket(rows))]
+    if form == "grouped float8" and m > 64:  # registers hold the sums of a group too
+        tile_n, m, stages = 64 if kind == "linear_swiglu" else 128, 128, 3
     tiles = Tiles(tile_n, m, tile_k, 1, warps, stages)
     return replace(tiles, split=split(tiles, kind, itemsize, rows, n, k, processors))
 
@@ -144,13 +154,13 @@ def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, pr
 
 
 def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, best: Tiles | None = None,
-               float8: bool = False) -> list[Tiles | None]:
+               form: Form = "") -> list[Tiles | None]:
     """Return tiles that a sweep may time for a shape: `best`, then variants of it with one changed parameter.
 
     best: result of a previous sweep, to refine. None takes the calculated tiles, and adds the library if it supports
         the shape.
     """
-    centre = best or calculated(kind, itemsize, rows, n, k, processors)
+    centre = best or calculated(kind, itemsize, rows, n, k, processors, form)
     near = [replace(centre, **{name: value}) for name, value in (
         ("n", centre.n * 2), ("n", centre.n // 2), ("m", centre.m // 2), ("k", centre.k * 2), ("k", centre.k // 2),
         ("stages", centre.stages + 1), ("stages", centre.stages - 1), ("stages", centre.stages + 2),
@@ -164,19 +174,21 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
         made.append(replace(tiles, split=parts))
     if kind != "linear_argmax":
         made += [replace(centre, split=parts) for parts in (centre.split - 1, centre.split + 1, 2 * centre.split)]
-    fitting: list[Tiles | None] = [tiles for tiles in made if tiles and _fits(tiles, kind, itemsize, k)]
-    supported = takes_float8(n, k) if float8 else itemsize > 1 or (kind != "linear_argmax" and takes_int8(rows, n, k))
-    if best is None and supported:
+    fitting: list[Tiles | None] = [tiles for tiles in made if tiles and _fits(tiles, kind, itemsize, k, form)]
+    has_argmax = kind != "linear_argmax" or itemsize > 1 or form  # the library of int8 stores no logits
+    if best is None and has_argmax and _has_library(itemsize, rows, n, k, form):
         fitting.append(None)
     return list(dict.fromkeys(fitting))
 
 
-def _fits(tiles: Tiles, kind: Kind, itemsize: int, k: int) -> bool:
+def _fits(tiles: Tiles, kind: Kind, itemsize: int, k: int, form: Form) -> bool:
     """Return True if the tensor cores accept the tiles and shared memory and registers hold them.
 
-    Each part of K must also have work.
+    Each part of K must also have work. A block of grouped numbers must be within a group.
     """
     sums = tiles.n * tiles.m * (1 + (kind == "linear_swiglu"))
+    if form == "grouped float8" and (128 % tiles.k or sums > 64 * 32 * tiles.warps):
+        return False
     return (min(tiles.n, tiles.m) >= 16 and tiles.k * itemsize >= 32 and tiles.stages >= 2
             and tiles.shared_bytes(kind, itemsize) <= SHARED_BYTES - _RESERVED and sums <= 128 * 32 * tiles.warps
             and 1 <= tiles.split <= min(_SPLITS, -(-k // tiles.k)))

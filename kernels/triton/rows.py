@@ -9,7 +9,8 @@ import triton.language as tl
 @triton.jit
 def rms_norm_kernel(
     x, residual, gamma, out, total, values, scales, zeros, static_scale, static_zero,
-    width, x_stride: tl.int64, residual_stride: tl.int64, eps, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    width, x_stride: tl.int64, residual_stride: tl.int64, eps, levels, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Normalize x [rows, width], or x + residual, and store the result in out [rows, width].
 
@@ -34,13 +35,14 @@ def rms_norm_kernel(
     if out is not None:
         tl.store(out + row * width + places, normed, mask=inside)
     else:
-        _quantize(normed.to(tl.float32), row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK)
+        _quantize(
+            normed.to(tl.float32), row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK, GROUP)
 
 
 @triton.jit
 def quantize_kernel(
     x, values, scales, zeros, static_scale, static_zero,
-    width, x_stride: tl.int64, levels, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    width, x_stride: tl.int64, levels, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     """Quantize x [rows, width] as `_quantize` stores it. BLOCK: a power of two, at least width."""
     if PDL:
@@ -49,17 +51,31 @@ def quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, BLOCK)
     own = tl.load(x + row * x_stride + places, mask=places < width, other=0.0).to(tl.float32)
-    _quantize(own, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK)
+    _quantize(own, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK, GROUP)
 
 
 @triton.jit
-def _quantize(x, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK: tl.constexpr):
+def _quantize(
+    x, row, width, values, scales, zeros, static_scale, static_zero, levels, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
     """Quantize x [BLOCK] float32, 0 from width on, as `quantize` does, and store it as row `row`.
 
     values, scales, zeros: [rows, width] int8 or float8, [rows] float32, and [rows] int32 or None for no zero points.
     static_scale: None computes the scale of the row.
+    GROUP: columns of float8 that share a scale, which divide BLOCK; scales are then [groups, rows]. 0: a row.
     """
     places = tl.arange(0, BLOCK)
+    if GROUP > 0:
+        COUNT: tl.constexpr = BLOCK // GROUP
+        groups = tl.arange(0, COUNT)
+        parts = tl.reshape(x, (COUNT, GROUP))
+        of_group = tl.div_rn(tl.max(tl.abs(parts), 1), levels)
+        of_group = tl.where(of_group > 0, of_group, 1.0)
+        tl.store(scales + groups * tl.num_programs(0) + row, of_group, mask=groups * GROUP < width)
+        near = _e4m3(tl.minimum(tl.maximum(tl.div_rn(parts, of_group[:, None]), -448.0), 448.0))
+        at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        tl.store(values + row * width + at, near.to(values.dtype.element_ty), mask=at < width)
+        return
     zero = 0.0
     if static_scale is not None:
         scale = tl.load(static_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from npuserve.kernels.native.packed import Matrix, write
 from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import FLOAT8_DYNAMIC, Int8Weight, Scheme, Weight
+from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, Int8Weight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Span
 from npuserve.npu.model.storage import StoredMatrix, linears, tables
 from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization import BLOCK, W8A8
 
 FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
 FLOAT8S = ("F8_E4M3",)
@@ -159,18 +160,22 @@ class _Allocator:
         return Linear(weight, bias)
 
     def _int8(self, stored: StoredMatrix, scheme: W8A8) -> Int8Weight:
-        inputs = FLOAT8_DYNAMIC if scheme.float8 else Scheme(
+        of_float8 = FLOAT8_GROUPED if scheme.blocks else FLOAT8_DYNAMIC
+        inputs = of_float8 if scheme.float8 else Scheme(
             symmetric=scheme.symmetric_inputs, levels=self._backend.int8_levels)
         if not scheme.dynamic:
             zero = None if scheme.symmetric_inputs else self._empty(1, torch.int32)
             inputs = replace(inputs, scale=self._empty(1, torch.float32), zero=zero)
         n = stored.rows
+        of_rows = inputs.scale_shape(n, stored.inputs)
         weight = Int8Weight(
-            self._backend.weight(n, stored.inputs, inputs.dtype), self._empty(n, torch.float32),
+            self._backend.weight(n, stored.inputs, inputs.dtype),
+            self._empty(math.prod(of_rows), torch.float32).view(of_rows[::-1]).t(),
             None if scheme.symmetric else self._empty(n, torch.int32),
             None if scheme.float8 else self._empty(n, torch.int32), inputs, self._dtype)
         if not stored.rounded:
-            self.targets.update(_scale_targets(stored.parts, scheme, weight))
+            self.targets.update(_block_scale_targets(stored, scheme, weight) if scheme.blocks else
+                                _scale_targets(stored.parts, scheme, weight))
         if not scheme.dynamic:
             of_parts = StaticInputs(inputs, torch.empty(len(stored.parts)), torch.zeros(len(stored.parts)).int())
             self.targets.update(_input_targets(stored.parts, of_parts))
@@ -192,10 +197,22 @@ def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: Int8Weight) 
         def into(numbers: Tensor, part: slice = part) -> Tensor:
             return numbers[part] if scheme.per_channel else numbers[part].unsqueeze(0)
 
-        targets[f"{name}.weight_scale"] = Target(
+        targets[f"{name}.{scheme.scale_name}"] = Target(
             partial(_put_scales, into(weight.scale)), shapes, 4 * rows.size, rows=taken)
         targets[f"{name}.weight_zero_point"] = _zero_target(
             None if weight.zero is None else into(weight.zero), shapes, taken)
+        first += rows.size
+    return targets
+
+
+def _block_scale_targets(stored: StoredMatrix, scheme: W8A8, weight: Int8Weight) -> Targets:
+    targets: Targets = {}
+    first, columns = 0, stored.columns
+    for name, rows in stored.parts.items():
+        into = weight.scale[first : first + rows.size]
+        shape = -(-rows.whole // BLOCK), -(-columns.whole // BLOCK)
+        targets[f"{name}.{scheme.scale_name}"] = Target(
+            partial(_put_block_scales, into, rows.first, columns.first // BLOCK), (shape,), into.nbytes)
         first += rows.size
     return targets
 
@@ -250,6 +267,17 @@ def _put_scales(into: Tensor, row: int, piece: Tensor) -> None:
     if not bool((piece.isfinite() & (piece > 0)).all()):
         raise ValueError("scales must be numbers above 0")
     into[row : row + len(piece)] = piece
+
+
+def _put_block_scales(into: Tensor, first: int, column: int, row: int, piece: Tensor) -> None:
+    """Write scales of blocks to the scales of rows.
+
+    into: [rows, groups] of this shard, whose first row is `first` and whose first block of columns is `column`.
+    row: first row of blocks in `piece`.
+    """
+    begin = max(row * BLOCK, first)
+    each = piece.repeat_interleave(BLOCK, dim=0)[begin - row * BLOCK :][: max(first + len(into) - begin, 0)]
+    _put_scales(into, begin - first, each[:, column : column + into.shape[1]])
 
 
 def _put_zeros(into: Tensor, row: int, piece: Tensor) -> None:

@@ -12,7 +12,7 @@ from npuserve.kernels.quantized import FLOAT8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.shard import Span
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization import BLOCK, W8A8
 
 MAX_INPUTS = 1 << 15
 """Maximum K of an int8 weight, so that the sums of its products fit an int32."""
@@ -56,7 +56,8 @@ class StoredMatrix:
         if (s := self.scheme) is None:
             return bias + backend.weight_bytes(self.rows, self.inputs, dtype)
         of_inputs = 0 if s.dynamic else 4 if s.symmetric_inputs else 8
-        dtype, of_row = (FLOAT8, 4) if s.float8 else (torch.int8, 8 if s.symmetric else 12)
+        groups = -(-self.inputs // BLOCK) if s.blocks else 1
+        dtype, of_row = (FLOAT8, 4 * groups) if s.float8 else (torch.int8, 8 if s.symmetric else 12)
         return bias + backend.weight_bytes(self.rows, self.inputs, dtype) + of_inputs + self.rows * of_row
 
 
@@ -69,7 +70,7 @@ def linears(config: ModelConfig, index: int) -> tuple[StoredMatrix, StoredMatrix
 
     def stored(prefix: str, parts: dict[str, Span], columns: Span, biased: bool) -> StoredMatrix:
         parts = {prefix + name: rows for name, rows in parts.items()}
-        return StoredMatrix(parts, columns, biased=biased, scheme=_scheme(c, list(parts), columns.size))
+        return StoredMatrix(parts, columns, biased=biased, scheme=_scheme(c, list(parts), columns))
 
     return (
         stored(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, c.qkv_bias),
@@ -88,12 +89,12 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     embedding, head = ({name: ids} for name in ("model.embed_tokens", "lm_head"))
     if c.tie_word_embeddings:
         return [StoredMatrix(embedding, hidden, padding, scheme=requested, rounded=bool(requested))]
-    stored = _scheme(c, list(head), c.hidden_size)
+    stored = _scheme(c, list(head), hidden)
     return [StoredMatrix(embedding, hidden, padding),
             StoredMatrix(head, hidden, padding, scheme=stored or requested, rounded=bool(requested and not stored))]
 
 
-def _scheme(config: ModelConfig, parts: list[str], inputs: int) -> W8A8 | None:
+def _scheme(config: ModelConfig, parts: list[str], columns: Span) -> W8A8 | None:
     if config.quantization is None:
         return None
     found = {name: config.quantization.of(name) for name in parts}
@@ -103,9 +104,13 @@ def _scheme(config: ModelConfig, parts: list[str], inputs: int) -> W8A8 | None:
             raise ModelError(
                 f"config.json: quantization_config: {first} and {name} are quantized in different ways ({scheme}, "
                 f"{other}); supported: one way for all of {', '.join(n.rpartition('.')[2] for n in parts)}")
-    if scheme and not scheme.float8 and inputs > MAX_INPUTS:
+    if scheme and not scheme.float8 and columns.size > MAX_INPUTS:
+        raise ModelError(f"config.json: quantization_config: {first} has {columns.size} inputs; supported: up to "
+                         f"{MAX_INPUTS} in int8")
+    if scheme and scheme.blocks and columns.size < columns.whole and columns.size % BLOCK:
         raise ModelError(
-            f"config.json: quantization_config: {first} has {inputs} inputs; supported: up to {MAX_INPUTS} in int8")
+            f"config.json: quantization_config: blocks of {BLOCK} columns of {first} are divided between ranks; "
+            f"supported: a tensor_parallel_size that gives each rank a multiple of {BLOCK} of {columns.whole} columns")
     return scheme
 
 

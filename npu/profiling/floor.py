@@ -49,7 +49,7 @@ class CostRecorder:
     def _output(self, shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
         if scheme is None:
             return meta(*shape, dtype=self.dtype)
-        return Int8(meta(*shape, dtype=scheme.dtype), meta(shape[0], dtype=torch.float32))
+        return Int8(meta(*shape, dtype=scheme.dtype), meta(*scheme.scale_shape(*shape), dtype=torch.float32))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         self._record("embedding", ids, table)

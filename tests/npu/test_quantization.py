@@ -142,6 +142,61 @@ def test_quantization_unsupported_float8_is_refused_by_name(path, value, message
         read(data)
 
 
+def test_quantization_supported_blocks_of_float8():
+    data = float8_json()
+    data["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
+    data["config_groups"]["group_0"]["input_activations"] |= {"strategy": "group", "group_size": 128}
+    scheme = W8A8(per_channel=False, float8=True, blocks=True)
+    assert read(data) == Quantization(((("Linear",), scheme),), ("lm_head",))
+    for part, changes, message in (
+            ("weights", {"block_structure": [64, 128]}, r"block_structure: \[64, 128\] .*; supported: \[128, 128\]"),
+            ("input_activations", {"group_size": 64}, "group_size: 64 is not supported; supported: 128"),
+            ("input_activations", {"strategy": "token", "group_size": None}, "strategy: 'token' .*; supported: group"),
+            ("input_activations", {"dynamic": False}, "dynamic: False is not supported; supported: True")):
+        wrong = copy.deepcopy(data)
+        wrong["config_groups"]["group_0"][part] |= changes
+        with pytest.raises(ValueError, match=message):
+            read(wrong)
+
+
+# As Qwen/Qwen3-14B-FP8 has it.
+QWEN_FP8: dict[str, Any] = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_quantization_config_of_method_fp8():
+    made = read(QWEN_FP8)
+    assert made is not None
+    assert made.of("model.layers.0.mlp.up_proj") == W8A8(
+        per_channel=False, float8=True, blocks=True, scale_name="weight_scale_inv")
+    assert made.of("lm_head") is None
+    assert made.has_float8
+    made = read({**QWEN_FP8, "modules_to_not_convert": ["lm_head", "model.layers.1", "down_proj", "re:.*3.*"]})
+    assert made is not None
+    for name, is_quantized in (
+            ("model.layers.0.mlp.up_proj", True), ("model.layers.1.mlp.up_proj", False),
+            ("model.layers.10.mlp.up_proj", True), ("model.layers.0.mlp.down_proj", False),
+            ("model.layers.3.mlp.up_proj", False), ("lm_head", False)):
+        assert (made.of(name) is not None) == is_quantized, name
+    for scheme in ("dynamic", "static"):
+        made = read({"activation_scheme": scheme, "quant_method": "fp8", "ignored_layers": ["lm_head"]})
+        assert made is not None
+        assert made.of("o_proj") == W8A8(per_channel=False, dynamic=scheme == "dynamic", float8=True)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"fmt": "e5m2"}, "fmt: 'e5m2' is not supported; supported: None, e4m3"),
+    ({"weight_block_size": [64, 64]}, r"weight_block_size: \[64, 64\] is not supported; supported: None, \[128, 128\]"),
+    ({"activation_scheme": "static"}, "activation_scheme: 'static' is not supported; supported: dynamic"),
+    ({"activation_scheme": None}, "activation_scheme: None is not supported; supported: dynamic"),
+    ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: must be a list of names, got 'lm_head'"),
+    ({"scale_fmt": "ue8m0"}, "scale_fmt is not supported"),
+])
+def test_quantization_unsupported_method_fp8_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read({**QWEN_FP8, **changes})
+
+
 def test_scheme_refusal_names_what_a_device_supports():
     float8, zeros = W8A8(float8=True), W8A8(symmetric=False)
     assert float8.refusal("npu", zeros=True, float8=False) == (
@@ -153,7 +208,7 @@ def test_scheme_refusal_names_what_a_device_supports():
 
 @pytest.mark.parametrize(("data", "message"), [
     ("w8a8", "quantization_config: must be an object, got 'w8a8'"),
-    ({"quant_method": "gptq", "bits": 4}, r"another method \(gptq\); supported: compressed-tensors"),
+    ({"quant_method": "gptq", "bits": 4}, r"another method \(gptq\); supported: compressed-tensors, fp8"),
     ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
     (changed("config_groups", []), "config_groups is missing"),
     (changed("config_groups", {"W8A8": ["Linear"]}), "config_groups.W8A8: must be an object"),
@@ -203,7 +258,8 @@ PATTERNS = [
     "Linear", "lm_head", "re:.*lm_head", "re:model.layers.[1-9].*_proj", "re:.*down_proj$", "re:down_proj",
     "mlp.up_proj", "model.layers.0.mlp.up_proj", "re:.*self_attn[.].*", "re:.*_proj", "LlamaMLP"]
 schemes = st.builds(W8A8, st.booleans(), st.booleans(), st.booleans(), st.booleans()) | st.builds(
-    W8A8, st.booleans(), dynamic=st.booleans(), float8=st.just(True))
+    W8A8, st.booleans(), dynamic=st.booleans(), float8=st.just(True)) | st.just(
+    W8A8(per_channel=False, float8=True, blocks=True))
 quantizations = st.builds(
     Quantization,
     st.lists(st.tuples(st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3).map(tuple), schemes), min_size=1,
@@ -238,6 +294,6 @@ def test_quantization_targets_match_as_in_compressed_tensors():
                 weights, inputs = theirs.weights, theirs.input_activations
                 assert ours == W8A8(
                     weights.strategy == "channel", weights.symmetric, inputs.dynamic, inputs.symmetric,
-                    weights.type == inputs.type == "float"), name
+                    weights.type == inputs.type == "float", weights.strategy == "block"), name
 
     check()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
@@ -98,6 +99,8 @@ def saved_w8a8(
 def _rounded(weight: torch.Tensor, scheme: W8A8) -> dict[str, torch.Tensor]:
     wide = weight.float()
     most = wide.abs().amax(dim=1, keepdim=True) if scheme.per_channel else wide.abs().amax().reshape(1)
+    if scheme.blocks:
+        return _in_blocks(wide, scheme.scale_name)
     if scheme.float8:
         found = {"weight_scale": most / 448, "weight": (wide / (most / 448)).to(torch.float8_e4m3fn)}
         return found if scheme.dynamic else {**found, "input_scale": torch.tensor([0.02])}
@@ -111,6 +114,16 @@ def _rounded(weight: torch.Tensor, scheme: W8A8) -> dict[str, torch.Tensor]:
         if not scheme.symmetric_inputs:
             made["input_zero_point"] = torch.tensor([11], dtype=torch.int8)
     return made
+
+
+def _in_blocks(wide: torch.Tensor, scale_name: str) -> dict[str, torch.Tensor]:
+    rows, columns = (-(-size // 128) for size in wide.shape)
+    blocks = F.pad(wide, (0, columns * 128 - wide.shape[1], 0, rows * 128 - wide.shape[0]))
+    blocks = blocks.view(rows, 128, columns, 128)
+    scale = (blocks.abs().amax(dim=(1, 3)) / 448).bfloat16()
+    values = (blocks / scale.float()[:, None, :, None]).clamp(-448, 448).view(rows * 128, -1)
+    return {scale_name: scale,
+            "weight": values[: wide.shape[0], : wide.shape[1]].contiguous().to(torch.float8_e4m3fn)}
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -44,7 +44,7 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
     heads, kv_heads, vocabulary = shape["num_attention_heads"], shape["num_key_value_heads"], shape["vocab_size"]
     width = heads * head
     products = ((hidden, width + 2 * kv_heads * head), (width, hidden), (inner, hidden))
-    for int8 in ("", "given", "float8"):
+    for int8 in ("", "given", "float8", "grouped float8"):
         for tokens in (*rows, many):
             yield from (("linear", linear._case(tokens, k, n, int8=int8)) for k, n in products)
             scheme = "int8" if int8 == "given" else int8
@@ -54,10 +54,11 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
         yield "greedy", greedy._case(tokens, vocabulary, 0)
         yield "sample", sample._case(tokens, vocabulary, 0, top_k=20, top_p=0.95)
     for tokens in (*rows, many):
-        for scheme in ("", "int8", "float8"):
+        for scheme in ("", "int8", "float8", "grouped float8"):
             yield "rms_norm", norm._rms_norm_case(tokens, hidden, scheme)
             yield "add_rms_norm", norm._add_rms_norm_case(tokens, hidden, scheme)
-        yield from (("quantize", quantize._quantize_case(tokens, width, scheme)) for scheme in ("int8", "float8"))
+        yield from (("quantize", quantize._quantize_case(tokens, width, scheme)) for scheme in
+                    ("int8", "float8", "grouped float8"))
         yield "swiglu", swiglu._case(tokens, inner)
         yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(tokens, heads, kv_heads, head, int8=cached))
                     for cached in (False, True))

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
 from npuserve.kernels.bench.accuracy import Accuracy, Oracle
-from npuserve.kernels.bench.tensors import QUANTIZED, widened
+from npuserve.kernels.bench.tensors import widened
 from npuserve.kernels.linear import linear
-from npuserve.kernels.quantized import with_levels
+from npuserve.kernels.quantized import FLOAT8, with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.diagnostics.machine import takes_case
@@ -30,8 +30,8 @@ CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MOST = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 """Maximum relative error: a few roundings of the dtype. A kernel that skips one number of a thousand exceeds it."""
 
-QUANTIZED_MOST = 2e-2
-"""Maximum relative error of int8 and float8 results, where a half rounds either way."""
+QUANTIZED_MOST = {torch.int8: 2e-2, torch.int16: 2e-2, FLOAT8: 4e-2}
+"""Maximum relative error of quantized results, where a half rounds either way; a step of float8 is up to an eighth."""
 
 
 class Poisoned(TorchDispatchMode):
@@ -107,8 +107,8 @@ class Chosen(Oracle):
     @property
     def most(self) -> float:
         """Maximum relative error of a correct result."""
-        rounded = any(tensor.dtype in QUANTIZED for tensor in self._expected)
-        return max(MOST[self.dtype], self.case.tolerance, QUANTIZED_MOST if rounded else 0.0)
+        rounded = [QUANTIZED_MOST[tensor.dtype] for tensor in self._expected if tensor.dtype in QUANTIZED_MOST]
+        return max(MOST[self.dtype], self.case.tolerance, *rounded)
 
     @property
     def chooses(self) -> bool:

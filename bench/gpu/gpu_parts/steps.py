@@ -24,7 +24,8 @@ from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization import W8A8
 
 KINDS: dict[str, tuple[W8A8 | None, HeadDtype]] = {
-    "bf16": (None, "auto"), "FP8": (W8A8(float8=True), "auto"), "W8A8": (W8A8(), "auto"),
+    "bf16": (None, "auto"), "FP8": (W8A8(float8=True), "auto"),
+    "FP8 blocks": (W8A8(per_channel=False, float8=True, blocks=True), "auto"), "W8A8": (W8A8(), "auto"),
     "W8A8 and head": (W8A8(), "int8")}
 """Name -> (scheme of the layers, dtype of the LM head), where the device supports the scheme. FP8 is timed without
 profiles and comparisons, and its prefill is compared with the peak of int8, which Hopper's tensor cores share."""
@@ -91,7 +92,7 @@ def units(context: Context) -> Units:
         if kind != "W8A8 and head":
             yield f"{kind} prefill", _unit(context, kind, lambda load: _prefill(context, load(), prompts))
         yield f"{kind} decode", _unit(context, kind, lambda load, b=batches: _decode(context, load(), b, length, steps))
-        if kind in ("FP8", "W8A8 and head"):
+        if kind in ("FP8", "FP8 blocks", "W8A8 and head"):
             continue
         yield f"{kind} overlap", _unit(context, kind, lambda load, b=batches: _overlap(load(), b, steps))
         yield f"{kind} profile", _unit(context, kind, lambda load, k=kind, b=batches: _profile(context, load(), k, b))

@@ -38,7 +38,7 @@ def shapes(context: Context) -> Iterator[Shape]:
     """Yield the shapes, the most frequent first; none if the kernels are not in Triton."""
     if context.backend.kernels != LABEL:
         return
-    for int8 in ("", "given", "float8"):
+    for int8 in ("", "given", "float8", "grouped float8"):
         for bucket, rows in list(ROWS.items())[: 1 if context.toy or context.quick else None]:
             yield from _products(context, int8, bucket, rows)
     yield from _attentions(context)
@@ -64,11 +64,11 @@ def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[S
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     width = shape["num_attention_heads"] * shape["head_dim"]
     qkv = width + 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    float8 = int8 == "float8"
+    form: Any = int8 if "float8" in int8 else ""
     cases: list[tuple[Any, int, int, Case]] = [("linear", n, k, linear._case(rows, k, n, int8=int8)) for k, n in (
         (hidden, qkv), (width, hidden), (inner, hidden))]
     cases.append(("linear_swiglu", 2 * inner, hidden, linear._swiglu_case(rows, hidden, inner, int8=int8)))
-    if bucket <= 256 and not float8:  # no checkpoint has a float8 LM head
+    if bucket <= 256 and not form:  # no checkpoint has a float8 LM head
         vocabulary = shape["vocab_size"]
         cases.append(("linear_argmax", vocabulary, hidden, linear._argmax_case(
             rows, hidden, vocabulary, 0, int8="made" if int8 else "")))
@@ -76,8 +76,8 @@ def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[S
     for kind, n, k, case in cases:
         if not takes_case(context.backend, case):
             continue
-        found = candidates(kind, itemsize, rows, n, k, processors(context.backend.device), float8=float8)
-        yield _made(f"{kind} {case.name}", repr(key(kind, itemsize, bucket, n, k, float8)), KERNELS[kind], case,
+        found = candidates(kind, itemsize, rows, n, k, processors(context.backend.device), form=form)
+        yield _made(f"{kind} {case.name}", repr(key(kind, itemsize, bucket, n, k, form)), KERNELS[kind], case,
                     {str(tiles): _product(kind, tiles, int8) for tiles in found}, context)
 
 

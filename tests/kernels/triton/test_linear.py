@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.linear import linear_swiglu
-from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, Int8, Int8Weight
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Int8, Int8Weight
 from npuserve.kernels.triton.linear_tiles import (
     BUCKETS,
     MEASURED,
@@ -62,11 +63,24 @@ def float8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tup
     return Int8(left, x.scale), Int8Weight.of(right, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), bias
 
 
+def grouped(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Int8, Int8Weight, Tensor]:
+    """Return operands of float8 with a scale for each 128 columns."""
+    x, weight, bias = float8(rows, n, k, dtype)
+    generator = torch.Generator().manual_seed(k)
+    left, right = (torch.rand(-(-k // 128), count, generator=generator).t() / 100 + 0.001 for count in (rows, n))
+    return replace(x, scale=left), replace(weight, scale=right, inputs=FLOAT8_GROUPED), bias
+
+
 def expected(x: Tensor | Int8, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
     """Return the product in float64."""
     if isinstance(x, Int8):
         assert isinstance(weight, Int8Weight)
-        out = F.linear(x.values.double(), weight.values.double()) * x.scale.double()[:, None] * weight.scale.double()
+        (left, by), (right, of_weight) = ((y.values.double(), y.scale.double()) for y in (x, weight))
+        if weight.is_grouped:
+            out = sum(F.linear(left[:, 128 * i :][:, :128], right[:, 128 * i :][:, :128]) * by[:, i : i + 1]
+                      * of_weight[:, i] for i in range(by.shape[1])) + torch.zeros(len(left), len(right))
+        else:
+            out = F.linear(left, right) * by[:, None] * of_weight
         return out if bias is None else out + bias.double()
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
@@ -83,7 +97,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("rows", [
     1, 16, 17, 32, 33, 64, 65, 70, *(pytest.param(rows, marks=pytest.mark.full) for rows in range(7, 71, 6))])
-@pytest.mark.parametrize("make", [floats, int8, float8])
+@pytest.mark.parametrize("make", [floats, int8, float8, grouped])
 def test_any_number_of_rows(calls: ModuleType, make: type, rows: int) -> None:
     """With the tiles of the table."""
     x, weight, bias = make(rows, 40, 100)
@@ -185,6 +199,26 @@ def test_library_of_float8_gets_rows_and_columns(calls: ModuleType, monkeypatch:
             calls.library(*wrong)
 
 
+@pytest.mark.parametrize("k", [1, 127, 128, 129, 300, 640])
+@pytest.mark.parametrize(("block", "split"), [(128, 1), (128, 3), (64, 1), (32, 2)])
+def test_grouped_float8_has_a_scale_for_each_group(calls: ModuleType, k: int, block: int, split: int) -> None:
+    tiles = Tiles(n=16, m=16, k=block, split=split, warps=4, stages=2)
+    x, weight, bias = grouped(5, 34, k)
+    assert weight.scale.shape == (34, -(-k // 128))
+    close(calls.linear(x, weight, bias, tiles), expected(x, weight, bias))
+    close(calls.linear_swiglu(x, weight, bias, tiles), gated(expected(x, weight, bias)))
+
+
+def test_grouped_float8_arguments_are_checked(calls: ModuleType) -> None:
+    x, weight, _ = grouped(5, 16, 300)
+    with pytest.raises(ValueError, match="tiles: blocks of 256 numbers, and 128 share a scale"):
+        calls.linear(x, weight, None, Tiles(n=16, m=16, k=256, split=1, warps=4, stages=2))
+    with pytest.raises(ValueError, match=r"scale of x: not a contiguous \[3, 5\]"):
+        calls.linear(replace(x, scale=torch.ones(5)), weight, None)
+    with pytest.raises(ValueError, match=r"scale of weight: not a contiguous \[3, 16\]"):
+        calls.linear(x, replace(weight, scale=weight.scale.contiguous()), None)
+
+
 def test_library_int8_equals_own_tiles(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_FINISHED", 16)
     x, weight, bias = int8(19, 2 * 24, 40, torch.bfloat16)
@@ -195,7 +229,7 @@ def test_library_int8_equals_own_tiles(calls: ModuleType, monkeypatch: pytest.Mo
         calls.library("linear", *int8(16, 8, 40))
 
 
-@pytest.mark.parametrize("make", [floats, int8, float8])
+@pytest.mark.parametrize("make", [floats, int8, float8, grouped])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_argmax_of_rounded_numbers(calls: ModuleType, make: type, dtype: torch.dtype) -> None:
     """Equal numbers within a tile and across tiles: the smallest id below the vocabulary is returned."""
@@ -257,11 +291,13 @@ def test_no_rows(calls: ModuleType) -> None:
 def test_gated_numbers_are_quantized(calls: ModuleType, rows: int) -> None:
     """By own tiles, and by the library where it serves floats."""
     serve = linear_swiglu.implementations["cuda"].function
-    for make in (floats, int8, float8):
+    for make in (floats, int8, float8, grouped):
         x, weight, bias = make(rows, 48, 40)
         want = gated(expected(x, weight, bias))
         made = serve(x, weight, bias, weight.inputs if isinstance(weight, Int8Weight) else int8(1, 1, 1)[1].inputs)
         assert isinstance(made, Int8)
+        if made.scale.dim() == 2:
+            made = replace(made, scale=made.scale[:, 0])  # 24 columns are one group
         off = made.values.double() * made.scale.double()[:, None] - want
         half = 0.51 * made.scale.double()[:, None]  # of a step
         assert (off.abs() <= (half if made.values.dtype == torch.int8 else want.abs() / 15.9 + half / 512)).all()
@@ -298,7 +334,9 @@ def test_candidates_fit_and_begin_with_the_choice(kind: Kind, n: int, k: int, it
         assert chosen in made
         assert candidates(kind, itemsize, rows, n, k, 132, fitting[-1])[0] == fitting[-1]
     assert (None in candidates(kind, itemsize, 16, n, k, 132)) == (itemsize > 1)
-    assert (None in candidates(kind, 1, 16, n, k, 132, float8=True)) == (k % 16 == 0)
+    assert (None in candidates(kind, 1, 16, n, k, 132, form="float8")) == (k % 16 == 0)
+    grouped = candidates(kind, 1, 4096, n, k, 132, form="grouped float8")
+    assert all(tiles is not None and 128 % tiles.k == 0 for tiles in grouped)
 
 
 def test_choose_takes_measured_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,10 +344,10 @@ def test_choose_takes_measured_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MEASURED, ("linear", 1, 32, 36, 64), None)
     monkeypatch.setitem(MEASURED, ("linear", "float8", 16, 48, 64), None)
     monkeypatch.setitem(MEASURED, ("linear", "float8", 16, 40, 64), None)
-    assert choose("linear", 1, 9, 48, 64, 132, float8=True) is None
+    assert choose("linear", 1, 9, 48, 64, 132, form="float8") is None
     assert choose("linear", 1, 9, 48, 64, 132) is not None
-    assert choose("linear", 1, 65, 48, 64, 132, float8=True) is None
-    assert choose("linear", 1, 9, 40, 64, 132, float8=True) is not None, "16 does not divide 40"
+    assert choose("linear", 1, 65, 48, 64, 132, form="float8") is None
+    assert choose("linear", 1, 9, 40, 64, 132, form="float8") is not None, "16 does not divide 40"
     assert choose("linear", 2, 9, 48, 64, 132) == TALL
     assert choose("linear", 2, 17, 48, 64, 132) != TALL
     assert choose("linear", 1, 20, 36, 64, 132) is not None, "the library takes no such columns"

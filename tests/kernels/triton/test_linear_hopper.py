@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 
-from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Kind, Tiles, calculated, candidates, choose
+from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Form, Kind, Tiles, calculated, candidates, choose
 from tests.kernels.triton.hopper import Compiled, Launch, compiled
 
 SHAPES: tuple[tuple[Kind, int, int], ...] = (
     ("linear", 5120, 5120), ("linear", 5120, 17408), ("linear_swiglu", 34816, 5120), ("linear_argmax", 151936, 5120))
-ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1, "fp8e4nv": 1}
-QUANTIZED = ("i8", "fp8e4nv")
+ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1, "fp8e4nv": 1, "grouped fp8e4nv": 1}
+FORMS: dict[str, Form] = {"fp8e4nv": "float8", "grouped fp8e4nv": "grouped float8"}
+QUANTIZED = ("i8", *FORMS)
 
 
 def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
     """Return a launch. name: type of the numbers. even: tiles divide K, and rows begin at multiples of 16 bytes, as in
     a model."""
     size = "i32/16" if even else "i32"
-    signature = {"x": f"*{name}", "weight": f"*{name}", "out": "*bf16" if name in QUANTIZED else f"*{name}",
-                 "tokens": "i32", "n": size, "k": size, "x_stride": size, "ahead": "i32"}
+    number = name.removeprefix("grouped ")
+    signature = {"x": f"*{number}", "weight": f"*{number}", "out": "*bf16" if name in QUANTIZED else f"*{name}",
+                 "tokens": "i32", "n": size, "k": size, "x_stride": size, "ahead": "i32", "scale_stride": size}
     given = {
         ("x_scale", "weight_scale"): "*fp32" if name in QUANTIZED else None,
         ("best",): "*fp32" if kind == "linear_argmax" else None,
@@ -32,8 +34,9 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
     }
     constants: dict[str, Any] = {
         "GATED": kind == "linear_swiglu", "BLOCK_N": tiles.n, "BLOCK_M": tiles.m, "BLOCK_K": tiles.k,
-        "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256, "WIDE": False,
-        "IMPRECISE": tiles.k if name == "fp8e4nv" and tiles.m <= 64 else None, "PDL": True}
+        "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256,
+        "WIDE": False, "IMPRECISE": tiles.k if name == "fp8e4nv" and tiles.m <= 64 else None,
+        "SCALED_K": 128 if name == "grouped fp8e4nv" else 0, "PDL": True}
     for arguments, kind_of in given.items():
         for argument in arguments:
             if kind_of is None:
@@ -46,15 +49,15 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
 
 def own(kind: Kind, name: str, rows: int, n: int, k: int) -> Tiles:
     """Return the tiles of the table, or where it has the library, the tiles that would replace it."""
-    size = ITEMSIZES[name]
-    return choose(kind, size, rows, n, k, 132) or calculated(kind, size, rows, n, k, 132)
+    shape = kind, ITEMSIZES[name], rows, n, k, 132, FORMS.get(name, "")
+    return choose(*shape) or calculated(*shape)
 
 
 CASES = {
     (kind, name, own(kind, name, rows, n, k))
     for kind, n, k in SHAPES for name, rows in (
         ("bf16", 1), ("bf16", 64), ("fp32", 16), ("i8", 1), ("i8", 128), ("i8", 2048), ("fp8e4nv", 1), ("fp8e4nv", 64),
-        ("fp8e4nv", 128))
+        ("fp8e4nv", 128), ("grouped fp8e4nv", 1), ("grouped fp8e4nv", 2048))
 }
 
 
@@ -98,7 +101,7 @@ def test_instructions(built: dict[tuple[Kind, str, Tiles], Compiled], case: tupl
         assert "wgmma.mma_async" in ptx
         assert "mma.sync" not in ptx
     assert (name == "i8") == bool(re.search(r"wgmma\S*s32\.s8\.s8", ptx))
-    assert (name == "fp8e4nv") == bool(re.search(r"wgmma\S*f32\.e4m3\.e4m3", ptx))
+    assert (name in FORMS) == bool(re.search(r"wgmma\S*f32\.e4m3\.e4m3", ptx))
     assert ("atom.global.gpu.acq_rel.add" in ptx) == (tiles.split > 1)
     assert not re.search(r"(atom|red)\S*\.f(16|32)|\.bf16x2\.add", ptx)
     if kind != "linear_argmax":

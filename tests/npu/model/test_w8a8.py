@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import statistics
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from npuserve.kernels.quantized import Int8Weight
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.shard import Shard
 from npuserve.npu.model.storage import stored_bytes
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Row
@@ -149,6 +153,72 @@ def test_float8_weights_every_number_is_written(tmp_path, monkeypatch, scheme):
     assert torch.equal(head.scale[100:], head.scale[:1].expand(28))
     planned = stored_bytes(ModelConfig.from_folder(tmp_path), torch.float32, cpu)
     assert planned == sum(tensor.nbytes for tensor in storage(weights))
+
+
+BLOCKS = W8A8(per_channel=False, float8=True, blocks=True)
+LARGE: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 160, "intermediate_size": 288, "head_dim": 24, "num_key_value_heads": 2}
+"""Sizes with parts of fused layers that begin and end within a block."""
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_float8_block_scales_become_scales_of_rows(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 1)
+    scheme = replace(BLOCKS, scale_name=name)
+    saved_w8a8(random_model("qwen3", **LARGE), tmp_path, scheme)
+    if name == "weight_scale_inv":
+        edit_config(tmp_path, quantization_config={
+            "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    weights, there = load(tmp_path, CpuBackend(native=False)), tensors_of(tmp_path)
+    for field, names in PARTS.items():
+        weight = int8_of(getattr(weights.layers[0], field))
+        whole = []
+        for part in names:
+            rows, columns = there[f"model.layers.0.{part}.weight"].shape
+            scale = there[f"model.layers.0.{part}.{name}"].float()
+            assert scale.shape == (-(-rows // 128), -(-columns // 128))
+            whole.append(torch.stack([scale[row // 128] for row in range(rows)]))
+        assert torch.equal(weight.scale, torch.cat(whole))
+        assert weight.scale.t().is_contiguous()
+        assert weight.inputs.grouped
+    planned = stored_bytes(ModelConfig.from_folder(tmp_path), torch.float32, CpuBackend(native=False))
+    assert planned == sum(tensor.nbytes for tensor in storage(weights))
+
+
+def test_float8_blocks_logits_equal_weights_of_floats(tmp_path):
+    """transformers computes these checkpoints on GPUs alone. The reference has the same weights as floats, so that it
+    differs by the rounding of the inputs."""
+    model = random_model("qwen3", **LARGE)
+    whole = oracles(model)
+    saved_w8a8(model, tmp_path, BLOCKS)
+    there = tensors_of(tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (scale := there.get(name.replace(".weight", ".weight_scale"))) is not None:
+                wide = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+                parameter.copy_(there[name].float() * wide[: parameter.shape[0], : parameter.shape[1]])
+    theirs = oracles(model)
+    ours = logits(tmp_path, CpuBackend(native=False))
+    assert 0.02 < far(theirs, whole) < 0.2
+    assert 1e-3 < far(ours, theirs) < 1.5 * far(theirs, whole)
+
+
+def test_float8_blocks_divided_between_ranks(tmp_path):
+    """Rows are divided anywhere (keys at row 64), columns at blocks."""
+    saved_w8a8(random_model("qwen3", **{**LARGE, "intermediate_size": 512, "head_dim": 64}), tmp_path, BLOCKS)
+    config, cpu = ModelConfig.from_folder(tmp_path), CpuBackend(native=False)
+    whole = load(tmp_path, cpu).layers[0]
+    parts = [load_weights(tmp_path, config.sharded(Shard(rank, 2)), torch.float32, cpu).layers[0] for rank in range(2)]
+    for field in ("down", "o"):
+        scales = [int8_of(getattr(part, field)).scale for part in parts]
+        assert torch.equal(torch.cat(scales, 1), int8_of(getattr(whole, field)).scale)
+    for field, sizes in (("gate_up", [256, 256]), ("qkv", [128, 64, 64])):
+        divided = [int8_of(getattr(part, field)).scale.split(sizes) for part in parts]
+        merged = torch.cat([scale for both in zip(*divided, strict=True) for scale in both])
+        assert torch.equal(merged, int8_of(getattr(whole, field)).scale)
+    edit_config(tmp_path, intermediate_size=384)
+    with pytest.raises(ModelError, match=r"down_proj are divided between ranks; supported: a tensor_parallel_size"):
+        stored_bytes(ModelConfig.from_folder(tmp_path).sharded(Shard(1, 2)), torch.float32, cpu)
 
 
 def test_float8_invalid_tensor_is_refused_by_name(tmp_path):

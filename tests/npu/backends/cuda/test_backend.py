@@ -139,14 +139,16 @@ class GoldenCpu(CpuBackend):
         super().__init__(native=False, place=place)
 
 
-@pytest.mark.parametrize("scheme", [W8A8(float8=True), W8A8(per_channel=False, dynamic=False, float8=True)],
-                         ids=["dynamic", "static"])
+@pytest.mark.parametrize("scheme", [
+    W8A8(float8=True), W8A8(per_channel=False, dynamic=False, float8=True),
+    W8A8(per_channel=False, float8=True, blocks=True)], ids=["dynamic", "static", "blocks"])
 def test_cuda_float8_logprobs_are_near_golden(tmp_path: Path, scheme: W8A8) -> None:
     """Chunks and captured decode rows, equal except where a number is a near tie and becomes the next float8."""
     from tests.support.models import random_model
     from tests.support.models import saved_w8a8 as saved_by_scheme
 
-    folder = saved_by_scheme(random_model("qwen3", num_hidden_layers=1), tmp_path, scheme)
+    sizes = {"hidden_size": 160, "intermediate_size": 200} if scheme.blocks else {}
+    folder = saved_by_scheme(random_model("qwen3", num_hidden_layers=1, **sizes), tmp_path, scheme)
     with pytest.raises(BackendError, match=r"float8 weights and input_activations .* are not possible on cpu; .* int8"):
         load(folder, "cpu")
     with pytest.raises(BackendError, match=r"float8 weights and input_activations .* are not possible on cpu; .* int8"):
