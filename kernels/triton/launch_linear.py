@@ -223,8 +223,9 @@ def _product(
     product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
         places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
-        ahead=_ahead(numbers, heights * widths * tiles.split * tiles.n * (1 + gated)), scale_stride=len(numbers),
-        GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split, GROUP=_GROUP,
-        EVEN=k % tiles.k == 0, ONCE=heights == 1,
+        ahead=0 if is_grouped and columns % 4 else _ahead(
+            numbers, heights * widths * tiles.split * tiles.n * (1 + gated)),
+        scale_stride=len(numbers), GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split,
+        GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
         WIDE=not values.is_cuda and values.dtype == torch.bfloat16, IMPRECISE=tiles.k if precise else None,
         SCALED_K=GROUP if is_grouped else 0, num_warps=tiles.warps, num_stages=tiles.stages, **dependent(values))

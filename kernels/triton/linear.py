@@ -44,7 +44,8 @@ def product_kernel(
     ONCE: only one tile of tokens reads the weight.
     PDL: the launch may begin before the previous one ends; see dependent.py. Meanwhile it prefetches the first `ahead`
         numbers of its rows of the weight into the L2 cache.
-    ahead: a multiple of 16; 0 if rows of the weight do not begin at multiples of 16 bytes.
+    ahead: a multiple of 16; 0 if rows of the weight, or scales of a group, do not
+        begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles_m = tl.cdiv(tokens, BLOCK_M)
@@ -69,6 +70,13 @@ def product_kernel(
             to_l2(own, nbytes)
             if GATED:
                 to_l2(own + up, nbytes)
+            if SCALED_K > 0:  # all scales of the tile's part, up to 64 groups
+                groups = tl.minimum(begin * BLOCK_K // SCALED_K + tl.arange(0, 64), (end * BLOCK_K - 1) // SCALED_K)
+                scales = weight_scale + tl.maximum(groups, 0).to(tl.int64) * scale_stride + tile_n * BLOCK_N
+                of_tile = tl.minimum(BLOCK_N, n - tile_n * BLOCK_N) * 4
+                to_l2(scales, of_tile)
+                if GATED:
+                    to_l2(scales + n, of_tile)
         gdc_wait()
 
     ACC: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
