@@ -64,13 +64,14 @@ class Oracle:
             if not want.is_floating_point() and want.dtype not in QUANTIZED:
                 other_ids += int((got != want).sum())
             elif want.numel():
-                difference = torch.where(got == want, 0.0, (got.double() - want.double()).abs())
+                wide, exact = got.double(), want.double()
+                difference = torch.where(wide == exact, 0.0, (wide - exact).abs())
                 difference = difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
                 error = max(error, float(difference.max()))
                 rtol, atol = QUANTIZED.get(want.dtype, (self._tolerance, self._tolerance))
-                tolerated = max(rtol, self._tolerance) * want.double().abs() + atol
+                tolerated = max(rtol, self._tolerance) * exact.abs() + atol
                 excess = max(excess, float((difference / tolerated).max()))
-                whole = float(want.double().nan_to_num(posinf=0, neginf=0).norm())
+                whole = float(exact.nan_to_num(posinf=0, neginf=0).norm())
                 relative = max(relative, float(difference.norm()) / (whole or 1.0))
         return Accuracy(error, other_ids, excess, relative)
 

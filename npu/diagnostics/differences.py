@@ -21,7 +21,8 @@ def difference_of(got: Tensor, want: Tensor) -> float:
     """Return the largest absolute difference."""
     if not want.numel():
         return 0.0
-    return float(torch.where(got == want, 0.0, (got.double() - want.double()).abs()).max())
+    wide, exact = got.double(), want.double()
+    return float(torch.where(wide == exact, 0.0, (wide - exact).abs()).max())
 
 
 def relative_of(got: Tensor, want: Tensor) -> float:
@@ -33,6 +34,6 @@ def relative_of(got: Tensor, want: Tensor) -> float:
         return 0.0
     if not want.is_floating_point():
         return difference_of(got, want) if want.dtype in QUANTIZED else float((got != want).double().mean())
-    wide = want.double()
-    size = wide.abs() + wide.square().mean(-1, keepdim=True).sqrt()
-    return float(torch.where(got == want, 0.0, (got.double() - wide).abs() / size).max())
+    wide, exact = got.double(), want.double()
+    size = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt()
+    return float(torch.where(wide == exact, 0.0, (wide - exact).abs() / size).max())

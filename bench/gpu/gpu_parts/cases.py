@@ -25,6 +25,9 @@ from npuserve.kernels import (
 from npuserve.kernels.registry import Case
 from npuserve.npu.diagnostics.machine import takes_case
 
+FLOAT8 = ("float8", "grouped float8")
+"""Forms of float8, for which fewer numbers of rows are tested and timed."""
+
 
 def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]]:
     """Return kernel -> cases at the run's shape: with each number of rows, and with many rows of one prompt."""
@@ -44,8 +47,9 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
     heads, kv_heads, vocabulary = shape["num_attention_heads"], shape["num_key_value_heads"], shape["vocab_size"]
     width = heads * head
     products = ((hidden, width + 2 * kv_heads * head), (width, hidden), (inner, hidden))
-    for int8 in ("", "given", "float8", "grouped float8"):
-        for tokens in (*rows, many):
+    few = [n for n in rows if n in (rows[0], 64, 256)]
+    for int8 in ("", "given", *FLOAT8):
+        for tokens in (*(few if int8 in FLOAT8 else rows), many):
             yield from (("linear", linear._case(tokens, k, n, int8=int8)) for k, n in products)
             scheme = "int8" if int8 == "given" else int8
             yield "linear_swiglu", linear._swiglu_case(tokens, hidden, inner, int8=int8, scheme=scheme)
@@ -54,11 +58,11 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
         yield "greedy", greedy._case(tokens, vocabulary, 0)
         yield "sample", sample._case(tokens, vocabulary, 0, top_k=20, top_p=0.95)
     for tokens in (*rows, many):
-        for scheme in ("", "int8", "float8", "grouped float8"):
+        for scheme in ("", "int8", *(FLOAT8 if tokens in (*few, many) else ())):
             yield "rms_norm", norm._rms_norm_case(tokens, hidden, scheme)
             yield "add_rms_norm", norm._add_rms_norm_case(tokens, hidden, scheme)
-        yield from (("quantize", quantize._quantize_case(tokens, width, scheme)) for scheme in
-                    ("int8", "float8", "grouped float8"))
+            if scheme:
+                yield "quantize", quantize._quantize_case(tokens, width, scheme)
         yield "swiglu", swiglu._case(tokens, inner)
         yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(tokens, heads, kv_heads, head, int8=cached))
                     for cached in (False, True))

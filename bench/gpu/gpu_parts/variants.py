@@ -38,7 +38,7 @@ def shapes(context: Context) -> Iterator[Shape]:
     """Yield the shapes, the most frequent first; none if the kernels are not in Triton."""
     if context.backend.kernels != LABEL:
         return
-    for int8 in ("", "given", "float8", "grouped float8"):
+    for int8 in ("", "float8", "given", "grouped float8"):
         for bucket, rows in list(ROWS.items())[: 1 if context.toy or context.quick else None]:
             yield from _products(context, int8, bucket, rows)
     yield from _attentions(context)

@@ -67,11 +67,16 @@ def test_divided_sums_give_the_same_tokens(tmp_path: Path, size: int) -> None:
     assert found.answers == reports(folder, 1, GREEDY, tokens=6, max_model_len=64).answers
 
 
-def test_static_w8a8_with_int8_cache_equals_one_process(tmp_path: Path) -> None:
-    """Kernel by kernel: test_backend.py has captured steps in int8."""
+@pytest.mark.parametrize("scheme", [
+    W8A8(dynamic=False), W8A8(dynamic=False, float8=True), W8A8(per_channel=False, float8=True, blocks=True)],
+    ids=["int8", "float8", "blocks"])
+def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -> None:
+    """Kernel by kernel: test_backend.py has captured steps. The scales of inputs are of the whole model, or of groups
+    that no rank divides."""
     from tests.support.models import random_model, saved_w8a8
 
-    folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1), tmp_path, W8A8(dynamic=False))
+    sizes = {"head_dim": 64, "intermediate_size": 256} if scheme.blocks else {}
+    folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1, **sizes), tmp_path, scheme)
     settings = CUDA | {"kv_cache_dtype": "int8", "tokens": 3, "capture": "off"}
     alone, divided = (reports(folder, size, GREEDY, shared=False, **settings) for size in (1, 2))
     assert divided == alone
