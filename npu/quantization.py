@@ -100,7 +100,7 @@ class Quantization:
         """Return the value of config.json's `quantization_config`, with the keys that llm-compressor writes."""
         return {
             "config_groups": {f"group_{index}": _group_json(*group) for index, group in enumerate(self.groups)},
-            "format": self.groups[0][1].format,
+            "format": (self.groups[0][1] if self.groups else W8A8()).format,
             "global_compression_ratio": None,
             "ignore": list(self.ignore),
             "kv_cache_scheme": None,
