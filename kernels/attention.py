@@ -14,12 +14,13 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.kv_cache import (
+    QUANTIZED,
     Cache,
     block_size,
     native_parts,
     pack_keys,
     pack_values,
-    quantize_heads,
+    quantized_as,
     read,
     unpack_keys,
     unpack_values,
@@ -28,8 +29,8 @@ from npuserve.kernels.native import CONSTANTS, LANES, layout
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.registry import Case, kernel
 
-INT8_TOLERANCE = 3e-4
-"""Tolerance of results over an int8 cache: implementations may multiply queries and weights in int16."""
+CACHE_TOLERANCE = 3e-4
+"""Tolerance of results over a quantized cache: implementations may multiply queries and weights in int16."""
 
 GATHERED_TOKENS = 4096
 """Tokens of an int8 cache that the Ascend implementation dequantizes at once, more only for one longer row."""
@@ -76,9 +77,9 @@ def _case(
     head_dim: int,
     block_size: int = 16,
     benchmark: bool = False,
-    int8: bool = False,
+    cached: str = "",
 ) -> Case:
-    """Return a case. rows: (queries, context) of each row."""
+    """Return a case. rows: (queries, context) of each row. cached: of `QUANTIZED`, "" if the cache is not quantized."""
 
     def make(
         generator: torch.Generator, dtype: torch.dtype
@@ -89,13 +90,13 @@ def _case(
         q = torch.randn(tokens, q_heads, head_dim, generator=generator).to(dtype)
         shape = (2, len(rows) * width, block_size, kv_heads, head_dim)
         caches = torch.randn(shape, generator=generator).to(dtype)
-        k_cache, v_cache = map(quantize_heads, caches) if int8 else caches
+        k_cache, v_cache = quantized_as(cached, caches)
         metadata = AttentionMetadata.from_lengths(block_tables, [c for _, c in rows], [n for n, _ in rows])
         return q, k_cache, v_cache, metadata, head_dim**-0.5
 
     queries, contexts = ("+".join(map(str, sorted(set(x)))) for x in zip(*rows, strict=True))
-    name = f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}{' int8' if int8 else ''}"
-    return Case(name, make, benchmark, head_dim, int8, tolerance=INT8_TOLERANCE if int8 else 0.0)
+    name = f"{len(rows)} rows {queries} of {contexts} {q_heads}/{kv_heads}x{head_dim}{cached and f' {cached}'}"
+    return Case(name, make, benchmark, head_dim, QUANTIZED.get(cached), tolerance=CACHE_TOLERANCE if cached else 0.0)
 
 
 @kernel(
@@ -111,22 +112,23 @@ def _case(
         _case([(512, 512)], 16, 8, 128, benchmark=True),
         _case([(512, 4096)], 16, 8, 128, benchmark=True),
         _case([(1, 8192)], 16, 8, 128, 128, benchmark=True),
-        _case([(1, 17), (5, 5), (3, 20), (1, 33)], 6, 2, 16, int8=True),
-        _case([(7, 31), (1, 5)], 3, 1, 10, block_size=32, int8=True),
-        _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64, int8=True),
-        _case([(1, 700)], 4, 1, 16, int8=True),
-        _case([(1, 130), (5, 40), (1, 7)], 4, 2, 128, int8=True),
-        *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True, int8=True) for rows in (1, 32)),
-        _case([(512, 4096)], 16, 8, 128, benchmark=True, int8=True),
-        _case([(1, 8192)], 16, 8, 128, 128, benchmark=True, int8=True),
+        *(case for cached in QUANTIZED for case in (
+            _case([(1, 17), (5, 5), (3, 20), (1, 33)], 6, 2, 16, cached=cached),
+            _case([(7, 31), (1, 5)], 3, 1, 10, block_size=32, cached=cached),
+            _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64, cached=cached),
+            _case([(1, 700)], 4, 1, 16, cached=cached),
+            _case([(1, 130), (5, 40), (1, 7)], 4, 2, 128, cached=cached),
+            *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True, cached=cached) for rows in (1, 32)),
+            _case([(512, 4096)], 16, 8, 128, benchmark=True, cached=cached),
+            _case([(1, 8192)], 16, 8, 128, 128, benchmark=True, cached=cached))),
     ],
 )
 def paged_attention(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Compute causal attention of rows with any number of queries over the blocks of each row.
 
     q: [T, Hq, D].
-    k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both int8. Hq is a multiple of Hkv. They already
-        hold this step's keys and values.
+    k_cache, v_cache: [B, block_size, Hkv, D], both in q's dtype or both quantized. Hq is a multiple of Hkv. They
+        already hold this step's keys and values.
 
     Returns [T, Hq D], 0 for queries of no row. Softmax and sums are in float32. The results of a row do not depend on
     the other rows.

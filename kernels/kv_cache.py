@@ -1,4 +1,4 @@
-"""Keys or values of the KV cache as kernels take them: in the dtype of the activations, or in int8."""
+"""Keys or values of the KV cache as kernels take them: in the dtype of the activations, or quantized to a byte."""
 
 from __future__ import annotations
 
@@ -11,22 +11,44 @@ from npuserve.kernels.native import layout
 from npuserve.kernels.quantized import Int8
 
 Cache = Tensor | Int8
-"""[B, block_size, Hkv, D]. An int8 cache has scale [B, block_size, Hkv], one for each token and head, in bfloat16 or,
-where the device's operators need it, in float32."""
+"""[B, block_size, Hkv, D]. A quantized cache has values in int8 or float8_e4m3fn, and scale [B, block_size, Hkv], one
+for each token and head, in bfloat16 or, where the device's operators need it, in float32."""
+
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Setting -> dtype of the values of a quantized cache."""
+
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+"""Dtype of the values -> the largest magnitude."""
 
 
-def quantize_heads(x: Tensor, scales: torch.dtype = torch.bfloat16) -> Int8:
-    """Quantize x [..., D] to int8, each [D] with its own scale.
+def setting_of(dtype: torch.dtype) -> str:
+    """Return the setting of a cache with values of this dtype; "auto" if it is not quantized."""
+    return next((name for name, quantized in QUANTIZED.items() if quantized == dtype), "auto")
+
+
+def quantize_heads(x: Tensor, scales: torch.dtype = torch.bfloat16, values: torch.dtype = torch.int8) -> Int8:
+    """Quantize x [..., D], each [D] with its own scale.
 
     scales: dtype of the scales, bfloat16 or float32.
+    values: dtype of the values, int8 or float8_e4m3fn.
 
-    The scale is the largest magnitude divided by 127, rounded up to bfloat16 if that is its dtype, so that nothing is
-    clipped. A scale of 0 becomes 1. The quotients `x / scale` are rounded to nearest, ties to even.
+    The scale is the largest magnitude divided by that of the dtype, rounded up to bfloat16 if that is its dtype, so
+    that nothing is clipped. A scale of 0 becomes 1. The quotients `x / scale` are rounded to nearest, ties to even.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    exact = (wide.abs().amax(dim=-1) / 127).float()
+    wide, largest = x if x.dtype == torch.float64 else x.float(), LARGEST[values]
+    exact = (wide.abs().amax(dim=-1) / largest).float()
     scale = torch.where(exact > 0, exact if scales == torch.float32 else rounded_up(exact), 1.0)
-    return Int8((wide / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale)
+    quotients = wide / scale.unsqueeze(-1)
+    rounded = quotients.round() if values == torch.int8 else quotients
+    return Int8(rounded.clamp(-largest, largest).to(values), scale)
+
+
+def quantized_as(name: str, caches: Tensor) -> tuple[Cache, Cache]:
+    """Return keys and values of a case. name: of `QUANTIZED`, or "". caches: [2, ...]."""
+    keys, values = caches
+    if not name:
+        return keys, values
+    return quantize_heads(keys, values=QUANTIZED[name]), quantize_heads(values, values=QUANTIZED[name])
 
 
 def rounded_up(scale: Tensor) -> Tensor:
@@ -39,7 +61,7 @@ def block_size(cache: Cache) -> int:
 
 
 def read(cache: Cache, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cache[index] in `dtype`; int8 is multiplied by its scales in that dtype."""
+    """Return cache[index] in `dtype`; quantized values are multiplied by their scales in that dtype."""
     if isinstance(cache, Tensor):
         return cache[index]
     return cache.values[index].to(dtype) * cache.scale[index].to(dtype).unsqueeze(-1)
@@ -50,7 +72,7 @@ def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
     if isinstance(cache, Tensor):
         cache.flatten(0, 1)[slots] = heads
         return
-    new = quantize_heads(heads, cache.scale.dtype)
+    new = quantize_heads(heads, cache.scale.dtype, cache.values.dtype)
     cache.values.flatten(0, 1)[slots] = new.values
     cache.scale.flatten(0, 1)[slots] = new.scale.to(cache.scale.dtype)
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.kv_cache import (
+    QUANTIZED,
     Cache,
     block_size,
     native_parts,
     pack_keys,
     pack_values,
-    quantize_heads,
+    quantized_as,
     rounded_up,
     unpack_keys,
     unpack_values,
@@ -29,7 +30,7 @@ from npuserve.kernels.registry import Case, kernel
 
 def _case(
     tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = True, benchmark: bool = False,
-    int8: bool = False,
+    cached: str = "",
 ) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Cache | float | None, ...]:
         blocks, block_size, max_positions = -(-tokens // 16) + 2, 16, max(64, tokens)
@@ -41,11 +42,11 @@ def _case(
         slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
         slots[1::5] = -1
         caches = torch.randn(2, blocks, block_size, kv_heads, head_dim, generator=generator).to(dtype)
-        k_cache, v_cache = map(quantize_heads, caches) if int8 else caches
+        k_cache, v_cache = quantized_as(cached, caches)
         return qkv, *gammas, 1e-6, cos_sin, positions, slots, k_cache, v_cache, q_heads
 
-    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}{' int8' if int8 else ''}"
-    return Case(name, make, benchmark, head_dim, int8)
+    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}{cached and f' {cached}'}"
+    return Case(name, make, benchmark, head_dim, QUANTIZED.get(cached))
 
 
 @kernel(
@@ -56,11 +57,12 @@ def _case(
         _case(33, 6, 3, 16),
         _case(5, 4, 2, 128),
         *(_case(t, 16, 8, 128, benchmark=True) for t in (1, 32, 512)),
-        _case(7, 3, 1, 10, norm=False, int8=True),
-        _case(33, 6, 3, 16, int8=True),
-        _case(5, 4, 2, 64, int8=True),
-        _case(5, 4, 2, 128, int8=True),
-        *(_case(t, 16, 8, 128, benchmark=True, int8=True) for t in (1, 512)),
+        *(case for cached in QUANTIZED for case in (
+            _case(7, 3, 1, 10, norm=False, cached=cached),
+            _case(33, 6, 3, 16, cached=cached),
+            _case(5, 4, 2, 64, cached=cached),
+            _case(5, 4, 2, 128, cached=cached),
+            *(_case(t, 16, 8, 128, benchmark=True, cached=cached) for t in (1, 512)))),
     ],
 )
 def qk_norm_rope_kv_write(
@@ -83,7 +85,7 @@ def qk_norm_rope_kv_write(
 
     positions: [T] int64 below P.
     slot_mapping: [T] int64, block * block_size + offset, each at most once. Negative slots are not written.
-    k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place. For an int8 cache, `quantize_heads`
+    k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place. For a quantized cache, `quantize_heads`
         quantizes the rounded values.
 
     Returns q [T, Hq, D]. Rotary embedding covers the whole head in rotate-half form, as in GPT-NeoX (Su et al. 2021,

@@ -43,7 +43,7 @@ class Case:
     Some devices lack what a case needs:
 
     head_dim: size of its attention heads; 0 without heads.
-    int8_cache: its KV cache is int8.
+    cache: dtype of its KV cache, if that is quantized.
     zeros: its int8 numbers have zero points.
     float8: it has float8 numbers.
     """
@@ -52,7 +52,7 @@ class Case:
     make: Callable[[torch.Generator, torch.dtype], tuple[Any, ...]]
     benchmark: bool = False
     head_dim: int = 0
-    int8_cache: bool = False
+    cache: torch.dtype | None = None
     zeros: bool = False
     float8: bool = False
     tolerance: float = 0.0

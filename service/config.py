@@ -73,7 +73,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lm_head_dtype: Literal["auto", "int8"] = "auto"
     max_model_len: int = 0
     block_size: int = 0
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     kv_cache_memory: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

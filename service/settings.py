@@ -76,7 +76,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "KV cache": {
         "block_size": "tokens per block, a power of two; 0: the backend's choice",
-        "kv_cache_dtype": "auto: type of the activations; int8: twice the tokens in the same memory",
+        "kv_cache_dtype": "auto: type of the activations; int8, fp8: twice the tokens in the same memory; fp8 on CUDA",
         "kv_cache_memory": "size in bytes or as 4GiB; 0: derived from the free memory",
         "prefix_cache": "reuse the blocks of equal prefixes",
         "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with all, "

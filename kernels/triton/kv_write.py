@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and cache write on CUDA, for caches of floats or int8.
+"""Norm, rotary embedding and cache write on CUDA, for caches of floats, int8 or float8_e4m3fn.
 
 One token is divided among several multiprocessors. qk_norm_rope_kv_write.py is the version for Ascend.
 """
@@ -18,7 +18,7 @@ def kv_write_kernel(
 ):
     """Run the kernel qk_norm_rope_kv_write.
 
-    k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of int8 caches, or None.
+    k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of quantized caches, or None.
     HALF: half the size of a head. HALF_BLOCK: the smallest power of two that is at least HALF.
     HEADS: a power of two. A program processes HEADS heads of a token. The programs of a token process its queries,
         then its keys, then its values.
@@ -98,7 +98,7 @@ def _scaled(x, scale, gamma):
 def _store(
     a, b, offsets, inside, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Write both halves to the cache. Quantization to int8 is bit-identical to `quantize_heads`."""
+    """Write both halves to the cache. Quantization is bit-identical to `quantize_heads`."""
     target = cache + slot * (KV_HEADS * 2 * HALF) + offsets
     if scales is None:
         tl.store(target, a, mask=inside)
@@ -106,17 +106,27 @@ def _store(
     else:
         a, b = a.to(tl.float32), b.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-        exact = tl.div_rn(largest, tl.full((HEADS,), 127.0, tl.float32))
+        INT8: tl.constexpr = cache.dtype.element_ty == tl.int8
+        LARGEST: tl.constexpr = 127.0 if INT8 else 448.0
+        exact = tl.div_rn(largest, tl.full((HEADS,), LARGEST, tl.float32))
         above = ((exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16) << 16
         scale = tl.where(exact > 0, above.to(tl.float32, bitcast=True), 1.0)
         heads = first + tl.arange(0, HEADS)
         tl.store(scales + slot * KV_HEADS + heads, scale.to(tl.bfloat16), mask=heads < KV_HEADS)
-        tl.store(target, _rounded(a, scale), mask=inside)
-        tl.store(target + HALF, _rounded(b, scale), mask=inside)
+        tl.store(target, _rounded(a, scale, INT8).to(cache.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, _rounded(b, scale, INT8).to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rounded(x, scale):
-    """Return x / scale as int8, ties to even: floats near 1.5 * 2**23 are 1 apart."""
-    shifted = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)) + 12582912.0
-    return tl.clamp(shifted - 12582912.0, -127.0, 127.0).to(tl.int8)
+def _rounded(x, scale, INT8: tl.constexpr):
+    """Return x / scale, rounded to int8 or float8e4nv, ties to even, in float32.
+
+    Floats near 1.5 * 2**23 are 1 apart, and near 1.5 * 2**14 as far as float8e4nv below 2**-6. The conversion of the
+    result is exact, since Triton's interpreter does not round to nearest float8e4nv.
+    """
+    quotients = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    if INT8:
+        return tl.clamp(quotients + 12582912.0 - 12582912.0, -127.0, 127.0)
+    bits = quotients.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(quotients) < 0.015625, quotients + 24576.0 - 24576.0, normal)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import triton
-from npuserve.kernels.kv_cache import Cache
+from npuserve.kernels.kv_cache import QUANTIZED, Cache
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
@@ -50,8 +50,8 @@ def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.
 
     Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us. At a latency of 800 ns, 26 KB must be in flight. The block
     number is loaded before the block, so five stages have two iterations in flight, and seven stages three. With heads
-    of 128, two programs have 2 iterations of 32 KB each in flight: 128 KB together. An iteration may take 2 us. In int8
-    they have 3 iterations of 16 KB each, 96 KB together.
+    of 128, two programs have 2 iterations of 32 KB each in flight: 128 KB together. An iteration may take 2 us. In a
+    byte they have 3 iterations of 16 KB each, 96 KB together.
 
     Chunks: 128 rows make the two groups of four warps that wgmma takes. Few tokens use smaller tiles, to have more
     tiles. `keys` is the largest number that the registers hold without spilling.
@@ -59,7 +59,7 @@ def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.
     wide, exact = power(max(head_dim, 16)), activations == torch.float32
     keys = max(16, min(128, (2048 if exact else 8192) // wide))
     if not chunks:
-        return Config(16, keys, 4, 3 if exact else 7 if cached == torch.int8 else 5, 2, 128)
+        return Config(16, keys, 4, 3 if exact else 7 if cached.itemsize == 1 else 5, 2, 128)
     if exact:
         return Config(16, keys, 4, 2, 2, 256)
     if wide > 128:
@@ -76,13 +76,13 @@ CONFIGS = {
         (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 5, 1),
         (128, 128, 8, 3, 1), (128, 32, 8, 3, 1))],
 }
-"""By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or int8."""
+"""By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or one."""
 
 
 def _check(
     q: Tensor, k_cache: Cache, v_cache: Cache, block_tables: Tensor, context_lens: Tensor, cu_seqlens_q: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return keys, their scales, values, and their scales; None for scales of caches that are not int8.
+    """Return keys, their scales, values, and their scales; None for scales of caches that are not quantized.
 
     Raises ValueError for a shape, dtype or device that the kernel `paged_attention` does not take.
     """
@@ -101,7 +101,7 @@ def _check(
     if not q_heads or q_heads % kv_heads:
         raise ValueError(f"q: {q_heads} heads are not a multiple of {kv_heads} KV heads")
     if k_scale is not None and size % 2:
-        raise ValueError(f"k_cache: blocks of {size} are not even, as int8 asks")
+        raise ValueError(f"k_cache: blocks of {size} are not even, as scales ask")
     group = q_heads // kv_heads
     within("query heads of a KV head", group, 1, 64)
     rows = len(context_lens)
@@ -262,7 +262,7 @@ def _parts(name: str, cache: Cache, q: Tensor) -> tuple[Tensor, Tensor | None]:
     numbers, scale = (cache.values, cache.scale) if isinstance(cache, Int8) else (cache, None)
     if numbers.dim() != 4:
         raise ValueError(f"{name}: {list(numbers.shape)} is not [blocks, block_size, KV heads, head_dim]")
-    check(name, numbers, tuple(numbers.shape), (torch.int8,) if scale is not None else (q.dtype,), q.device)
+    check(name, numbers, tuple(numbers.shape), tuple(QUANTIZED.values()) if scale is not None else (q.dtype,), q.device)
     if scale is not None:
         check(f"scale of {name}", scale, tuple(numbers.shape[:3]), (torch.bfloat16,), q.device)
     return numbers, scale

@@ -39,8 +39,8 @@ def paged_attention_kernel(
 
     q, out: [tokens, KV_HEADS * GROUP, D].
     k_cache, v_cache: [B, SIZE, KV_HEADS, D].
-    k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32; None without scales. SIZE is even, since copies to
-        shared memory have at least four bytes.
+    k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32, of caches in int8 or float8e4nv; None without
+        scales. SIZE is even, since copies to shared memory have at least four bytes.
     scale: above 0, in units of log2.
 
     block_tables: [rows, ...] int32, rows tables_stride apart.
@@ -207,7 +207,7 @@ def _accumulate(
         places = (blocks.to(tl.int64) * SIZE + keys % SIZE) * KV_HEADS + head
         whole = places[:, None] * D + d[None, :]
         kept = there[:, None] & (d < D)[None, :]
-        k = tl.load(k_cache + whole, mask=kept, other=0)
+        k = tl.load(k_cache + whole, mask=kept, other=0.0)
         scores = _product(heads, tl.trans(k), None, WIDE)
         if k_scale is not None:
             odd = (keys * KV_HEADS + head) % 2 == 1
@@ -219,7 +219,7 @@ def _accumulate(
         fade = tl.exp2(peak - higher)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None]
-        v = tl.load(v_cache + whole, mask=kept, other=0)
+        v = tl.load(v_cache + whole, mask=kept, other=0.0)
         if k_scale is not None:
             weights *= _factors(tl.load(v_scale + places // 2, mask=there, other=0), odd)[None, :]
         acc = _product(weights.to(heads.dtype), v, acc, WIDE)

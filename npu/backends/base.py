@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
+from npuserve.kernels.kv_cache import setting_of
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import Int8Weight
@@ -135,8 +136,8 @@ class Backend(ABC):
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
     captures_sampler: a captured step may contain the kernels `penalize` and `sample`, which then copy nothing to the
         host.
-    int8_cache: the kernels support an int8 KV cache.
-    scale_dtype: dtype of the scales of an int8 KV cache.
+    cache_dtypes: dtypes of a quantized KV cache that the kernels support.
+    scale_dtype: dtype of the scales of a quantized KV cache.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     """
@@ -145,7 +146,6 @@ class Backend(ABC):
     dtypes: ClassVar[tuple[str, ...]]
     vocabulary_tile: ClassVar[int]
     block_size: ClassVar[int]
-    int8_cache: ClassVar[bool] = False
     int8_zeros: ClassVar[bool] = False
     float8: ClassVar[bool] = False
     block_multiple: int = 1
@@ -161,6 +161,7 @@ class Backend(ABC):
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5
+    cache_dtypes: tuple[torch.dtype, ...] = ()
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
@@ -284,17 +285,15 @@ class Backend(ABC):
         return nullcontext(False)
 
     def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or int8 for "int8".
+        """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or that of a setting.
 
         Raises BackendError if it is not supported.
         """
-        if requested == "auto":
-            return dtype
-        if requested != "int8" or not self.int8_cache:
-            raise BackendError(
-                f"kv_cache_dtype: {requested!r} is not possible on {self.name}; "
-                f"{'possible are auto, int8' if self.int8_cache else 'only auto is possible'}")
-        return torch.int8
+        possible = {"auto": dtype} | {setting_of(cached): cached for cached in self.cache_dtypes}
+        if requested not in possible:
+            named = f"possible are {', '.join(possible)}" if len(possible) > 1 else "only auto is possible"
+            raise BackendError(f"kv_cache_dtype: {requested!r} is not possible on {self.name}; {named}")
+        return possible[requested]
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -307,15 +306,15 @@ class Backend(ABC):
         return shape, shape
 
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
-        """Return the shape of the scales of an int8 cache's keys, which is also that of its values' scales."""
+        """Return the shape of the scales of a quantized cache's keys, which is also that of its values' scales."""
         return num_blocks, block_size, kv_heads
 
     def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
         """Return True if steps with chunks are captured, over a KV cache of this dtype."""
         return self.capture_chunks
 
-    def int8_chunk_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
-        """Return the bytes in which the kernels hold contexts of up to `context` tokens, read from an int8 cache."""
+    def dequantized_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
+        """Return the bytes in which the kernels hold contexts of up to `context` tokens of a quantized cache."""
         return 0
 
     def read_cache(

@@ -162,7 +162,8 @@ class CpuBackend(Backend):
     dtypes = ("float32", "bfloat16")
     vocabulary_tile = 64
     block_size = 128
-    int8_cache = int8_zeros = shares_memory = True
+    cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
+    int8_zeros = shares_memory = True
     collectives = "gloo"
 
     def __init__(self, native: bool = built(), place: tuple[int, int] = (0, 1)) -> None:

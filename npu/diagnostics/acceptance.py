@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.bench.ceilings import Ceilings
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import KernelSet, Span
 from npuserve.npu.backends.base import Backend, Captured
 from npuserve.npu.backends.cpu import CpuBackend
@@ -69,13 +70,14 @@ def load_reference(
 ) -> tuple[Model, Backend]:
     """Load the same model on the CPU, with the int8 levels and the cache's scales of the device `of`.
 
-    It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
-    scales of its int8 KV cache. Raises ModelError if the host has not enough memory.
+    It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take its
+    quantized KV cache. Raises ModelError if the host has not enough memory.
     """
-    other_scales = kv_cache_dtype == "int8" and of.scale_dtype != CpuBackend.scale_dtype
-    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other_scales else CpuBackend()
+    cached = QUANTIZED.get(kv_cache_dtype)
+    other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
+    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other else CpuBackend()
     backend.set_threads(threads)
-    backend.int8_levels, backend.scale_dtype = of.int8_levels, of.scale_dtype
+    backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
     config = ModelConfig.from_folder(folder, lm_head_dtype)
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)

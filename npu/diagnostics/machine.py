@@ -59,7 +59,9 @@ def machine_of(backend: Backend) -> Machine:
 
 def takes_case(backend: Backend, case: Case) -> bool:
     """Return True if the device supports the features that the case uses."""
-    if case.int8_cache > backend.int8_cache or case.zeros > backend.int8_zeros or case.float8 > backend.float8:
+    if case.cache and case.cache not in backend.cache_dtypes:
+        return False
+    if case.zeros > backend.int8_zeros or case.float8 > backend.float8:
         return False
     try:
         if case.head_dim:

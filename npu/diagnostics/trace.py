@@ -90,7 +90,7 @@ class Trace:
     dump: folder for files STEP/INDEX-KERNEL.safetensors; None writes no files. Each has the `Results` of a call, of the
         golden function for the same arguments (prefix "golden.") and of the golden pass (prefix "pass."). Caches are in
         the golden layout.
-    kv_cache_dtype: "auto" or "int8".
+    kv_cache_dtype: "auto", "int8" or "fp8".
     """
 
     model: Model

@@ -92,7 +92,8 @@ class HostPrefill:
 
     host: backend that computes the chunks, with the decoder's `weights`.
     device: backend of the runner.
-    cache: KV cache of the runner, not int8, in the shapes that `Backend.cache_shapes` documents; heads may be padded.
+    cache: KV cache of the runner, not quantized, in the shapes that `Backend.cache_shapes` documents; heads may be
+        padded.
     max_rows: maximum rows of a step.
     The other parameters are as for `Runner`.
     """

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from npuserve.kernels.kv_cache import Cache
+from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Int8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
@@ -18,11 +18,11 @@ from npuserve.npu.model.progress import reporting
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
-    """Return the bytes of one block: keys and values of all layers, with the scales of int8."""
+    """Return the bytes of one block: keys and values of all layers, with the scales of a quantized cache."""
     heads = config.local.num_kv_heads
     shapes = backend.cache_shapes(1, block_size, heads, config.head_dim, dtype)
     of_layer = sum(map(math.prod, shapes)) * dtype.itemsize
-    if dtype == torch.int8:
+    if dtype in LARGEST:
         scales = backend.scale_shape(1, block_size, heads)
         of_layer += 2 * math.prod(scales) * backend.scale_dtype.itemsize
     return config.num_layers * of_layer
@@ -30,7 +30,7 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backen
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """(keys, values) per layer, in the shapes of `Backend.cache_shapes`; int8 with scales.
+    """(keys, values) per layer, in the shapes of `Backend.cache_shapes`; quantized ones with scales.
 
     The last `Backend.padding_blocks` blocks are not given to requests.
     """
@@ -46,14 +46,14 @@ class KVCache:
         Writing all pages now keeps page faults out of the steps and shows at start if memory is short. Zeros keep NaN
         out of slots that were never written.
 
-        dtype: int8, or the dtype of the activations.
+        dtype: of a quantized cache, or the dtype of the activations.
         """
         blocks, heads = num_blocks + backend.padding_blocks, config.local.num_kv_heads
         shapes = backend.cache_shapes(blocks, block_size, heads, config.head_dim, dtype)
 
         def empty(shape: tuple[int, ...]) -> Cache:
             numbers = backend.empty(shape, dtype)
-            if dtype != torch.int8:
+            if dtype not in LARGEST:
                 return numbers
             scales = backend.scale_shape(blocks, block_size, heads)
             return Int8(numbers, backend.empty(scales, backend.scale_dtype))
@@ -70,7 +70,7 @@ class KVCache:
 
     @property
     def plain(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the layers of a cache that is not int8."""
+        """Return the layers of a cache that is not quantized."""
         return [(keys, values) for keys, values in self.layers
                 if isinstance(keys, Tensor) and isinstance(values, Tensor)]
 

@@ -63,7 +63,7 @@ class Runner:
     """Loaded model on a device, with its KV cache.
 
     num_blocks, block_size: size of the KV cache.
-    kv_cache_dtype: "auto" or "int8".
+    kv_cache_dtype: "auto", "int8" or "fp8".
     max_model_len: maximum number of positions of a request.
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import Cost, cost
-from npuserve.kernels.kv_cache import Cache
+from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Int8, Scheme, Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord
@@ -94,7 +94,7 @@ class MetaModel:
     dtype: dtype of weights and activations.
     vocabulary_tile, int8_levels: see `Backend`.
     block_size: tokens of a KV-cache block.
-    cache_dtype: `dtype` or int8, with scales of `scale_dtype`.
+    cache_dtype: `dtype`, or that of a quantized cache with scales of `scale_dtype`.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class MetaModel:
         self.weights: ModelWeights = allocate(config, dtype, backend).weights
         shape = 1, block_size, config.local.num_kv_heads, config.head_dim
         self.layer_cache: Cache = meta(*shape, dtype=dtype)
-        if cache_dtype is torch.int8:
-            self.layer_cache = Int8(meta(*shape, dtype=torch.int8), meta(*shape[:3], dtype=scale_dtype))
+        if cache_dtype in LARGEST:
+            self.layer_cache = Int8(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
 
     def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
         """Return the costs of one step.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DATA_TYPES = {
     "float32": model_pb2.DATA_TYPE_FLOAT32, "bfloat16": model_pb2.DATA_TYPE_BFLOAT16,
     "float16": model_pb2.DATA_TYPE_FLOAT16, "int8": model_pb2.DATA_TYPE_INT8,
+    "float8_e4m3fn": model_pb2.DATA_TYPE_FLOAT8_E4M3FN,
 }
 QUANTIZATION_SCHEMES = {
     "none": model_pb2.QUANTIZATION_SCHEME_NONE, "w8a8": model_pb2.QUANTIZATION_SCHEME_W8A8,

@@ -28,7 +28,7 @@ def implementation(name: str) -> Implementation[..., Any]:
 
 
 def taken(case: Case) -> bool:
-    return not (case.benchmark or case.zeros or case.float8)
+    return not (case.benchmark or case.zeros or case.float8) and case.cache in (None, torch.int8)
 
 
 def cases() -> Iterator[Any]:

@@ -17,6 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.linear import linear
 from npuserve.kernels.logprobs import logprobs
 from npuserve.kernels.mask_logits import mask_logits
@@ -47,9 +48,10 @@ def cases() -> Iterator[Any]:
                     continue  # zero points are not supported: see tests/kernels/triton/test_linear.py
                 if case.float8 and variant not in (GOLDEN, "cuda"):
                     continue
-                has_int8_cache = variant.partition("/")[0] in (GOLDEN, "cpu", "cuda")
+                caches = {GOLDEN: QUANTIZED.values(), "cpu": (torch.int8,), "cuda": QUANTIZED.values()}.get(
+                    variant.partition("/")[0], ())
                 for dtype in k.dtypes:
-                    if not case.benchmark and (not case.int8_cache or has_int8_cache):
+                    if not case.benchmark and (not case.cache or case.cache in caches):
                         name = f"{k.name}-{variant}-{case.name}-{str(dtype).removeprefix('torch.')}"
                         yield pytest.param(k, variant, case, dtype, id=name)
 

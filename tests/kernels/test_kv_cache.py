@@ -1,4 +1,4 @@
-"""int8 KV cache: quantization of heads, and attention over the stored numbers, on every instruction set."""
+"""Quantized KV cache: quantization of heads, and attention over the stored numbers, on every instruction set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.attention import INT8_TOLERANCE, AttentionMetadata, paged_attention
+from npuserve.kernels.attention import CACHE_TOLERANCE, AttentionMetadata, paged_attention
 from npuserve.kernels.kv_cache import (
+    LARGEST,
     pack_keys,
     pack_values,
     quantize_heads,
@@ -38,16 +39,21 @@ def dense(cache: Int8) -> Tensor:
 
 
 @given(st.integers(0, 99), st.sampled_from([1e-20, 1e-3, 1.0, 300.0, 1e30]), st.sampled_from([2, 10, 64]),
-       st.sampled_from([torch.float32, torch.bfloat16]))
-def test_quantize_heads_scale_is_minimal(seed: int, size: float, dim: int, dtype: torch.dtype) -> None:
+       st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(list(LARGEST)))
+def test_quantize_heads_scale_is_minimal(
+    seed: int, size: float, dim: int, dtype: torch.dtype, values: torch.dtype
+) -> None:
     x = (randn(3, 5, dim, seed=seed) * size).to(dtype)
-    made = quantize_heads(x)
-    assert (made.values.dtype, made.scale.dtype, made.scale.shape) == (torch.int8, torch.bfloat16, (3, 5))
-    largest = x.float().abs().amax(-1) / 127
+    made = quantize_heads(x, values=values)
+    assert (made.values.dtype, made.scale.dtype, made.scale.shape) == (values, torch.bfloat16, (3, 5))
+    largest = x.float().abs().amax(-1) / LARGEST[values]
     below = (made.scale.view(torch.int16) - 1).view(torch.bfloat16).float()
     assert (made.scale.float() >= largest).all()
     assert (below < largest).all()
-    assert ((dense(made) - x.double()).abs() <= made.scale.double().unsqueeze(-1) * (0.5 + 1e-4)).all()
+    step, scale = torch.tensor(0.5), made.scale.double().unsqueeze(-1)
+    if values != torch.int8:  # half of the distance of neighbours: three bits, and no less than 2**-9
+        step = torch.exp2((x.double() / scale).abs().clamp(min=2**-6).log2().floor() - 4)
+    assert ((dense(made) - x.double()).abs() <= scale * step * (1 + 2e-4)).all()
 
 
 @given(st.integers(0, 99), st.sampled_from([1e-20, 1.0, 1e30]), st.sampled_from([2, 64]))
@@ -66,11 +72,20 @@ def test_quantize_heads_zeros_have_scale_1(dtype: torch.dtype) -> None:
     assert (made.scale == 1).all()
 
 
-def test_read_returns_written_slots() -> None:
-    cache, heads, slots = quantize_heads(torch.zeros(3, 16, 2, 8)), randn(4, 2, 8), torch.tensor([40, 3, 16, 15])
+def test_quantize_heads_fp8_ties_go_to_even() -> None:
+    x = torch.tensor([448.0, 17.0, 19.0, -17.0, 2**-9, 2**-10, 3 * 2**-10, -(2**-11)])
+    made = quantize_heads(x, values=torch.float8_e4m3fn)
+    assert made.scale == 1
+    assert made.values.float().tolist() == [448.0, 16.0, 20.0, -16.0, 2**-9, 0.0, 2**-8, 0.0]
+
+
+@pytest.mark.parametrize("values", list(LARGEST))
+def test_read_returns_written_slots(values: torch.dtype) -> None:
+    cache, heads = quantize_heads(torch.zeros(3, 16, 2, 8), values=values), randn(4, 2, 8)
+    slots = torch.tensor([40, 3, 16, 15])
     write(cache, slots, heads)
     found = read(cache, torch.arange(3), torch.float32).flatten(0, 1)
-    assert torch.equal(found[slots].double(), dense(quantize_heads(heads)))
+    assert torch.equal(found[slots].double(), dense(quantize_heads(heads, values=values)))
     others = torch.ones(48, dtype=torch.bool).index_fill(0, slots, False)
     assert not found[others].any()
 
@@ -85,14 +100,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class Cached:
-    """Rows of (queries, context) over an int8 cache; slots past the contexts hold arbitrary numbers."""
+    """Rows of (queries, context) over a quantized cache; slots past the contexts hold arbitrary numbers."""
 
     def __init__(self, rows: list[tuple[int, int]], q_heads: int, kv_heads: int, dim: int, size: int, seed: int,
-                 dtype: torch.dtype):
+                 dtype: torch.dtype, values: torch.dtype = torch.int8):
         generator = torch.Generator().manual_seed(seed)
         width = -(-max(context for _, context in rows) // size)
         tables = torch.randperm(len(rows) * width, generator=generator).int().view(len(rows), width)
-        self.k, self.v = (quantize_heads(randn(tables.numel(), size, kv_heads, dim, seed=seed + i)) for i in (1, 2))
+        self.k, self.v = (
+            quantize_heads(randn(tables.numel(), size, kv_heads, dim, seed=seed + i), values=values) for i in (1, 2))
         self.q = randn(sum(n for n, _ in rows), q_heads, dim, seed=seed + 3, dtype=dtype)
         self.metadata = AttentionMetadata.from_lengths(tables, [c for _, c in rows], [n for n, _ in rows])
         expected = []
@@ -110,7 +126,7 @@ class Cached:
         made = paged_attention.implementations["cpu"]
         out = made.function(*made.adapt(args)) if natively else paged_attention(*args)
         assert out.dtype == self.q.dtype
-        tolerance = {torch.float32: INT8_TOLERANCE if natively else 1e-5, torch.bfloat16: 1e-2}[out.dtype]
+        tolerance = {torch.float32: CACHE_TOLERANCE if natively else 1e-5, torch.bfloat16: 1e-2}[out.dtype]
         torch.testing.assert_close(out.double(), self.expected, rtol=tolerance, atol=tolerance)
 
 
@@ -118,8 +134,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_golden_attention_equals_attention_over_stored_numbers(dtype: torch.dtype) -> None:
-    Cached([(1, 9), (6, 6), (3, 12), (1, 1), (2, 15)], 6, 2, 8, 4, 0, dtype).check(natively=False)
+@pytest.mark.parametrize("values", list(LARGEST))
+def test_golden_attention_equals_attention_over_stored_numbers(dtype: torch.dtype, values: torch.dtype) -> None:
+    Cached([(1, 9), (6, 6), (3, 12), (1, 1), (2, 15)], 6, 2, 8, 4, 0, dtype, values).check(natively=False)
 
 
 @needs_native

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpu_parts.shapes import SHAPES
 from gpu_parts.worker import Context, Units, lost
 from npuserve.kernels.bench.ceilings import timed
-from npuserve.kernels.kv_cache import quantize_heads
+from npuserve.kernels.kv_cache import QUANTIZED, quantize_heads
 from npuserve.kernels.triton import LABEL
 
 SIZE = 32
@@ -112,15 +112,15 @@ def _options(context: Context) -> dict[str, Prepare]:
         "FlashAttention of torch": _sdpa(SDPBackend.FLASH_ATTENTION, True),
         "FlashAttention of torch, variable lengths": _variable, "cuDNN in two parts": _two_parts}
     found |= {f"paged_attention {config}": _own(config) for config in CONFIGS[True][: 1 if context.toy else None]}
-    return found | {"paged_attention, int8": _own(None, torch.int8)}
+    return found | {f"paged_attention, {name}": _own(None, name) for name in QUANTIZED}
 
 
-def _own(config: Any, cached: torch.dtype = torch.bfloat16) -> Prepare:
+def _own(config: Any, cached: str = "") -> Prepare:
     def prepare(inputs: Inputs, job: Job) -> Callable[[], Tensor]:
         from npuserve.kernels.triton import launch_attention
 
         (n, context), device = job, inputs.q.device
-        caches: Any = inputs.caches if cached == torch.bfloat16 else tuple(map(quantize_heads, inputs.caches))
+        caches: Any = [quantize_heads(x, values=QUANTIZED[cached]) if cached else x for x in inputs.caches]
         lengths, starts = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([context], [0, n]))
         return lambda: launch_attention.paged_attention(
             inputs.q[:n], *caches, inputs.table, lengths, starts, inputs.q.shape[-1] ** -0.5, False, chunks=config

@@ -22,6 +22,7 @@ from npuserve.kernels import (
     sample,
     swiglu,
 )
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import Case
 from npuserve.npu.diagnostics.machine import takes_case
 
@@ -64,13 +65,13 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
             if scheme:
                 yield "quantize", quantize._quantize_case(tokens, width, scheme)
         yield "swiglu", swiglu._case(tokens, inner)
-        yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(tokens, heads, kv_heads, head, int8=cached))
-                    for cached in (False, True))
+        yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(tokens, heads, kv_heads, head, cached=cached))
+                    for cached in ("", *QUANTIZED))
     short, long = (40, 90) if toy else (512, 8192)
-    for cached in (False, True):
+    for cached in ("", *QUANTIZED):
         for steps in (*([(1, short)] * n for n in rows), [(1, long)], [(1, long)] * rows[1], [(many, many)],
                       [(short, long)], [(1, short)] * rows[1] + [(short, long)]):
-            yield "paged_attention", attention._case(steps, heads, kv_heads, head, 32, int8=cached)
+            yield "paged_attention", attention._case(steps, heads, kv_heads, head, 32, cached=cached)
     yield from (("embedding", embedding._case(tokens, vocabulary, hidden)) for tokens in (rows[0], many))
 
 

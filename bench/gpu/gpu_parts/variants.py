@@ -13,6 +13,7 @@ from gpu_parts.cases import made_on
 from gpu_parts.shapes import SHAPES
 from gpu_parts.worker import Context
 from npuserve.kernels import attention, linear, quantized
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL
 from npuserve.npu.diagnostics.machine import takes_case
@@ -110,9 +111,9 @@ def _attentions(context: Context) -> Iterator[Shape]:
     decodes = [[(1, short)], [(1, short)] * 16, [(1, short)] * 64, [(1, short)] * 256, [(1, long)], [(1, long)] * 16]
     chunks = [[(short, short)], [(many, many)], [(short, long)]]
     for chunked, all_rows in ((False, decodes), (True, chunks)):
-        for int8 in (False, True):
+        for cached in ("", *QUANTIZED):
             for rows in all_rows[: 1 if context.toy or context.quick else None]:
-                case = attention._case(rows, *heads, 32, int8=int8)
+                case = attention._case(rows, *heads, 32, cached=cached)
                 variants = {str(config): _attention(chunked, config) for config in CONFIGS[chunked]}
                 yield _made(f"paged_attention {case.name}", f"{'chunks' if chunked else 'decode'}, {case.name}",
                             KERNELS["paged_attention"], case, variants, context)

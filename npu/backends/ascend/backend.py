@@ -77,7 +77,7 @@ class AscendBackend(StreamBackend):
     name = "npu"
     dtypes = ("bfloat16", "float16")
     vocabulary_tile = 64
-    int8_cache = True
+    cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     scale_dtype = torch.float32
     block_size = ascend.BLOCK
     block_multiple = ascend.BLOCK
@@ -231,7 +231,7 @@ class AscendBackend(StreamBackend):
         """
         return self.capture_chunks and cache_dtype != torch.int8
 
-    def int8_chunk_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
+    def dequantized_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
         return gathered_bytes(context, block_size, kv_heads * ascend.HEAD_DIM)
 
     def communicator_bytes(self, size: int) -> int:

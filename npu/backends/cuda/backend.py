@@ -14,6 +14,7 @@ from torch.distributed import is_backend_available  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from npuserve.kernels import triton
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Fault
 from npuserve.npu.backends.cuda import errors as cuda_errors
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
@@ -30,7 +31,7 @@ MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first with bfloat16."""
 
 FLOAT8_CAPABILITY = (8, 9)
-"""Compute capability of Ada, the first with tensor cores for float8."""
+"""Compute capability of Ada, the first with float8: conversions and tensor cores."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -60,7 +61,7 @@ class CudaBackend(StreamBackend):
     block_size = 32
     block_multiple = 16
     padding_blocks = 1
-    int8_cache = True
+    cache_dtypes: tuple[torch.dtype, ...] = tuple(QUANTIZED.values())
     float8 = True
     sampling_bytes = 8
     compiles = True
@@ -86,6 +87,8 @@ class CudaBackend(StreamBackend):
         self.check_count(place, torch.cuda.device_count(), VISIBLE)
         device = torch.device("cuda", place[0])
         torch.cuda.set_device(device)
+        if torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+            self.cache_dtypes = (torch.int8,)
         matmul = torch.backends.cuda.matmul  # accumulates partial sums in float32
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False

@@ -32,6 +32,7 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     DATA_TYPE_BFLOAT16: _DataType.ValueType  # 2
     DATA_TYPE_FLOAT16: _DataType.ValueType  # 3
     DATA_TYPE_INT8: _DataType.ValueType  # 4
+    DATA_TYPE_FLOAT8_E4M3FN: _DataType.ValueType  # 5
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper): ...
 
@@ -41,6 +42,7 @@ DATA_TYPE_FLOAT32: DataType.ValueType  # 1
 DATA_TYPE_BFLOAT16: DataType.ValueType  # 2
 DATA_TYPE_FLOAT16: DataType.ValueType  # 3
 DATA_TYPE_INT8: DataType.ValueType  # 4
+DATA_TYPE_FLOAT8_E4M3FN: DataType.ValueType  # 5
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 class _QuantizationScheme:

@@ -113,6 +113,7 @@ def _compare_with_cpu(
     loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], tokens: list[list[int]], folder: Path
 ) -> Finding:
     """Return the finding for the agreement of logits and tokens with the CPU in float32."""
+    from npuserve.kernels.kv_cache import setting_of
     from npuserve.npu.diagnostics.acceptance import load_reference
     from npuserve.npu.diagnostics.teacher_forced import forced_logits
 
@@ -134,7 +135,7 @@ def _compare_with_cpu(
         if found.share < least and dtype in golden[1].dtypes:
             own = compared(*load_reference(
                 folder, loaded.backend, dtype, runner.max_model_len, golden[1].threads,
-                runner.config.lm_head_dtype, "int8" if cached else "auto")).share
+                runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share
             figures["equal_argmax_of_the_cpu"] = own
             said += f"; the CPU in {dtype}: {own:.4f}"
             least = min_equal_share(found.positions, own)

@@ -79,6 +79,7 @@ def check_sampling(
 
     golden: the model on the CPU in float32.
     """
+    from npuserve.kernels.kv_cache import setting_of
     from npuserve.npu.diagnostics.acceptance import load_reference
 
     short = [prompt[:MAX_PROMPT] for prompt in prompts[1:3]]
@@ -90,10 +91,9 @@ def check_sampling(
 
     def in_dtype() -> Runner | None:
         if not others and dtype != "float32" and dtype in golden[1].dtypes:
-            int8 = loaded.runner.cache_dtype != loaded.model.weights.norm.dtype
             others.append(_runner(loaded, load_reference(
                 folder, loaded.backend, dtype, loaded.runner.max_model_len, golden[1].threads,
-                loaded.runner.config.lm_head_dtype, "int8" if int8 else "auto")))
+                loaded.runner.config.lm_head_dtype, setting_of(loaded.runner.cache_dtype))))
         return others[0] if others else None
 
     alone = whole = 0
@@ -175,7 +175,8 @@ def _logprob_gap(made: accept_tokens.Answers, place: int, expected: Expected) ->
 
 
 def _runner(loaded: Loaded, reference: tuple[Model, Backend]) -> Runner:
+    from npuserve.kernels.kv_cache import setting_of
     from npuserve.npu.diagnostics.acceptance import reference_runner
 
-    int8 = loaded.runner.cache_dtype != loaded.model.weights.norm.dtype
-    return reference_runner(*reference, COUNT, COUNT * (MAX_PROMPT + COUNT), "int8" if int8 else "auto")
+    return reference_runner(
+        *reference, COUNT, COUNT * (MAX_PROMPT + COUNT), setting_of(loaded.runner.cache_dtype))

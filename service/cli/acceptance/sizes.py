@@ -37,6 +37,7 @@ SIZES = (
     Size("int8 LM head of 151,936 ids", ("linear_argmax",), lambda name: "int8" in name),
     Size("W8A8 layers", ("quantize", "add_rms_norm", "linear", "linear_swiglu"), lambda name: "int8" in name),
     Size("int8 KV cache", ("qk_norm_rope_kv_write", "paged_attention"), lambda name: "int8" in name),
+    Size("fp8 KV cache", ("qk_norm_rope_kv_write", "paged_attention"), lambda name: "fp8" in name),
     # A draw within the rounding of float32 sums differs.
     Size("sampling of 151,936 ids", ("penalize", "sample", "logprobs"), lambda name: True, other_ids=1),
 )

@@ -30,7 +30,7 @@ WIDE_PROMPTS, WIDE_ANSWER = slice(1, 5), 16
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """int8 in one or more parts of the model, or an LM head of real width.
+    """Quantized numbers in one or more parts of the model, or an LM head of real width.
 
     wide: the model has IDS ids, and an LM head apart from its embedding (`widen`).
     """
@@ -46,6 +46,7 @@ VARIANTS = (
     Variant("W8A8, int8 head", w8a8=True, lm_head_dtype="int8"),
     Variant(f"W8A8, int8 head of {IDS:,}", w8a8=True, lm_head_dtype="int8", wide=True),
     Variant(f"head of {IDS:,}", wide=True),
+    Variant("fp8 KV", kv_cache_dtype="fp8"),
     Variant("int8 KV", kv_cache_dtype="int8"),
 )
 
@@ -53,6 +54,7 @@ VARIANTS = (
 def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
     """Yield the findings of `check_tokens` for each variant that the device has: in float32, if the device has it, and
     in its preferred dtype."""
+    from npuserve.kernels.kv_cache import QUANTIZED
     from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 
     plain = resolve("")
@@ -62,7 +64,7 @@ def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
         int8 = Path(made) / "w8a8"
         quantize_checkpoint(plain, int8)
         for variant in VARIANTS:
-            if variant.kv_cache_dtype == "int8" and not backend.int8_cache:
+            if (cached := QUANTIZED.get(variant.kv_cache_dtype)) and cached not in backend.cache_dtypes:
                 continue
             with tempfile.TemporaryDirectory(dir=made) as own:
                 for dtype in dtypes:

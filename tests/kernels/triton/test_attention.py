@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.bench.tensors import QUANTIZED as TYPES
 from npuserve.kernels.bench.tensors import widened
-from npuserve.kernels.kv_cache import Cache, quantize_heads
+from npuserve.kernels.kv_cache import LARGEST, QUANTIZED, Cache, quantize_heads, quantized_as
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Int8
 from tests.kernels.triton.hopper import Launch, compiled
@@ -38,7 +39,7 @@ class Step:
 
     def __init__(
         self, rows: list[tuple[int, int]], heads: tuple[int, int], dim: int, size: int = 16,
-        dtype: torch.dtype = torch.float32, int8: bool = False, beyond: int = 0, seed: int = 0,
+        dtype: torch.dtype = torch.float32, cached: str = "", beyond: int = 0, seed: int = 0,
     ):
         g = torch.Generator().manual_seed(seed)
         (q_heads, kv_heads), self.beyond = heads, beyond
@@ -54,9 +55,7 @@ class Step:
             for place in range(context):
                 inside[blocks[place // size], place % size] = True
         shape = (2, len(inside), size, kv_heads, dim)
-        caches: list[Cache] = list(torch.randn(shape, generator=g).to(dtype))
-        if int8:
-            caches = [quantize_heads(cache) for cache in caches if isinstance(cache, Tensor)]
+        caches: tuple[Cache, Cache] = quantized_as(cached, torch.randn(shape, generator=g).to(dtype))
         for cache in caches:
             (cache.scale if isinstance(cache, Int8) else cache)[~inside] = torch.nan
         self.tokens = sum(lengths)
@@ -89,18 +88,18 @@ def test_paged_attention_any_rows(launch: ModuleType, seed: int) -> None:
         rows.append((queries, queries + r.choice([0, 1, size, r.randint(0, 200)]) if queries else r.choice([0, 9])))
     kv_heads, group = r.randint(1, 3), r.choice([1, 2, 3, 5, 8, 17])
     step = Step(rows or [(1, 1)], (kv_heads * group, kv_heads), r.choice([8, 10, 16, 64, 96]), size, dtype,
-                r.random() < 0.5, r.choice([0, 0, 1, 7]), seed)
+                r.choice(["", "int8", "fp8"]), r.choice([0, 0, 1, 7]), seed)
     least = r.choice([16, 64, 128])
     cut = {"keys": r.choice([16, 32]), "warps": 4, "stages": 2, "programs": r.randint(1, 6), "least": least}
     step.check(step.run(launch, decode=launch.Config(queries=16, **cut),
                         chunks=launch.Config(queries=r.choice([16, 32]), **cut)))
 
 
-@pytest.mark.parametrize(("programs", "int8"), [(1, False), (3, True), (12, False)])
-def test_contexts_around_the_borders_of_parts(launch: ModuleType, programs: int, int8: bool) -> None:
+@pytest.mark.parametrize(("programs", "cached"), [(1, ""), (3, "int8"), (6, "fp8"), (12, "")])
+def test_contexts_around_the_borders_of_parts(launch: ModuleType, programs: int, cached: str) -> None:
     """The maximum number of parts, of 16 keys; in one launch one long row is cut and short ones are not."""
     rows = [(1, context) for context in (1, 15, 16, 17, 32, 33, 65, 200)]
-    step = Step(rows, (2, 1), 16, int8=int8)
+    step = Step(rows, (2, 1), 16, cached=cached)
     config = launch.Config(16, 16, 4, 2, programs, 16)
     out = step.run(launch, True, decode=config)
     step.check(out)
@@ -208,7 +207,7 @@ def test_paged_attention_invalid_heads_raise(launch: ModuleType) -> None:
 # Cache write
 
 
-def heads(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool) -> list[Any]:
+def heads(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, cached: str) -> list[Any]:
     g = torch.Generator().manual_seed(dim)
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim, generator=g).to(dtype)
     gammas = [torch.rand(dim, generator=g).add(0.5).to(dtype) for _ in "qk"]
@@ -218,17 +217,17 @@ def heads(tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype
     caches = torch.randn(2, 6, 16, kv_heads, dim, generator=g).to(dtype)
     return [qkv, *gammas, 1e-6, torch.cat([angles.cos(), angles.sin()], dim=-1),
             torch.randint(99, (tokens,), generator=g), slots,
-            *(map(quantize_heads, caches) if int8 else caches), q_heads]
+            *quantized_as(cached, caches), q_heads]
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("cached", ["", *QUANTIZED])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "dtype"),
     [(5, 1, 128, torch.bfloat16), (9, 5, 16, torch.float16), (9, 3, 10, torch.float32), (4, 2, 256, torch.float32)])
 def test_kv_write_changes_only_its_slots(
-    launch: ModuleType, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, int8: bool
+    launch: ModuleType, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, cached: str
 ) -> None:
-    args = heads(5, q_heads, kv_heads, dim, dtype, int8)
+    args = heads(5, q_heads, kv_heads, dim, dtype, cached)
     wide = [widened(x) for x in args]
     before = [dataclasses.replace(x, values=x.values.clone(), scale=x.scale.clone()) if isinstance(x, Int8)
               else x.clone() for x in args[7:9]]
@@ -243,33 +242,35 @@ def test_kv_write_changes_only_its_slots(
     for got, want, was in zip(args[7:9], wide[7:9], before, strict=True):
         for a, b, c in zip(*((x.values, x.scale) if isinstance(x, Int8) else (x,) for x in (got, want, was)),
                            strict=True):
+            step, least = TYPES.get(a.dtype, (0.0, tolerance))
+            a, b, c = a.double(), b.double(), c.double()
             assert torch.equal(a.flatten(0, 1)[others], c.flatten(0, 1)[others])
-            least = 1 if a.dtype == torch.int8 else tolerance
-            torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=least)
+            torch.testing.assert_close(a, b, rtol=max(tolerance, step), atol=least)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1.0, 8e3])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_kv_write_int8_equals_quantize_heads(launch: ModuleType, dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("cached", list(QUANTIZED))
+def test_kv_write_equals_quantize_heads(launch: ModuleType, cached: str, dtype: torch.dtype, size: float) -> None:
     """Without norm and rotation; with halves, in a row whose scale is 1."""
-    args = heads(6, 2, 4, 64, dtype, True)
+    args = heads(6, 2, 4, 64, dtype, cached)
     args[0] = (args[0] * size).to(dtype)
     if size == 1.0:
         args[0] = torch.arange(args[0].numel()).remainder(255).sub(127).view(args[0].shape).div(2).to(dtype)
-        args[0].view(6, -1, 64)[..., 0] = 127
+        args[0].view(6, -1, 64)[..., 0] = LARGEST[QUANTIZED[cached]]
     args[1] = args[2] = None
     args[5].zero_()
     launch.qk_norm_rope_kv_write(*args)
     written = args[6] >= 0
     for cache, part in zip(args[7:9], args[0].view(6, -1, 64)[:, 2:].split(4, dim=1), strict=True):
-        want = quantize_heads(part[written])
-        assert torch.equal(cache.values.flatten(0, 1)[args[6][written]], want.values)
+        want = quantize_heads(part[written], values=QUANTIZED[cached])
+        assert torch.equal(cache.values.flatten(0, 1)[args[6][written]].float(), want.values.float())
         assert torch.equal(cache.scale.flatten(0, 1)[args[6][written]], want.scale)
 
 
 def test_kv_write_many_tokens_and_none(launch: ModuleType) -> None:
     """More than 64 tokens use more heads a program."""
-    args = heads(5, 9, 3, 16, torch.float32, True)
+    args = heads(5, 9, 3, 16, torch.float32, "int8")
     args[0], args[5], args[6] = args[0].repeat(13, 1), args[5].repeat(13), torch.cat([args[6], -torch.ones(60).long()])
     wide = [widened(x) for x in args]
     q = launch.qk_norm_rope_kv_write(*args)
@@ -313,23 +314,25 @@ HEADS = {"q_gamma": "*bf16", "k_gamma": "*bf16", "cos_sin": "*fp32", "positions"
 QWEN3_14B, QWEN3_06B, SMOL = (40, 8, 128), (16, 8, 128), (32, 8, 64)
 
 
-def caches(int8: bool, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
+def caches(cached: str, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Return (types, constants) of the arguments."""
-    types, scales = dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else "*bf16"), ("k_scale", "v_scale")
-    return (types | dict.fromkeys(scales, scale), {}) if int8 else (types, dict.fromkeys(scales))
+    types = dict.fromkeys(("k_cache", "v_cache"), {"": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv"}[cached])
+    scales = "k_scale", "v_scale"
+    return (types | dict.fromkeys(scales, scale), {}) if cached else (types, dict.fromkeys(scales))
 
 
 @pytest.mark.timeout(900)
 def test_hopper_attention_has_no_spills_and_uses_tensor_cores(launch: ModuleType) -> None:
     """At the shapes of real models, with the arguments of their calls."""
     decode, few, many = (False, 256), (True, 512), (True, 4096)
-    chosen = [(QWEN3_14B, decode, False), (QWEN3_14B, decode, True), (QWEN3_14B, few, True), (QWEN3_14B, many, False),
-              (QWEN3_14B, many, True), (QWEN3_06B, decode, True), (SMOL, decode, True)]
+    chosen = [(QWEN3_14B, decode, ""), (QWEN3_14B, decode, "int8"), (QWEN3_14B, decode, "fp8"),
+              (QWEN3_14B, few, "int8"), (QWEN3_14B, few, "fp8"), (QWEN3_14B, many, ""), (QWEN3_14B, many, "int8"),
+              (QWEN3_14B, many, "fp8"), (QWEN3_06B, decode, "int8"), (SMOL, decode, "int8")]
     launches = []
-    for (q_heads, kv_heads, dim), (chunks, tokens), int8 in chosen:
-        config = launch.config(chunks, dim, torch.bfloat16, torch.int8 if int8 else torch.bfloat16, tokens)
+    for (q_heads, kv_heads, dim), (chunks, tokens), cached in chosen:
+        config = launch.config(chunks, dim, torch.bfloat16, QUANTIZED.get(cached, torch.bfloat16), tokens)
         made = launch.plan_launch(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
-        types, scales = caches(int8, "*i32")
+        types, scales = caches(cached, "*i32")
         launches.append(Launch(
             "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},
             made.constants | scales | {"WIDE": False, "PDL": True}, made.options))
@@ -347,8 +350,8 @@ def test_hopper_attention_has_no_spills_and_uses_tensor_cores(launch: ModuleType
 
 def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType) -> None:
     launches = []
-    for int8, heads in itertools.product([False, True], [4, 8]):
-        types, scales = caches(int8, "*bf16")
+    for cached, heads in itertools.product(["", *QUANTIZED], [4, 8]):
+        types, scales = caches(cached, "*bf16")
         constants = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "HEADS": heads, "PDL": True}
         launches.append(Launch(
             "kv_write", "kv_write_kernel", HEADS | types, constants | scales, {"num_warps": heads // 4}))

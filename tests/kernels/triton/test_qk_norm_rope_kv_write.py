@@ -52,7 +52,7 @@ def compare(launch: ModuleType, arguments: tuple[Any, ...]) -> float:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
-    "case", [c for c in qk_norm_rope_kv_write.cases if not (c.benchmark or c.int8_cache)], ids=lambda c: c.name)
+    "case", [c for c in qk_norm_rope_kv_write.cases if not (c.benchmark or c.cache)], ids=lambda c: c.name)
 def test_cases(launch: ModuleType, case: Case, dtype: torch.dtype) -> None:
     compare(launch, case.make(generator(), dtype))
 

@@ -123,10 +123,12 @@ def test_cpu_cache_shapes_match_kernels(cpu, dtype, keys, values):
     assert cpu.scale_shape(5, 32, 2) == ((5, 2, 32) if cpu.kernels == "cpu" else (5, 32, 2))
 
 
-def test_cache_dtype_int8_only_where_supported(cpu, monkeypatch):
+def test_cache_dtype_only_where_supported(cpu, monkeypatch):
     assert cpu.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert cpu.cache_dtype("int8", torch.bfloat16) == torch.int8
-    monkeypatch.setattr(CpuBackend, "int8_cache", False)
+    with pytest.raises(BackendError, match="kv_cache_dtype: 'fp8' is not possible on cpu; possible are auto, int8"):
+        cpu.cache_dtype("fp8", torch.bfloat16)
+    monkeypatch.setattr(CpuBackend, "cache_dtypes", ())
     assert cpu.cache_dtype("auto", torch.float32) == torch.float32
     with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; only auto is possible"):
         cpu.cache_dtype("int8", torch.float32)

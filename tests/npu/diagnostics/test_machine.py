@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class Graph:
 class Capturing(CpuBackend):
     """Backend that records its graphs and the requested buckets in `captures`."""
 
-    int8_cache = False
+    cache_dtypes = (torch.int8,)
 
     def __init__(self, able: bool = True) -> None:
         super().__init__(native=False)
@@ -107,9 +108,8 @@ def test_device_ceilings_count_copied_bytes() -> None:
 
 
 @pytest.mark.parametrize(("facts", "taken"), [
-    ({}, True), ({"int8_cache": True}, False), ({"zeros": True}, True), ({"float8": True}, False),
-    ({"head_dim": 64}, True),
-    ({"head_dim": 128}, False)])
-def test_takes_case_refuses_unsupported_features(facts: dict[str, int], taken: bool) -> None:
+    ({}, True), ({"cache": torch.int8}, True), ({"cache": torch.float8_e4m3fn}, False), ({"zeros": True}, True),
+    ({"float8": True}, False), ({"head_dim": 64}, True), ({"head_dim": 128}, False)])
+def test_takes_case_refuses_unsupported_features(facts: dict[str, Any], taken: bool) -> None:
     case = Case("some", lambda generator, dtype: (), **facts)  # type: ignore[arg-type]
     assert takes_case(Capturing(), case) is taken

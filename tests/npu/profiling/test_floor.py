@@ -19,7 +19,7 @@ def record(tokens: int, context: int, samples: int) -> StepRecord:
     return StepRecord(0, "decode", 1, tokens, samples, context, (0.0, 0.0))
 
 
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_bytes_of_steps_are_the_sum_of_each_steps_bytes(cache: torch.dtype) -> None:
     """Two traces of sums give the same bytes as one trace for each step."""
     model = MetaModel(ModelConfig.from_dict(CONFIG), torch.bfloat16, vocabulary_tile=64, int8_levels=127,

@@ -133,7 +133,7 @@ def test_ascend_int8_cache_operators_of_a_step(tmp_path: Path) -> None:
 @emulated(relax=RELAX)
 def test_ascend_int8_cache_write_equals_golden_with_float_scales() -> None:
     """Numbers and scales are the golden function's, except halves, which the operator's product may round otherwise."""
-    case = next(case for case in qk_norm_rope_kv_write.cases if case.int8_cache and case.name.startswith("33x"))
+    case = next(case for case in qk_norm_rope_kv_write.cases if case.cache and case.name.startswith("33x"))
     made = qk_norm_rope_kv_write.implementations[ascend.LABEL]
     args = case.make(torch.Generator().manual_seed(0), torch.float32)
     on_device = made.adapt(args)

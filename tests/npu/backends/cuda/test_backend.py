@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from npuserve.kernels import triton
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.cpu import CpuBackend
@@ -22,6 +23,7 @@ from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
+from npuserve.npu.diagnostics.acceptance import load_reference
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig
@@ -176,6 +178,29 @@ def test_cuda_float8_needs_its_tensor_cores(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(cuda_emulated, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(BackendError, match=r"float8 \(type: float\) needs compute capability 8.9 .* emulated has 8.6"):
         load(folder)
+def test_cuda_fp8_cache_logprobs_are_near_golden(tmp_path: Path) -> None:
+    """Chunks, a captured decode step, and a request that reads blocks of another.
+
+    The golden functions over the same cache give the same logprobs, except where a near tie is rounded the other way.
+    """
+    prompt, found = ids_of(20), []
+    model, golden = load_reference(saved(tmp_path, layers=1), started(), "float32", 256, 1, kv_cache_dtype="fp8")
+    params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)
+    new, other = (NewRequest(i, prompt, [], params) for i in range(2))
+    steps = [Step([Row(0, prompt[:12], 0, [0], False)], [new]), Step([Row(0, prompt[12:], 12, [0, 1], True)]),
+             Step([Row(0, ids_of(1), 20, [0, 1], True)]), Step([Row(1, prompt[16:], 16, [0, 2], True)], [other])]
+    sizes = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    for runner in (load(tmp_path, kv_cache_dtype="fp8"), *(
+            Runner(golden, model.weights, model.config, 16, 16, kv_cache_dtype=cached, **sizes)
+            for cached in ("fp8", "auto"))):
+        results = [runner.collect(runner.launch(step)) for step in steps]
+        assert runner.backend_name == "cpu" or results[2].captured
+        found.append([report.logprob for result in results for report in (
+            *result.prompt_logprobs.get(0, []), *result.logprobs.values())])
+    assert len(found[0]) == 19 + 3
+    ours, same_cache, exact = map(torch.tensor, found)
+    torch.testing.assert_close(ours, same_cache, atol=0.02, rtol=0.01)
+    assert (same_cache - exact).abs().max() > 1e-3
 
 
 def test_cuda_padding_does_not_change_cache(tmp_path: Path) -> None:
@@ -330,7 +355,8 @@ def test_cuda_properties(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend.resolve_dtype(asked, checkpoint) == dtype
     with pytest.raises(BackendError, match="dtype: 'int4' is not one of auto, bfloat16, float16, float32"):
         backend.resolve_dtype("int4", "float32")
-    assert backend.cache_dtype("int8", torch.bfloat16) == torch.int8
+    for name, dtype in QUANTIZED.items():
+        assert backend.cache_dtype(name, torch.bfloat16) == dtype
     backend.check_heads(128)
     for size in (6, 17, 258):
         with pytest.raises(BackendError, match=f"heads have {size} dimensions; cuda takes even numbers from 8 to 256"):

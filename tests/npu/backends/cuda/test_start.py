@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from npuserve.kernels import triton
+from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, backend_class, select
 from npuserve.npu.backends.cuda import backend as cuda
@@ -135,8 +136,24 @@ def test_token_buckets() -> None:
     assert token_buckets(8192) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
 
 
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("capability", "possible"), [((8, 9), ["int8", "fp8"]), ((9, 0), ["int8", "fp8"]),
+                                                      ((8, 0), ["int8"]), ((8, 6), ["int8"])])
+def test_fp8_cache_needs_its_conversions(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], possible: list[str]
+) -> None:
+    for name, value in (("get_device_capability", capability), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    backend = CudaBackend.__new__(CudaBackend)
+    backend.open_device((0, 1))
+    assert [name for name, dtype in QUANTIZED.items() if dtype in backend.cache_dtypes] == possible
+    if "fp8" not in possible:
+        with pytest.raises(BackendError, match=r"kv_cache_dtype: 'fp8' is not possible .*; possible are auto, int8$"):
+            backend.cache_dtype("fp8", torch.bfloat16)
+
+
 def test_cuda_class_properties() -> None:
     assert (CudaBackend.name, triton.LABEL) == ("cuda", "cuda")
     assert cuda.BACKEND is CudaBackend
-    assert CudaBackend.int8_cache
+    assert CudaBackend.cache_dtypes == (torch.int8, torch.float8_e4m3fn)
     assert not CudaBackend.int8_zeros
