@@ -74,7 +74,7 @@ CONFIGS = {
         (128, 8, 5, 1, 128), (64, 8, 5, 2, 128), (64, 8, 7, 2, 128))],
     True: [Config(*numbers, 256) for numbers in (
         (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 5, 1),
-        (128, 128, 8, 3, 1), (128, 32, 8, 3, 1))],
+        (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (128, 32, 8, 3, 1))],
 }
 """By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or one."""
 
