@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import triton
-from npuserve.kernels.kv_cache import QUANTIZED, Cache
+from npuserve.kernels.kv_cache import QUANTIZED, Cache, setting_of
 from npuserve.kernels.quantized import Int8
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
@@ -46,35 +46,44 @@ class Config:
 
 
 def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int) -> Config:
-    """Return the configuration of a call.
+    """Return the configuration of a call: the fastest for Qwen3-14B's heads on an H200, of `CONFIGS` and similar ones.
 
-    Decode: a multiprocessor's share of 4.3 TB/s is 33 KB/us. At a latency of 800 ns, 26 KB must be in flight. The block
-    number is loaded before the block, so five stages have two iterations in flight, and seven stages three. With heads
-    of 128, two programs have 2 iterations of 32 KB each in flight: 128 KB together. An iteration may take 2 us. In a
-    byte they have 3 iterations of 16 KB each, 96 KB together.
+    `keys` is at most the number that the registers hold without spilling. The block number is loaded before the block,
+    so five stages have two iterations in flight, and seven stages three.
+
+    Decode: few rows need many parts, and all of their bytes in flight. About 16 rows of 8 KV heads are one part for
+    each multiprocessor. More rows have enough parts.
 
     Chunks: 128 rows make the two groups of four warps that wgmma takes. Few tokens use smaller tiles, to have more
-    tiles. `keys` is the largest number that the registers hold without spilling.
+    tiles. Over a quantized cache, keys and values are converted once for a tile, so that fewer iterations are faster.
     """
     wide, exact = power(max(head_dim, 16)), activations == torch.float32
     keys = max(16, min(128, (2048 if exact else 8192) // wide))
     if not chunks:
-        return Config(16, keys, 4, 3 if exact else 7 if cached.itemsize == 1 else 5, 2, 128)
+        if exact:
+            return Config(16, keys, 4, 3, 2, 128)
+        if tokens <= 8:
+            return Config(16, keys, 4, 7, 2, 64)
+        if tokens <= 32 and wide == 128:
+            return Config(16, 128, 8, 5, 1, 128)
+        return Config(16, keys, 4, 7 if tokens <= 128 and cached.itemsize > 1 else 5, 2, 128)
     if exact:
         return Config(16, keys, 4, 2, 2, 256)
     if wide > 128:
         return Config(64, keys, 8, 3, 1, 256)
-    return Config(128, 64, 8, 3, 1, 256) if tokens > 512 else Config(64, 64, 4, 3, 2, 256)
+    if cached.itemsize == 1:
+        return Config(64, 128, 4, 2, 1, 256)
+    return Config(128, 64, 8, 5, 1, 256) if tokens > 256 else Config(64, 64, 4, 3, 2, 256)
 
 
 CONFIGS = {
     False: [Config(16, *numbers) for numbers in (
-        (64, 4, 5, 2, 128), (64, 4, 5, 2, 64), (64, 4, 5, 2, 256), (64, 4, 5, 3, 128), (64, 4, 5, 4, 128),
-        (64, 4, 3, 4, 128), (64, 4, 7, 2, 128), (64, 4, 7, 3, 128), (32, 4, 5, 4, 128), (32, 4, 7, 4, 128),
-        (128, 8, 5, 1, 128), (64, 8, 5, 2, 128), (64, 8, 7, 2, 128))],
+        (64, 4, 5, 2, 128), (64, 4, 5, 2, 64), (64, 4, 7, 2, 64), (64, 4, 7, 2, 128), (64, 4, 7, 3, 128),
+        (32, 4, 5, 4, 128), (32, 4, 7, 4, 128), (64, 2, 5, 4, 128), (32, 2, 5, 6, 128), (32, 1, 5, 8, 128),
+        (128, 8, 5, 1, 128), (128, 4, 5, 1, 128), (64, 8, 7, 2, 128))],
     True: [Config(*numbers, 256) for numbers in (
-        (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 128, 4, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 5, 1),
-        (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (128, 32, 8, 3, 1))],
+        (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 32, 4, 4, 3), (64, 128, 4, 2, 1), (128, 64, 8, 4, 1),
+        (128, 64, 8, 5, 1), (128, 64, 8, 7, 1), (128, 128, 8, 3, 1))],
 }
 """By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or one."""
 
@@ -149,11 +158,21 @@ def paged_attention(
         lines = made.constants["BLOCK_M"] // group * group if chunked else group
         partial = torch.empty(made.slots, lines, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(made.slots, 2, lines, dtype=torch.float32, device=q.device)
+        kind = words_of(keys.dtype, chunked, dim)
+        parts = [cache.view(torch.int32) if kind else cache for cache in (keys, values)]
         paged_attention_kernel[(made.programs,)](
-            q, keys, values, *scales, block_tables, context_lens, cu_seqlens_q, out, partial, stats,
+            q, *parts, *scales, block_tables, context_lens, cu_seqlens_q, out, partial, stats,
             _arrived(q.device, made.slots), tokens, rows, block_tables.stride(0), scale * math.log2(math.e),
-            **made.constants, **made.options, **dependent(q))
+            BYTES=kind, **made.constants, **made.options, **dependent(q))
     return out
+
+
+def words_of(cached: torch.dtype, chunks: bool, dim: int) -> str:
+    """Return the kernel's BYTES: the setting of a cache that is read in words of four numbers, or "".
+
+    Chunks read single numbers, since their products take keys and values from shared memory.
+    """
+    return "" if chunks or dim % 4 or dim <= 32 or setting_of(cached) == "auto" else setting_of(cached)
 
 
 @dataclass(frozen=True, slots=True)

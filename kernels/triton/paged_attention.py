@@ -23,6 +23,32 @@ LEAST = tl.constexpr(-1e38)
 """Score of keys that a query must not see; finite, since a query may see no key of a part."""
 
 
+@triton.constexpr_function
+def bytes_to_bfloat16(place, kind):
+    """Return PTX that converts byte `place` of $1 and of $2 to a pair of bfloat16 in $0.
+
+    kind: "int8" puts seven bits of a number into the mantissa of 128 and subtracts 128, or 256 from negative numbers.
+        "fp8" puts exponent and mantissa into the places of those of bfloat16 and multiplies by 2**120.
+
+    Differences and products are fma, which Ampere has too.
+    """
+    if kind == "int8":
+        steps = f"""prmt.b32 pair, $1, $2, {0x400 + 0x101 * place};
+            lop3.b32 bits, pair, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 sign, pair, 0x00800080, 0x43004300, 0xea;
+            mov.b32 one, 0xbf80bf80;
+            fma.rn.bf16x2 $0, sign, one, bits;"""
+    else:
+        steps = f"""prmt.b32 pair, $1, $2, {0x4000 + 0x1010 * place};
+            shr.u32 bits, pair, 4;
+            and.b32 bits, bits, 0x07f007f0;
+            lop3.b32 sign, pair, 0x80008000, bits, 0xea;
+            mov.b32 one, 0x7b807b80;
+            mov.b32 bits, 0x80008000;
+            fma.rn.bf16x2 $0, sign, one, bits;"""
+    return "{ .reg .b32 pair, bits, sign, one; " + steps + " }"
+
+
 @triton.jit(
     do_not_specialize=["tokens", "rows", "tables_stride"],
     do_not_specialize_on_alignment=["block_tables", "context_lens", "cu_seqlens_q"],
@@ -32,13 +58,13 @@ def paged_attention_kernel(
     tokens, rows, tables_stride, scale,
     CHUNKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr,
-    LEAST_PART: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
+    LEAST_PART: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute attention for the rows of one kind.
 
     q, out: [tokens, KV_HEADS * GROUP, D].
-    k_cache, v_cache: [B, SIZE, KV_HEADS, D].
+    k_cache, v_cache: [B, SIZE, KV_HEADS, D], viewed as int32 if BYTES is not "".
     k_scale, v_scale: [B, SIZE, KV_HEADS] bfloat16 viewed as int32, of caches in int8 or float8e4nv; None without
         scales. SIZE is even, since copies to shared memory have at least four bytes.
     scale: above 0, in units of log2.
@@ -58,6 +84,7 @@ def paged_attention_kernel(
 
     ROWS: a power of two, at least rows. BLOCK_M: a power of two, at least 16 and GROUP. LEAST_PART: minimum tokens of a
         part. MERGED_ROWS, MERGED: rows and parts merged at a time, powers of two.
+    BYTES: "int8" or "fp8" multiplies words of four numbers (`_accumulate_bytes`); "" else. Not with CHUNKS.
     WIDE: products take their operands, rounded, in float32, since the interpreter cannot multiply bfloat16.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP if CHUNKS else 1
@@ -96,7 +123,8 @@ def paged_attention_kernel(
     if PDL:
         if not CHUNKS:  # noqa: SIM102  known to the compiler
             if (row < ROWS) & (part < made):
-                _prefetch(k_cache, v_cache, table, head, part * length, end, KV_HEADS, D, SIZE, PREFETCHED)
+                WIDTH: tl.constexpr = D if BYTES == "" else D // 4
+                _prefetch(k_cache, v_cache, table, head, part * length, end, KV_HEADS, WIDTH, SIZE, PREFETCHED)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if row < ROWS:
@@ -104,7 +132,7 @@ def paged_attention_kernel(
             _part(
                 q, k_cache, v_cache, k_scale, v_scale, table, out, partial, stats, arrived, scale, head, begin, n,
                 context, query, part, length, end, made, slot + item - first - part, CHUNKS, KV_HEADS, GROUP, D,
-                D_BLOCK, SIZE, BLOCK_M, BLOCK_Q, BLOCK_N, MERGED_ROWS, MERGED, WIDE)
+                D_BLOCK, SIZE, BLOCK_M, BLOCK_Q, BLOCK_N, MERGED_ROWS, MERGED, BYTES, WIDE)
     elif CHUNKS:
         # Excess programs share the queries of no row.
         WIDTH: tl.constexpr = GROUP * D
@@ -140,7 +168,7 @@ def _part(
     part, length, end, made, slot,
     CHUNKS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
 ):
     """Process queries from `query` on of a row over keys [part * length, (part + 1) * length) of [0, end).
 
@@ -153,67 +181,96 @@ def _part(
     places = ((begin + own).to(tl.int64) * KV_HEADS + head) * GROUP + m % GROUP
     whole = places[:, None] * D + d[None, :]
     kept = inside[:, None] & (d[None, :] < D)
-    heads = tl.load(q + whole, mask=kept, other=0.0)
     positions = context - n + own
 
     start = part * length
     stop = tl.minimum(start + length, end)
     peak = tl.full((BLOCK_M,), LEAST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D_BLOCK), tl.float32)
-    if CHUNKS:
-        # Whole blocks of keys that all of the queries see.
-        seen = start + tl.maximum(tl.minimum(stop, context - n + query + 1) - start, 0) // BLOCK_N * BLOCK_N
-        peak, total, acc = _accumulate(
-            peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start, seen,
-            False, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
+    heads = tl.load(q + whole, mask=kept, other=0.0)
+    if BYTES != "":
+        even, odd = tl.split(tl.reshape(heads, (BLOCK_M, D_BLOCK // 4, 2, 2)))
+        q0, q2 = tl.split(even)
+        q1, q3 = tl.split(odd)
+        acc0 = tl.zeros((BLOCK_M, D_BLOCK // 4), tl.float32)
+        peak, total, acc0, acc1, acc2, acc3 = _accumulate_bytes(
+            peak, total, acc0, acc0, acc0, acc0, q0, q1, q2, q3, k_cache, v_cache, k_scale, v_scale, table, scale,
+            head, start, stop, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, BYTES, WIDE)
+        acc = tl.reshape(tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)), (BLOCK_M, D_BLOCK))
     else:
-        seen = start
-    peak, total, acc = _accumulate(
-        peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, seen, stop,
-        True, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
+        acc = tl.zeros((BLOCK_M, D_BLOCK), tl.float32)
+        if CHUNKS:
+            # Whole blocks of keys that all of the queries see.
+            seen = start + tl.maximum(tl.minimum(stop, context - n + query + 1) - start, 0) // BLOCK_N * BLOCK_N
+            peak, total, acc = _accumulate(
+                peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start,
+                seen, CHUNKS, False, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
+        else:
+            seen = start
+        peak, total, acc = _accumulate(
+            peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, seen, stop,
+            CHUNKS, True, KV_HEADS, D, D_BLOCK, SIZE, BLOCK_N, WIDE)
 
     if made == 1:
         tl.store(out + whole, (acc / total[:, None]).to(out.dtype.element_ty), mask=kept)
     else:
-        mine = ((slot + part) * KV_HEADS + head).to(tl.int64) * HEIGHT
-        tl.store(partial + mine * D + m[:, None] * D + d[None, :], acc, mask=kept)
-        tl.store(stats + 2 * mine + m, peak, mask=inside)
-        tl.store(stats + 2 * mine + HEIGHT + m, total, mask=inside)
-        # All threads write before one increments the counter; the program that reads the full count sees all writes.
-        tl.debug_barrier()
-        counter = arrived + slot * KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == made - 1:
-            tl.store(counter, 0)
-            top = (begin + query).to(tl.int64) * KV_HEADS + head
-            count = tl.minimum(n - query, BLOCK_Q) * GROUP
-            for at in range(0, count, MERGED_ROWS):
-                _merge(out, partial, stats, top, at, count, slot, head, made, KV_HEADS, GROUP, D, D_BLOCK, HEIGHT,
-                       MERGED_ROWS, MERGED)
+        top = (begin + query).to(tl.int64) * KV_HEADS + head
+        count = tl.minimum(n - query, BLOCK_Q) * GROUP
+        _keep_part(
+            acc, peak, total, out, partial, stats, arrived, top, count, slot, part, head, made, inside, kept, KV_HEADS,
+            GROUP, D, D_BLOCK, HEIGHT, MERGED_ROWS, MERGED)
+
+
+@triton.jit
+def _keep_part(
+    acc, peak, total, out, partial, stats, arrived, top, count, slot, part, head, made, inside, kept,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, HEIGHT: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED: tl.constexpr,
+):
+    """Store the results of a part; the program that ends last merges the parts of the tile."""
+    m = tl.arange(0, acc.shape[0])
+    d = tl.arange(0, D_BLOCK)
+    mine = ((slot + part) * KV_HEADS + head).to(tl.int64) * HEIGHT
+    tl.store(partial + mine * D + m[:, None] * D + d[None, :], acc, mask=kept)
+    tl.store(stats + 2 * mine + m, peak, mask=inside)
+    tl.store(stats + 2 * mine + HEIGHT + m, total, mask=inside)
+    # All threads write before one increments the counter; the program that reads the full count sees all writes.
+    tl.debug_barrier()
+    counter = arrived + slot * KV_HEADS + head
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == made - 1:
+        tl.store(counter, 0)
+        for at in range(0, count, MERGED_ROWS):
+            _merge(out, partial, stats, top, at, count, slot, head, made, KV_HEADS, GROUP, D, D_BLOCK, HEIGHT,
+                   MERGED_ROWS, MERGED)
 
 
 @triton.jit
 def _accumulate(
     peak, total, acc, heads, k_cache, v_cache, k_scale, v_scale, table, scale, head, positions, start, stop,
-    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    CHUNKS: tl.constexpr, MASKED: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):
-    """Accumulate keys [start, stop). MASKED: some may be invisible, and the last block may be partial."""
+    """Accumulate keys [start, stop). MASKED: the last block may be partial, and queries of CHUNKS may not see it."""
     d = tl.arange(0, D_BLOCK)
     for at in range(start, stop, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
         there = keys < (stop if MASKED else at + BLOCK_N)
-        blocks = tl.load(table + keys // SIZE, mask=there, other=0)
+        if not CHUNKS:  # the last key again takes fewer instructions than a mask of each copy
+            keys = tl.minimum(keys, stop - 1)
+        blocks = tl.load(table + keys // SIZE, mask=there if CHUNKS else None, other=0 if CHUNKS else None)
         places = (blocks.to(tl.int64) * SIZE + keys % SIZE) * KV_HEADS + head
         whole = places[:, None] * D + d[None, :]
-        kept = there[:, None] & (d < D)[None, :]
+        kept = there[:, None] & (d < D)[None, :] if CHUNKS else (d < D)[None, :]
         k = tl.load(k_cache + whole, mask=kept, other=0.0)
         scores = _product(heads, tl.trans(k), None, WIDE)
         if k_scale is not None:
-            odd = (keys * KV_HEADS + head) % 2 == 1
+            odd = (keys * KV_HEADS + head) & 1 == 1
             scores *= _factors(tl.load(k_scale + places // 2, mask=there, other=0), odd)[None, :]
         if MASKED:
-            scores = tl.where((keys[None, :] <= positions[:, None]) & there[None, :], scores, LEAST)
+            seen = there[None, :]
+            if CHUNKS:
+                seen &= keys[None, :] <= positions[:, None]
+            scores = tl.where(seen, scores, LEAST)
         higher = tl.maximum(peak, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         fade = tl.exp2(peak - higher)
@@ -225,6 +282,62 @@ def _accumulate(
         acc = _product(weights.to(heads.dtype), v, acc, WIDE)
         peak = higher
     return peak, total, acc
+
+
+@triton.jit
+def _accumulate_bytes(
+    peak, total, acc0, acc1, acc2, acc3, q0, q1, q2, q3, k_cache, v_cache, k_scale, v_scale, table, scale, head,
+    start, stop, KV_HEADS: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BYTES: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Accumulate keys [start, stop) of a cache in bytes for one query, by four products each of keys and values.
+
+    A thread loads words of four numbers of a head, and each product takes one byte of every word: the numbers of a head
+    are added in any order. So a thread neither loads single bytes of values nor moves numbers to other threads.
+    q0 to q3, acc0 to acc3: [BLOCK_M, D_BLOCK // 4], numbers 0, 4, 8, ... to 3, 7, 11, ... of the heads.
+    """
+    d4 = tl.arange(0, D_BLOCK // 4)
+    for at in range(start, stop, BLOCK_N):
+        keys = at + tl.arange(0, BLOCK_N)
+        there = keys < stop
+        keys = tl.minimum(keys, stop - 1)
+        blocks = tl.load(table + keys // SIZE)
+        places = (blocks.to(tl.int64) * SIZE + keys % SIZE) * KV_HEADS + head
+        whole = places[:, None] * (D // 4) + d4[None, :]
+        kept = (d4 < D // 4)[None, :]
+        k = tl.trans(tl.load(k_cache + whole, mask=kept, other=0))
+        scores = _product(q0, _byte(k, 0, BYTES, q0.dtype, WIDE), None, WIDE)
+        scores = _product(q1, _byte(k, 1, BYTES, q0.dtype, WIDE), scores, WIDE)
+        scores = _product(q2, _byte(k, 2, BYTES, q0.dtype, WIDE), scores, WIDE)
+        scores = _product(q3, _byte(k, 3, BYTES, q0.dtype, WIDE), scores, WIDE)
+        odd = (keys * KV_HEADS + head) & 1 == 1
+        scores *= _factors(tl.load(k_scale + places // 2), odd)[None, :]
+        scores = tl.where(there[None, :], scores, LEAST)
+        higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        fade = tl.exp2(peak - higher)
+        total = total * fade + tl.sum(weights, 1)
+        v = tl.load(v_cache + whole, mask=kept, other=0)
+        weights *= _factors(tl.load(v_scale + places // 2), odd)[None, :]
+        weights = weights.to(q0.dtype)
+        acc0 = _product(weights, _byte(v, 0, BYTES, q0.dtype, WIDE), acc0 * fade[:, None], WIDE)
+        acc1 = _product(weights, _byte(v, 1, BYTES, q0.dtype, WIDE), acc1 * fade[:, None], WIDE)
+        acc2 = _product(weights, _byte(v, 2, BYTES, q0.dtype, WIDE), acc2 * fade[:, None], WIDE)
+        acc3 = _product(weights, _byte(v, 3, BYTES, q0.dtype, WIDE), acc3 * fade[:, None], WIDE)
+        peak = higher
+    return peak, total, acc0, acc1, acc2, acc3
+
+
+@triton.jit
+def _byte(words, PLACE: tl.constexpr, BYTES: tl.constexpr, TO: tl.constexpr, WIDE: tl.constexpr):
+    """Return byte PLACE of each word, a number of type BYTES, in the dtype TO."""
+    if WIDE or tl.bfloat16 != TO:
+        byte = (words >> 8 * PLACE).to(tl.int8)
+        if BYTES == "fp8":
+            byte = byte.to(tl.float8e4nv, bitcast=True)
+        return byte.to(tl.float32 if WIDE else TO)
+    ASM: tl.constexpr = bytes_to_bfloat16(PLACE, BYTES)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
