@@ -46,8 +46,9 @@ class Config:
 
 
 def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int) -> Config:
-    """Return the configuration of a call: the fastest for Qwen3-14B's heads on an H200, of `CONFIGS` and similar ones.
+    """Return the configuration of a call: the fastest of `CONFIGS` for Qwen3-14B's heads on an H200.
 
+    Exception: more than 32 rows over a cache in bytes have the one whose loop has the fewest instructions for a key.
     `keys` is at most the number that the registers hold without spilling. The block number is loaded before the block,
     so five stages have two iterations in flight, and seven stages three.
 
@@ -55,7 +56,10 @@ def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.
     each multiprocessor. More rows have enough parts.
 
     Chunks: 128 rows make the two groups of four warps that wgmma takes. Few tokens use smaller tiles, to have more
-    tiles. Over a quantized cache, keys and values are converted once for a tile, so that fewer iterations are faster.
+    tiles.
+
+    With as many keys as threads, a thread copies one scale of keys. With fewer, Triton gives each thread all the scales
+    that its part of the scores takes: 16 copies for 64 keys and 256 threads.
     """
     wide, exact = power(max(head_dim, 16)), activations == torch.float32
     keys = max(16, min(128, (2048 if exact else 8192) // wide))
@@ -66,7 +70,9 @@ def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.
             return Config(16, keys, 4, 7, 2, 64)
         if tokens <= 32 and wide == 128:
             return Config(16, 128, 8, 5, 1, 128)
-        return Config(16, keys, 4, 7 if tokens <= 128 and cached.itemsize > 1 else 5, 2, 128)
+        if cached.itemsize == 1:
+            return Config(16, min(128, 2 * keys), 4, 5, 2, 128)
+        return Config(16, keys, 4, 7 if tokens <= 128 else 5, 2, 128)
     if exact:
         return Config(16, keys, 4, 2, 2, 256)
     if wide > 128:
@@ -80,10 +86,10 @@ CONFIGS = {
     False: [Config(16, *numbers) for numbers in (
         (64, 4, 5, 2, 128), (64, 4, 5, 2, 64), (64, 4, 7, 2, 64), (64, 4, 7, 2, 128), (64, 4, 7, 3, 128),
         (32, 4, 5, 4, 128), (32, 4, 7, 4, 128), (64, 2, 5, 4, 128), (32, 2, 5, 6, 128), (32, 1, 5, 8, 128),
-        (128, 8, 5, 1, 128), (128, 4, 5, 1, 128), (64, 8, 7, 2, 128))],
+        (128, 8, 5, 1, 128), (128, 4, 5, 1, 128), (128, 4, 5, 2, 128), (64, 8, 7, 2, 128))],
     True: [Config(*numbers, 256) for numbers in (
-        (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 32, 4, 4, 3), (64, 128, 4, 2, 1), (128, 64, 8, 4, 1),
-        (128, 64, 8, 5, 1), (128, 64, 8, 7, 1), (128, 128, 8, 3, 1))],
+        (64, 64, 4, 3, 2), (64, 32, 4, 3, 3), (64, 32, 4, 4, 3), (64, 128, 4, 2, 1), (64, 128, 4, 3, 2),
+        (128, 64, 8, 4, 1), (128, 64, 8, 5, 1), (128, 64, 8, 7, 1), (128, 128, 8, 3, 1))],
 }
 """By `chunks`: candidates for `config` that are worth measuring, for heads of 128 in two bytes or one."""
 

@@ -15,12 +15,12 @@ def halves(word: Tensor) -> Tensor:
     return word.to(torch.int32).view(torch.bfloat16).view(*word.shape, 2)
 
 
-def execute(ptx: str, first: Tensor, second: Tensor) -> Tensor:
-    """Execute PTX on words in int64; return $0 as pairs of bfloat16."""
-    registers = {"$1": first, "$2": second}
+def execute(ptx: str, **registers: Tensor) -> dict[str, Tensor]:
+    """Execute PTX on registers of words in int64; return all registers."""
+    size = next(iter(registers.values()))
 
     def value(name: str) -> Tensor:
-        return registers[name] if name in registers else torch.full_like(first, int(name, 0))
+        return registers[name] if name in registers else torch.full_like(size, int(name, 0))
 
     for line in ptx.strip("{} ").split(";"):
         operation, *names = re.split(r"[\s,]+", line.strip())
@@ -51,7 +51,7 @@ def execute(ptx: str, first: Tensor, second: Tensor) -> Tensor:
             case _:
                 raise AssertionError(operation)
         registers[to] = found
-    return halves(registers["$0"])
+    return registers
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -67,7 +67,18 @@ def test_every_byte_is_converted_exactly(
     words[0, :, place], words[1, :, place] = torch.arange(256), torch.arange(256).flip(0)
     packed = (words << 8 * torch.arange(4)).sum(-1)
     expected = words[..., place].to(torch.uint8).view(dtype).to(torch.bfloat16).T
-    found = execute(bytes_to_bfloat16(place, kind), *packed)
+    found = halves(execute(bytes_to_bfloat16(place, kind), **{"$1": packed[0], "$2": packed[1]})["$0"])
     number = ~expected.isnan()
     assert number.sum() >= 2 * 254
+    assert torch.equal(found[number], expected[number])
+
+
+def test_four_bytes_are_converted_in_order(interpreted: ModuleType) -> None:
+    from npuserve.kernels.triton.paged_attention import fp8_to_bfloat16
+
+    words = torch.randint(0, 256, (999, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    expected = words.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    done = execute(fp8_to_bfloat16(), **{"$2": (words << 8 * torch.arange(4)).sum(-1)})
+    found = torch.cat([halves(done["$0"]), halves(done["$1"])], dim=-1)
+    number = ~expected.isnan()
     assert torch.equal(found[number], expected[number])
