@@ -43,9 +43,9 @@ from npuserve.kernels.swiglu import swiglu
 FLIPS = 3e-2
 """Tolerance of products whose x is quantized inside: last-bit differences of x flip int8 and float8 values."""
 
-IMPRECISE = 1e-3, 1e-6
+IMPRECISE = 1e-3, 2e-6
 """Tolerance of products of float8, and its growth for each number of K: tensor cores may sum them with some 14 bits
-(`launch_linear.PRECISE_ROWS`)."""
+(`launch_linear.PRECISE_ROWS`). The largest of ten million errors is near it on an H200, for a K of 17408."""
 
 # (K, N) of Qwen3-0.6B: qkv, attention output, gate and up, down.
 QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))

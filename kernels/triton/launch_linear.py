@@ -17,15 +17,19 @@ from npuserve.kernels.triton.linear_tiles import Form, Kind, Tiles, calculated, 
 TILES = 1 << 16
 """Maximum number of tiles whose K is split."""
 
-AHEAD_BYTES = 32 << 20
-"""Bytes of a weight that a launch may prefetch into the L2 cache while the previous one runs: half of an H200's."""
+AHEAD_BYTES = 6 << 20
+"""Bytes of a weight that a launch may prefetch into the L2 cache while the previous one runs.
+
+Measured on an H200 in decode steps of Qwen3-14B's shape, by MiB: in bf16 1: 7.53 ms, 6: 7.56, 13: 7.63, 20: 7.78,
+28: 7.94; in W8A8 1: 4.66, 6: 4.63, 13: 4.73, 20: 4.87, 28: 5.04. More is evicted before its use."""
 
 PRECISE_ROWS = 64
 """Maximum rows of x in a tile whose float8 products are summed in float32 after each block of K.
 
 Hopper's tensor cores sum products of float8 with some 14 bits, which over a K of 4096 can make errors of 2%
 (DeepSeek-V3, arXiv:2412.19437, 3.3.2). A decode step waits for memory, so the additional sums take no time there.
-Larger tiles and the library sum fast, as the default kernels of vLLM do."""
+Larger tiles and the library sum fast, as the default kernels of vLLM do. On an H200 the error of the library's sums
+over a K of 17408 is 0.4% of their norm. Rounding x and weight to float8 makes one of 3 to 4%."""
 
 _GROUP = 8
 _MERGED = 4096

@@ -121,7 +121,7 @@ def product_kernel(
         w += BLOCK_K
         xs += BLOCK_K
     if PDL:
-        gdc_launch_dependents()  # an earlier prefetch takes bandwidth, and is evicted before its use
+        gdc_launch_dependents()  # before the loop it costs 5% of a step on an H200
     if SCALED_K > 0:  # the sums are scaled
         x_scale = None
         weight_scale = None
