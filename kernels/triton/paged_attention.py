@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from npuserve.kernels.triton.prefetch import to_l2
+from npuserve.kernels.triton.prefetch import cache_to_l2
 
 PREFETCHED = tl.constexpr(128)
 """Keys and values that a program prefetches while the previous kernel runs."""
@@ -139,7 +139,7 @@ def paged_attention_kernel(
         if not CHUNKS:  # noqa: SIM102  known to the compiler
             if (row < ROWS) & (part < made):
                 WIDTH: tl.constexpr = D if BYTES == "" else D // 4
-                _prefetch(k_cache, v_cache, table, head, part * length, end, KV_HEADS, WIDTH, SIZE, PREFETCHED)
+                cache_to_l2(k_cache, v_cache, table, head, part * length, end, KV_HEADS, WIDTH, SIZE, PREFETCHED)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if row < ROWS:
@@ -157,24 +157,6 @@ def paged_attention_kernel(
         step = tl.num_programs(0) // KV_HEADS - first
         for token in range(tl.load(cu_seqlens_q + rows) + item - first, tokens, step):
             tl.store(out + (tl.cast(token, tl.int64) * KV_HEADS + head) * WIDTH + x, nothing, mask=x < WIDTH)
-
-
-@triton.jit
-def _prefetch(
-    k_cache, v_cache, table, head, start, stop,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr,
-):
-    """Prefetch keys and values [start, min(start + COUNT, stop)) of a head into the L2 cache.
-
-    The last of them may not be written yet, which does no harm: the L2 cache is the one that all writes reach.
-    """
-    NBYTES: tl.constexpr = D * (k_cache.dtype.element_ty.primitive_bitwidth // 8)
-    if NBYTES % 16 == 0:
-        keys = tl.minimum(start + tl.arange(0, COUNT), stop - 1)
-        blocks = tl.load(table + keys // SIZE)
-        places = (blocks.to(tl.int64) * SIZE + keys % SIZE) * KV_HEADS + head
-        to_l2(k_cache + places * D, tl.full((), NBYTES, tl.int32))
-        to_l2(v_cache + places * D, tl.full((), NBYTES, tl.int32))
 
 
 @triton.jit
