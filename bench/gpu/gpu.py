@@ -21,6 +21,7 @@ be installed. Parts, the most important first:
     kernels    each kernel alone at Qwen3-14B's shapes
     served     `npuserve serve` through gRPC compared with the engine's own speed (bench/serving/served.py), random
                weights of Qwen3-0.6B's shape, with --budget served=240 or more also of Qwen3-14B's; needs --wheels
+    goodput    `npuserve serve` of the shape under the arrivals of --trace, replayed faster; needs --wheels
     candidates correctness of the other configurations of tunable kernels, which also compiles them
     sweep      the same configurations timed, and the best for each shape, as an entry of the kernels' tables
 
@@ -53,7 +54,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {"numbers": 110, "machine": 30, "replays": 30, "tokens": 45, "steps": 130, "peer": 45, "attention": 40,
-           "kernels": 45, "served": 75, "candidates": 40, "sweep": 40}
+           "kernels": 45, "served": 75, "goodput": 120, "candidates": 40, "sweep": 40}
 """Seconds of each part, in the order of execution."""
 
 SHARDS = 6
@@ -72,6 +73,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=480, help="seconds of the whole run (default: %(default)s)")
     add("--model", type=Path, action="append", default=[], metavar="FOLDER", help="for tokens; repeatable")
     add("--wheels", type=Path, metavar="DIR")
+    add("--trace", type=lambda text: Path(text).resolve(), metavar="CSV", help="Azure or Mooncake trace, for goodput")
     add("--profile", action="store_true", help="write DIR/trace-*.json.gz of ten decode steps, for a trace viewer")
     add("--shape", choices=("qwen3-14b", "qwen3-0.6b", "toy"), help="for steps, peer, kernels (default: qwen3-14b)")
     add("--device", default="cuda", choices=("cuda", "cpu"))

@@ -25,7 +25,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics.machine import machine_of
 from tests.support.benches import BENCH, bench
 
-PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served"]
+PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served", "goodput"]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
@@ -59,7 +59,12 @@ def tables(report: dict[str, Any], part: str) -> set[str]:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
-    code, report, said = run(tmp_path, "--device", "cpu", "--shards", "2", "--seed", "5", "--parts", ",".join(PARTS))
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2023-11-16 18:15:{second}.0000000,{prompt},{answer}\n" for second, prompt, answer in (
+            (46, 374, 44), (50, 396, 109), (51, 879, 55), (52, 91, 16))))
+    code, report, said = run(tmp_path, "--device", "cpu", "--shards", "2", "--seed", "5", "--parts", ",".join(PARTS),
+                             "--trace", str(trace))
     assert (code, report["wrong"]) == (0, []), said
     assert list(report["seconds"]) == PARTS
     assert {row["part"] for row in report["rows"]} == set(PARTS)
@@ -71,6 +76,7 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
     kinds = {row["numbers"] for row in report["rows"] if row["part"] == "steps"}
     assert kinds == {"bf16", "W8A8", "W8A8 and head"}
     assert all(row["served / engine"] > 0 for row in report["rows"] if row["part"] == "served")
+    assert [row["requests"] for row in report["rows"] if row["part"] == "goodput"] == [4]
     page = (tmp_path / "cuda.md").read_text()
     assert "Seed 5, shape toy." in page
     assert all(f"#### {table}" in page for part in PARTS for table in tables(report, part))

@@ -33,7 +33,7 @@ def units(context: Context) -> Units:
 
 
 def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
-    if missing := [name for name in NEEDED if not _found(name)]:
+    if missing := [name for name in NEEDED if not found(name)]:
         yield {"table": TITLE, "model": shape, "said": f"not run: {', '.join(missing)} not there; see --wheels"}
         return
     streams, prompt, output, requests = ((2,), 4, 2, 1) if context.toy else ((64, 256), 128, 64, 2)
@@ -54,15 +54,15 @@ def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
                               env=os.environ | {"PYTHONSAFEPATH": "1"})  # no module of that folder hides a package
     if done.returncode:
         raise RuntimeError(f"bench/serving/served.py: {(done.stderr + done.stdout).strip()[-3000:]}")
-    for found in re.finditer(r"(\d+) streams: engine (\d+), served (\d+) tokens/s, ratio ([\d.]+)", done.stdout):
-        yield {"table": TITLE, "model": shape, "streams": int(found[1]), "prompt": prompt,
-               "output": output, "engine tokens/s": int(found[2]), "served tokens/s": int(found[3]),
-               "served / engine": float(found[4])}
+    for match in re.finditer(r"(\d+) streams: engine (\d+), served (\d+) tokens/s, ratio ([\d.]+)", done.stdout):
+        yield {"table": TITLE, "model": shape, "streams": int(match[1]), "prompt": prompt,
+               "output": output, "engine tokens/s": int(match[2]), "served tokens/s": int(match[3]),
+               "served / engine": float(match[4])}
     if not re.search("streams: engine", done.stdout):
         raise RuntimeError(f"bench/serving/served.py said {json.dumps(done.stdout[-500:])}")
 
 
-def _found(name: str) -> bool:
+def found(name: str) -> bool:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # ValueError: of a stand-in
