@@ -1,4 +1,4 @@
-"""PTX of the conversion of bytes to bfloat16 (kernels/triton/paged_attention.py), which the interpreter cannot run."""
+"""PTX of the conversion of bytes to bfloat16, which Triton's interpreter cannot run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_byte_is_converted_exactly(
     interpreted: ModuleType, kind: str, dtype: torch.dtype, place: int
 ) -> None:
     """Beside other bytes in the same words; NaN does not occur in a cache."""
-    from npuserve.kernels.triton.paged_attention import bytes_to_bfloat16
+    from npuserve.kernels.triton.byte_conversion import bytes_to_bfloat16
 
     generator = torch.Generator().manual_seed(place)
     words = torch.randint(0, 256, (2, 256, 4), generator=generator, dtype=torch.int64)
@@ -74,7 +74,7 @@ def test_every_byte_is_converted_exactly(
 
 
 def test_four_bytes_are_converted_in_order(interpreted: ModuleType) -> None:
-    from npuserve.kernels.triton.paged_attention import fp8_to_bfloat16
+    from npuserve.kernels.triton.byte_conversion import fp8_to_bfloat16
 
     words = torch.randint(0, 256, (999, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
     expected = words.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
