@@ -1,7 +1,7 @@
 """Kernels in Triton, for CUDA, and one for Ascend where triton-ascend is installed (launch_ascend.py).
 
 Importing this package does not import triton. The modules `launch*` check arguments and launch the kernels. The other
-files hold kernels. They import only triton and keys.py, so that a compiler without torch can read them. Tests in
+files hold kernels. They import only triton and each other, so that a compiler without torch can read them. Tests in
 tests/kernels/triton lower the files of `LOWERED` for Ascend.
 """
 
