@@ -73,7 +73,7 @@ def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
         cache.flatten(0, 1)[slots] = heads
         return
     new = quantize_heads(heads, cache.scale.dtype, cache.values.dtype)
-    cache.values.flatten(0, 1)[slots] = new.values
+    cache.values.view(torch.int8).flatten(0, 1)[slots] = new.values.view(torch.int8)  # devices index no float8
     cache.scale.flatten(0, 1)[slots] = new.scale.to(cache.scale.dtype)
 
 
