@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from npuserve.kernels.registry import GOLDEN, KnownSpan, Span
 from npuserve.npu.backends.base import Backend, Captured
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics import acceptance
+from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import Step
 from tests.npu.execution.test_dispatch import Bucketed, Graph
@@ -54,6 +57,21 @@ def test_acceptance_reference_uses_other_kernels(folder: Path) -> None:
     assert acceptance.load_reference(folder, CpuBackend(), "float32", 32, 1)[1].kernels == GOLDEN
     other = type("Other", (Bucketed,), {})
     assert acceptance.load_reference(folder, other(), "float32", 32, 1)[1].kernels == GOLDEN
+
+
+@built
+def test_acceptance_reference_takes_the_cache_of_the_device(folder: Path) -> None:
+    """The native kernels have no float8; a runner and logits of given tokens use the golden functions."""
+    other: Any = SimpleNamespace(
+        int8_levels=127.5, scale_dtype=torch.bfloat16, cache_dtypes=(torch.int8, torch.float8_e4m3fn))
+    kernels = {cached: acceptance.load_reference(folder, other, "float32", 32, 1, "auto", cached)[1].kernels
+               for cached in ("auto", "int8", "fp8")}
+    assert kernels == {"auto": "cpu", "int8": "cpu", "fp8": GOLDEN}
+    model, backend = acceptance.load_reference(folder, other, "float32", 32, 1, "auto", "fp8")
+    exact, found = (torch.cat(list(forced_logits(model, backend, [[1, 2, 3, 4, 5, 6]], 4, cache_dtype=cached)))
+                    for cached in (None, torch.float8_e4m3fn))
+    assert 0 < (found - exact).abs().max() < 0.1 * exact.abs().max()
+    assert acceptance.reference_runner(model, backend, 2, 16, "fp8").cache_dtype == torch.float8_e4m3fn
 
 
 def test_acceptance_reference_too_large_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
