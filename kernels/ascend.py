@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import Adapter, Kernel, moved
 
 FRACTAL_NZ = 29
@@ -79,25 +79,25 @@ def causal_mask(device: torch.device) -> Tensor:
     return torch.ones(2048, 2048, dtype=torch.int8).triu_(1).to(device)
 
 
-def by_head(cache: Int8) -> Int8:
+def by_head(cache: Quantized) -> Quantized:
     """Copy an int8 cache [B, block_size, Hkv, D] to the layout of the device: heads before tokens, scales in float32.
 
     values: [B, Hkv, block_size, `HEAD_DIM`]. scale: [B, Hkv, block_size], as antiquant mode 5 of fused
     attention reads it.
     """
     values = padded(cache.values, HEAD_DIM)
-    return Int8(values.transpose(1, 2).contiguous(), cache.scale.float().transpose(1, 2).contiguous())
+    return Quantized(values.transpose(1, 2).contiguous(), cache.scale.float().transpose(1, 2).contiguous())
 
 
-def by_token(cache: Int8) -> Int8:
+def by_token(cache: Quantized) -> Quantized:
     """Copy an int8 cache of the device to [B, block_size, Hkv, D], with scales in float32 and D still padded."""
-    return Int8(cache.values.transpose(1, 2).contiguous(), cache.scale.transpose(1, 2).contiguous())
+    return Quantized(cache.values.transpose(1, 2).contiguous(), cache.scale.transpose(1, 2).contiguous())
 
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def head_slots(slots: Tensor, cache: Int8) -> Tensor:
+def head_slots(slots: Tensor, cache: Quantized) -> Tensor:
     """Return the places [T * Hkv] int32 of each token's heads in an int8 cache whose first three dimensions are one.
 
     slots: [T], block * block_size + offset. A step makes a tensor of its own for them, which all layers share, so they

@@ -26,7 +26,7 @@ from npuserve.kernels.kv_cache import (
     unpack_values,
 )
 from npuserve.kernels.native import CONSTANTS, LANES, layout
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import Case, kernel
 
 CACHE_TOLERANCE = 3e-4
@@ -134,7 +134,7 @@ def paged_attention(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: Attenti
     the other rows.
     """
     output = torch.zeros_like(q)
-    wide = torch.promote_types(q.dtype, torch.float32) if isinstance(k_cache, Int8) else q.dtype
+    wide = torch.promote_types(q.dtype, torch.float32) if isinstance(k_cache, Quantized) else q.dtype
     starts = metadata.host_cu_seqlens_q
     for row, context in enumerate(metadata.host_context_lens):
         tokens = slice(starts[row], starts[row + 1])
@@ -214,8 +214,8 @@ def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     def on_device(cache: Cache) -> Cache:
         regroup = in_rows if size % ascend.BLOCK else lambda cache: cache
-        if isinstance(cache, Int8):
-            return ascend.by_head(Int8(regroup(cache.values), regroup(cache.scale)))
+        if isinstance(cache, Quantized):
+            return ascend.by_head(Quantized(regroup(cache.values), regroup(cache.scale)))
         return ascend.padded(regroup(cache), ascend.HEAD_DIM)
 
     caches = on_device(keys), on_device(values)
@@ -228,9 +228,9 @@ def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
     q, keys, values, metadata, scale = ascend.to_host(args)
 
     def as_given(cache: Cache) -> Cache:
-        if isinstance(cache, Int8):
+        if isinstance(cache, Quantized):
             made = ascend.by_token(cache)
-            return Int8(made.values[..., : q.shape[-1]], made.scale)
+            return Quantized(made.values[..., : q.shape[-1]], made.scale)
         return cache[..., : q.shape[-1]]
 
     return q, as_given(keys), as_given(values), metadata, scale
@@ -248,7 +248,7 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
     """
     tokens, q_heads, own = q.shape
     ends = metadata.host_cu_seqlens_q[1:]
-    if isinstance(k_cache, Int8) and isinstance(v_cache, Int8):
+    if isinstance(k_cache, Quantized) and isinstance(v_cache, Quantized):
         out = _attend_int8(q[: ends[-1]], k_cache, v_cache, metadata, scale)
     else:
         assert isinstance(k_cache, Tensor)
@@ -288,7 +288,9 @@ def _attend_rows(
     return out  # type: ignore[no-any-return]
 
 
-def _attend_int8(q: Tensor, k_cache: Int8, v_cache: Int8, metadata: AttentionMetadata, scale: float) -> Tensor:
+def _attend_int8(
+    q: Tensor, k_cache: Quantized, v_cache: Quantized, metadata: AttentionMetadata, scale: float
+) -> Tensor:
     """Attend over an int8 cache, laid out as by `ascend.by_head`.
 
     Leading rows of one query are one call of fused attention, which multiplies by the scales (antiquant mode 5: per
@@ -348,7 +350,7 @@ def _groups(contexts: list[int], first: int, block_size: int) -> Iterator[tuple[
         yield first, len(contexts), width
 
 
-def _dequantized(cache: Int8, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantized(cache: Quantized, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return blocks `ids` of an int8 cache, multiplied by their scales in float32 and rounded once to `dtype`."""
     scale = cache.scale.index_select(0, ids)
     return (cache.values.index_select(0, ids) * scale.unsqueeze(-1)).to(dtype)

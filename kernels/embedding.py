@@ -12,7 +12,7 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.native.packed import PackedWeight, dense
 from npuserve.kernels.quantize import from_nz, weight_of
-from npuserve.kernels.quantized import Int8Weight, Scheme, Weight, packed
+from npuserve.kernels.quantized import QuantizedWeight, Scheme, Weight, packed
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -40,13 +40,13 @@ def embedding(ids: Tensor, table: Weight) -> Tensor:
 
 
 def _pack_int8(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return packed(args) if isinstance(args[1], Int8Weight) else args
+    return packed(args) if isinstance(args[1], QuantizedWeight) else args
 
 
 @native.implementation(embedding, adapt=_pack_int8)
 def _(ids: Tensor, table: Weight) -> Tensor:
     out = native.empty(len(ids), table.shape[1], dtype=table.dtype)
-    if isinstance(table, Int8Weight):
+    if isinstance(table, QuantizedWeight):
         assert isinstance(table.values, PackedWeight)
         call: native.Call = (
             "embedding_int8", table.dtype, [ids, table.values.words, out, table.scale, table.zero], [*out.shape])
@@ -61,7 +61,7 @@ def _(ids: Tensor, table: Weight) -> Tensor:
 def transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Move arguments to Ascend. The second is a table, whose int8 values become [H, V]."""
     ids, table, *more = ascend.to_device(args)
-    if isinstance(table, Int8Weight):
+    if isinstance(table, QuantizedWeight):
         table = replace(table, values=dense(table.values).t())
     return ids, table, *more
 
@@ -69,7 +69,7 @@ def transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @ascend.implementation(embedding, adapt=transposed, restore=from_nz)
 def _(ids: Tensor, table: Weight) -> Tensor:
     """Look up an int8 table whose values are [H, V], a view of [V, H]. Zero points are not supported."""
-    if not isinstance(table, Int8Weight):
+    if not isinstance(table, QuantizedWeight):
         return F.embedding(ids, dense(table))
     if table.zero is not None:
         raise ValueError("zero: on Ascend an int8 table has no zeros")

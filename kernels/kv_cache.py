@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.native import layout
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 
-Cache = Tensor | Int8
+Cache = Tensor | Quantized
 """[B, block_size, Hkv, D]. A quantized cache has values in int8 or float8_e4m3fn, and scale [B, block_size, Hkv], one
 for each token and head, in bfloat16 or, where the device's operators need it, in float32."""
 
@@ -26,7 +26,7 @@ def setting_of(dtype: torch.dtype) -> str:
     return next((name for name, quantized in QUANTIZED.items() if quantized == dtype), "auto")
 
 
-def quantize_heads(x: Tensor, scales: torch.dtype = torch.bfloat16, values: torch.dtype = torch.int8) -> Int8:
+def quantize_heads(x: Tensor, scales: torch.dtype = torch.bfloat16, values: torch.dtype = torch.int8) -> Quantized:
     """Quantize x [..., D], each [D] with its own scale.
 
     scales: dtype of the scales, bfloat16 or float32.
@@ -40,7 +40,7 @@ def quantize_heads(x: Tensor, scales: torch.dtype = torch.bfloat16, values: torc
     scale = torch.where(exact > 0, exact if scales == torch.float32 else rounded_up(exact), 1.0)
     quotients = wide / scale.unsqueeze(-1)
     rounded = quotients.round() if values == torch.int8 else quotients
-    return Int8(rounded.clamp(-largest, largest).to(values), scale)
+    return Quantized(rounded.clamp(-largest, largest).to(values), scale)
 
 
 def quantized_as(name: str, caches: Tensor) -> tuple[Cache, Cache]:
@@ -57,7 +57,7 @@ def rounded_up(scale: Tensor) -> Tensor:
 
 
 def block_size(cache: Cache) -> int:
-    return (cache.values if isinstance(cache, Int8) else cache).shape[1]
+    return (cache.values if isinstance(cache, Quantized) else cache).shape[1]
 
 
 def read(cache: Cache, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ def write(cache: Cache, slots: Tensor, heads: Tensor) -> None:
 
 def native_parts(keys: Cache, values: Cache) -> tuple[str, tuple[Tensor, Tensor], list[Tensor]]:
     """Return the suffix of the native ops that take such a cache, its numbers, and its scales, [] without scales."""
-    if isinstance(keys, Int8) and isinstance(values, Int8):
+    if isinstance(keys, Quantized) and isinstance(values, Quantized):
         return "_int8", (keys.values, values.values), [keys.scale, values.scale]
     assert isinstance(keys, Tensor)
     assert isinstance(values, Tensor)
@@ -107,6 +107,6 @@ def unpack_values(values: Cache, head_dim: int) -> Cache:
 
 
 def _reorder(cache: Cache, numbers: Callable[[Tensor], Tensor]) -> Cache:
-    if isinstance(cache, Int8):
-        return Int8(numbers(cache.values), cache.scale.transpose(1, 2).contiguous())
+    if isinstance(cache, Quantized):
+        return Quantized(numbers(cache.values), cache.scale.transpose(1, 2).contiguous())
     return numbers(cache)

@@ -30,8 +30,8 @@ from npuserve.kernels.quantized import (
     FLOAT8_SCHEMES,
     GROUP,
     ZEROS,
-    Int8,
-    Int8Weight,
+    Quantized,
+    QuantizedWeight,
     Scheme,
     Weight,
     packed,
@@ -61,7 +61,7 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
     float8, made, zeros = "float8" in int8, int8.endswith("made"), int8 == "zeros"
     scheme = FLOAT8_GROUPED if "grouped" in int8 else FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros)
 
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Int8, Weight, Tensor | None]:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Quantized, Weight, Tensor | None]:
         x = torch.randn(tokens, k, generator=generator)
         weight = torch.randn(n, k, generator=generator) * k**-0.5
         b = torch.randn(n, generator=generator).to(dtype) if bias else None
@@ -91,7 +91,7 @@ def _numbers(int8: str) -> str:
           for k, n in QWEN3_06B),
     ],
 )
-def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [T, K] by weight [N, K] and add bias [N] or None: [T, N].
 
     With a quantized weight the result is the exact sum of products times both scales, plus bias, in the weight's
@@ -100,9 +100,9 @@ def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
 
     Raises TypeError for a quantized x with a weight of floats.
     """
-    if not isinstance(weight, Int8Weight):
+    if not isinstance(weight, QuantizedWeight):
         return F.linear(_floats(x), dense(weight), bias)
-    given = x if isinstance(x, Int8) else quantize(x, weight.inputs)
+    given = x if isinstance(x, Quantized) else quantize(x, weight.inputs)
     left, right = given.values.double(), dense(weight.values).double()
     if given.zero is not None:
         left = left - given.zero.unsqueeze(1)
@@ -116,8 +116,8 @@ def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
     return (out if bias is None else out + bias).to(weight.dtype)
 
 
-def _floats(x: Tensor | Int8) -> Tensor:
-    if isinstance(x, Int8):
+def _floats(x: Tensor | Quantized) -> Tensor:
+    if isinstance(x, Quantized):
         raise TypeError("x is int8, the weight is not")
     return x
 
@@ -149,7 +149,9 @@ def _swiglu_case(
           for int8, scheme in (("", ""), ("given", "int8")) for t in (1, 8, 32, 512)),
     ],
 )
-def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+def linear_swiglu(
+    x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None
+) -> Tensor | Quantized:
     """Apply `linear` and `swiglu`: x [T, K], weight [2 I, K] of gate and up, bias [2 I] or None -> [T, I].
 
     scheme: quantizes the result; None leaves it as it is.
@@ -163,7 +165,7 @@ def _argmax_case(
 ) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x, weight, _ = _case(rows, k, vocabulary + padding, int8=int8).make(generator, dtype)
-        if isinstance(weight, Int8Weight):
+        if isinstance(weight, QuantizedWeight):
             for part in (dense(weight.values), weight.scale, weight.sums):
                 if part is not None:
                     part[vocabulary:] = part[0]
@@ -205,7 +207,7 @@ def linear_argmax(
     return greedy(logits, vocabulary)
 
 
-def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int,
+def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int,
              more: Sequence[Tensor | None] = ()) -> list[native.Call]:
     """Return the calls of a native product whose results go to `out`.
 
@@ -215,12 +217,12 @@ def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, o
     n, k = weight.shape
     p: list[Tensor | None] = [bias, *out, *[None] * (2 - len(out))]
     shape = [len(x), k, n, *sizes]
-    if not isinstance(weight, Int8Weight):
+    if not isinstance(weight, QuantizedWeight):
         assert isinstance(weight, PackedWeight)
         return [(weight.op(name), weight.dtype, [_floats(x), weight.words, *p, *more], shape)]
     assert isinstance(weight.values, PackedWeight)
     calls: list[native.Call] = []
-    if not isinstance(x, Int8):
+    if not isinstance(x, Quantized):
         x, call = native_quantize(x, weight.inputs)
         calls.append(call)
     row_sums = None
@@ -232,14 +234,14 @@ def _product(name: str, x: Tensor | Int8, weight: Weight, bias: Tensor | None, o
 
 
 @native.implementation(linear, adapt=packed)
-def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     out = native.empty(len(x), weight.shape[0], dtype=weight.dtype)
     native.call("linear", *_product("linear", x, weight, bias, [out]))
     return out
 
 
 @native.implementation(linear_swiglu, adapt=packed)
-def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Quantized:
     n, half = weight.shape[0], weight.shape[0] // 2
     gated = native.empty(len(x), half, dtype=weight.dtype)
     if half % native.LANES:  # the halves share a panel
@@ -279,18 +281,18 @@ def argmax_calls(
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
     words = 0 if masks[0] is None else masks[0].shape[1]
-    merge = "argmax_of_units_int8" if isinstance(weight, Int8Weight) else "argmax_of_units"
+    merge = "argmax_of_units_int8" if isinstance(weight, QuantizedWeight) else "argmax_of_units"
     return [
         *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=masks),
         (merge, weight.dtype, [best, places, ids, pairs], [len(x), k, n, first])]
 
 
-def _ascend_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+def _ascend_linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x by a weight whose dtype is float16 or bfloat16.
 
     weight: int8 values are [K, N], from `ascend.fractal_nz` or a transposed view of [N, K].
     """
-    if not isinstance(weight, Int8Weight):
+    if not isinstance(weight, QuantizedWeight):
         return F.linear(_floats(x), dense(weight), bias)
     given = _without_zeros(x, weight)
     out: Tensor = torch_npu.npu_quant_matmul(
@@ -298,36 +300,36 @@ def _ascend_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Ten
     return out
 
 
-def _without_zeros(x: Tensor | Int8, weight: Int8Weight) -> Int8:
-    given = x if isinstance(x, Int8) else ascend_quantize(x, weight.inputs)
+def _without_zeros(x: Tensor | Quantized, weight: QuantizedWeight) -> Quantized:
+    given = x if isinstance(x, Quantized) else ascend_quantize(x, weight.inputs)
     if given.zero is not None or weight.zero is not None:
         raise ValueError("zero: on Ascend int8 activations and weights have no zeros")
     return given
 
 
 @ascend.implementation(linear, adapt=to_nz, restore=from_nz)
-def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     return _ascend_linear(x, weight, bias)
 
 
 @ascend.implementation(linear_swiglu, adapt=to_nz, restore=from_nz)
-def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Fuse the epilogue into one operator after the exact int8 product, for an int8 weight and a dynamic scheme.
 
     Rows wider than the operator's limit take three operators. So does a bias, which the fused operator supports only
     with groups.
     """
-    n = len(weight.scale) if isinstance(weight, Int8Weight) else 0
+    n = len(weight.scale) if isinstance(weight, QuantizedWeight) else 0
     if n % 64 or not 0 < n <= ascend.SWIGLU_ROW or bias is not None or not ascend_fuses(scheme):
         gated: Tensor = torch_npu.npu_swiglu(_ascend_linear(x, weight, bias), dim=-1)
         return gated if scheme is None else ascend_quantize(gated, scheme)
-    assert isinstance(weight, Int8Weight)
+    assert isinstance(weight, QuantizedWeight)
     given = _without_zeros(x, weight)
     product = torch_npu.npu_quant_matmul(given.values, weight.values, weight.scale, output_dtype=torch.int32)
     values, scale = torch_npu.npu_dequant_swiglu_quant(
         product, weight_scale=weight.scale.unsqueeze(0), activation_scale=given.scale.unsqueeze(1),
         group_index=ascend.one_group(len(product), product.device), activate_left=True, quant_mode=1)
-    return Int8(values, scale)
+    return Quantized(values, scale)
 
 
 @ascend.implementation(linear_argmax, adapt=to_nz, restore=from_nz)
@@ -348,15 +350,15 @@ def _argmax_of(
     return greedy.implementations[backend].function(logits, vocabulary)
 
 
-def _given(x: Tensor | Int8, weight: Weight) -> Tensor | Int8:
+def _given(x: Tensor | Quantized, weight: Weight) -> Tensor | Quantized:
     """Return x as the CUDA kernels take it: quantized if the weight is."""
-    if not isinstance(weight, Int8Weight):
+    if not isinstance(weight, QuantizedWeight):
         return _floats(x)
-    return x if isinstance(x, Int8) else quantize.implementations[triton.LABEL].function(x, weight.inputs)
+    return x if isinstance(x, Quantized) else quantize.implementations[triton.LABEL].function(x, weight.inputs)
 
 
 @triton.implementation(linear)
-def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+def _cuda_linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x by a weight whose quantized values are [N, K], without zero points."""
     from npuserve.kernels.triton import launch_linear
 
@@ -364,7 +366,7 @@ def _cuda_linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tenso
 
 
 @triton.implementation(linear_swiglu)
-def _(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Int8:
+def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Quantize the gated values in a second launch, since a dynamic scale needs the whole row."""
     from npuserve.kernels.triton import launch_linear
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.quantize import ascend_fuses, ascend_quantize, quantize
-from npuserve.kernels.quantized import FLOAT8_SCHEMES, SCHEMES, ZEROS, Int8, Scheme, native_int8, scheme_of
+from npuserve.kernels.quantized import FLOAT8_SCHEMES, SCHEMES, ZEROS, Quantized, Scheme, native_int8, scheme_of
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -53,7 +53,7 @@ def _cases(make: Callable[..., Case]) -> list[Case]:
 
 
 @kernel("rms_norm", cases=_cases(_rms_norm_case))
-def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Normalize x [T, H] and multiply by gamma [H]: [T, H]. scheme: quantizes the result; None leaves it."""
     normed = normalize(x, gamma, eps)
     return normed if scheme is None else quantize(normed, scheme)
@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None)
 @kernel("add_rms_norm", cases=_cases(_add_rms_norm_case))
 def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
-) -> tuple[Tensor | Int8, Tensor]:
+) -> tuple[Tensor | Quantized, Tensor]:
     """Return (rms_norm of x + residual, x + residual); x, residual: [T, H], gamma: [H]."""
     total = x + residual
     return rms_norm.golden(total, gamma, eps, scheme), total
@@ -71,8 +71,8 @@ def add_rms_norm(
 def _native(
     name: str, x: Tensor, residual: Tensor | None, gamma: Tensor, eps: float, scheme: Scheme | None,
     total: Tensor | None,
-) -> Tensor | Int8:
-    out: Tensor | Int8
+) -> Tensor | Quantized:
+    out: Tensor | Quantized
     if scheme is None:
         out = native.empty(*x.shape, dtype=x.dtype)
         p: list[Tensor | None] = [out, total]
@@ -85,20 +85,20 @@ def _native(
 
 
 @native.implementation(rms_norm)
-def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     return _native("rms_norm", x, None, gamma, eps, scheme, None)
 
 
 @native.implementation(add_rms_norm)
 def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
-) -> tuple[Tensor | Int8, Tensor]:
+) -> tuple[Tensor | Quantized, Tensor]:
     total = native.empty(*x.shape, dtype=x.dtype)
     return _native("add_rms_norm", x, residual, gamma, eps, scheme, total), total
 
 
 @ascend.implementation(rms_norm)
-def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Round once, after the product with gamma."""
     out: Tensor = torch_npu.npu_rms_norm(x, gamma, epsilon=eps)[0]
     return out if scheme is None else ascend_quantize(out, scheme)
@@ -107,18 +107,18 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 @ascend.implementation(add_rms_norm)
 def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
-) -> tuple[Tensor | Int8, Tensor]:
+) -> tuple[Tensor | Quantized, Tensor]:
     """Use one fused operator for a dynamic scheme."""
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, gamma, epsilon=eps, output_mask=[True, False])
-        return Int8(values, scale), total
+        return Quantized(values, scale), total
     out, _, total = torch_npu.npu_add_rms_norm(x, residual, gamma, epsilon=eps)
     return out if scheme is None else ascend_quantize(out, scheme), total
 
 
 @triton.implementation(rms_norm)
-def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     from npuserve.kernels.triton import launch_rows
 
     return launch_rows.rms_norm(x, gamma, eps, scheme)
@@ -127,7 +127,7 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 @triton.implementation(add_rms_norm)
 def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
-) -> tuple[Tensor | Int8, Tensor]:
+) -> tuple[Tensor | Quantized, Tensor]:
     from npuserve.kernels.triton import launch_rows
 
     return launch_rows.add_rms_norm(x, residual, gamma, eps, scheme)

@@ -24,7 +24,7 @@ from npuserve.kernels.kv_cache import (
 )
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -157,8 +157,8 @@ def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return torch.cat([cache, cache.new_zeros(-(-len(slots) // size), *cache.shape[1:])])
 
     def on_device(cache: Cache) -> Cache:
-        if isinstance(cache, Int8):
-            return ascend.by_head(Int8(grown(cache.values), grown(cache.scale)))
+        if isinstance(cache, Quantized):
+            return ascend.by_head(Quantized(grown(cache.values), grown(cache.scale)))
         return ascend.padded(grown(cache), ascend.HEAD_DIM)
 
     slots = torch.where(slots < 0, padding + torch.arange(len(slots)), slots)
@@ -171,11 +171,11 @@ def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     head_dim = args[4].shape[1]
 
     def as_given(cache: Cache) -> Cache:
-        made = ascend.by_token(cache) if isinstance(cache, Int8) else cache
+        made = ascend.by_token(cache) if isinstance(cache, Quantized) else cache
         kept = len(made) - -(-len(slots) // block_size(made))
-        if isinstance(made, Int8):
+        if isinstance(made, Quantized):
             scale = torch.where(made.scale > 0, rounded_up(made.scale), 1.0)
-            return Int8(made.values[:kept, ..., :head_dim], scale[:kept])
+            return Quantized(made.values[:kept, ..., :head_dim], scale[:kept])
         return made[:kept, ..., :head_dim]
 
     keys, values = as_given(keys), as_given(values)
@@ -231,7 +231,7 @@ def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) 
     """
     wide = ascend.HEAD_DIM
     k, v = ascend.padded(k, wide), ascend.padded(v, wide)
-    if isinstance(k_cache, Int8) and isinstance(v_cache, Int8):
+    if isinstance(k_cache, Quantized) and isinstance(v_cache, Quantized):
         places = ascend.head_slots(slots, k_cache)
         (k, k_scale), (v, v_scale) = (torch_npu.npu_dynamic_quant(x.view(-1, 1, wide)) for x in (k, v))
         for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):

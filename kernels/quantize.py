@@ -19,8 +19,8 @@ from npuserve.kernels.quantized import (
     GROUP,
     SCHEMES,
     ZEROS,
-    Int8,
-    Int8Weight,
+    Quantized,
+    QuantizedWeight,
     Scheme,
     native_int8,
     scheme_of,
@@ -44,7 +44,7 @@ def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bo
         *(_quantize_case(tokens, 1024, benchmark=True) for tokens in (1, 32, 512)),
     ],
 )
-def quantize(x: Tensor, scheme: Scheme) -> Int8:
+def quantize(x: Tensor, scheme: Scheme) -> Quantized:
     """Quantize x [T, K]: x / scale, rounded to nearest, ties to even, plus zero, clamped to -128 .. 127.
 
     A symmetric scale is the largest magnitude divided by the scheme's levels. An asymmetric scheme has
@@ -70,70 +70,70 @@ def quantize(x: Tensor, scheme: Scheme) -> Int8:
         zero = (-128 - low / scale).round().clamp(-128, 127).int()
     if scheme.dtype == FLOAT8:
         near = (wide / scale.unsqueeze(1)).clamp(-FLOAT8_MAX, FLOAT8_MAX)
-        return Int8(near.to(FLOAT8), scale.float())
+        return Quantized(near.to(FLOAT8), scale.float())
     values = (wide / scale.unsqueeze(1)).round()
     if zero is not None:
         values = values + zero.unsqueeze(1)
-    return Int8(values.clamp(-128, 127).to(torch.int8), scale.float(), zero)
+    return Quantized(values.clamp(-128, 127).to(torch.int8), scale.float(), zero)
 
 
-def _quantize_groups(x: Tensor, scheme: Scheme) -> Int8:
+def _quantize_groups(x: Tensor, scheme: Scheme) -> Quantized:
     shape = len(x), *scheme.scale_shape(*x.shape)[1:]
     padded = F.pad(x, (0, shape[1] * GROUP - x.shape[1]))
     made = quantize(padded.view(-1, GROUP), replace(scheme, grouped=False))
     values = made.values.view(len(x), -1)[:, : x.shape[1]].contiguous()
-    return Int8(values, made.scale.view(shape).t().contiguous().t())
+    return Quantized(values, made.scale.view(shape).t().contiguous().t())
 
 
 def _above_zero(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, 1.0)
 
 
-def int8_of(x: Tensor, generator: torch.Generator, scheme: Scheme = DYNAMIC) -> Int8:
+def int8_of(x: Tensor, generator: torch.Generator, scheme: Scheme = DYNAMIC) -> Quantized:
     """Quantize x [T, K] by a dynamic scheme as a case's argument, with another scale for each row."""
     made = quantize(x.float(), scheme)
     factor = torch.rand(len(x), generator=generator) + 0.5
-    return Int8(made.values, (made.scale.t() * factor).t(), made.zero)
+    return Quantized(made.values, (made.scale.t() * factor).t(), made.zero)
 
 
 def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, inputs: Scheme = DYNAMIC
-              ) -> Int8Weight:
+              ) -> QuantizedWeight:
     """Quantize weight [N, K] as a case's argument, by the scheme of its inputs."""
     made = int8_of(weight, generator, inputs)
-    return Int8Weight.of(made.values, made.scale, dtype, made.zero, inputs)
+    return QuantizedWeight.of(made.values, made.scale, dtype, made.zero, inputs)
 
 
-def native_quantize(x: Tensor, scheme: Scheme) -> tuple[Int8, native.Call]:
+def native_quantize(x: Tensor, scheme: Scheme) -> tuple[Quantized, native.Call]:
     """Return the output of `quantize` for x [T, K] and the native call that fills it."""
     out, p = native_int8(x.shape, scheme)
     return out, ("quantize", x.dtype, [x, *p], [*x.shape], [scheme.levels])
 
 
 @native.implementation(quantize)
-def _(x: Tensor, scheme: Scheme) -> Int8:
+def _(x: Tensor, scheme: Scheme) -> Quantized:
     out, call = native_quantize(x, scheme)
     native.call("quantize", call)
     return out
 
 
 @ascend.implementation(quantize)
-def _(x: Tensor, scheme: Scheme) -> Int8:
+def _(x: Tensor, scheme: Scheme) -> Quantized:
     """Round a static scale to x's dtype, as the operator requires.
 
     Zero points are not supported. The scheme's levels must be `ascend.LEVELS`.
     """
     if ascend_fuses(scheme):
         values, scale = torch_npu.npu_dynamic_quant(x)
-        return Int8(values, scale)
+        return Quantized(values, scale)
     if scheme.scale is None or scheme.zero is not None:
         raise ValueError("scheme: on Ascend activations in int8 have no zeros")
     by = ascend.table_as(scheme.scale, x.dtype)
     values = torch_npu.npu_quantize(x, by, None, torch.qint8, -1)
-    return Int8(values, ascend.table_as(by, torch.float32).expand(len(x)).contiguous())
+    return Quantized(values, ascend.table_as(by, torch.float32).expand(len(x)).contiguous())
 
 
 @triton.implementation(quantize)
-def _(x: Tensor, scheme: Scheme) -> Int8:
+def _(x: Tensor, scheme: Scheme) -> Quantized:
     from npuserve.kernels.triton import launch_rows
 
     return launch_rows.quantize(x, scheme)
@@ -157,7 +157,7 @@ def ascend_fuses(scheme: Scheme | None) -> bool:
 def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a case's arguments as the Ascend implementations take them; the weight is the second."""
     x, weight, *rest = ascend.to_device(args)
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, QuantizedWeight):
         assert isinstance(weight.values, Tensor)
         weight = replace(weight, values=ascend.fractal_nz(weight.values))
     return x, weight, *rest
@@ -166,7 +166,7 @@ def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Undo `to_nz`, also for a transposed table."""
     x, weight, *rest = ascend.to_host(args)
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, QuantizedWeight):
         assert isinstance(weight.values, Tensor)
         weight = replace(weight, values=weight.values.t())
     return x, weight, *rest

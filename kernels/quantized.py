@@ -56,7 +56,7 @@ FLOAT8_GROUPED = replace(FLOAT8_DYNAMIC, grouped=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Quantized:
     """Quantized numbers (values - zero) * scale.
 
     values: int8 or FLOAT8 [..., K].
@@ -73,7 +73,7 @@ class Int8:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Weight:
+class QuantizedWeight:
     """Quantized weight [N, K]: (values - zero) * scale by row. K of int8 is at most 32768, so that sums fit an int32.
 
     values: int8 or FLOAT8.
@@ -93,12 +93,12 @@ class Int8Weight:
 
     @classmethod
     def of(cls, values: Tensor, scale: Tensor, dtype: torch.dtype, zero: Tensor | None = None,
-           inputs: Scheme = DYNAMIC) -> Int8Weight:
+           inputs: Scheme = DYNAMIC) -> QuantizedWeight:
         """Build a weight and its row sums from values [N, K]."""
         sums = values.sum(dim=1, dtype=torch.int32) if values.dtype == torch.int8 else None
         return cls(values, scale, zero, sums, inputs, dtype)
 
-    def packed(self) -> Int8Weight:
+    def packed(self) -> QuantizedWeight:
         """Pack the values for the native kernels. `values` must be a Tensor."""
         assert isinstance(self.values, Tensor)
         return replace(self, values=PackedWeight.pack(self.values))
@@ -126,7 +126,7 @@ class Int8Weight:
         return (whole * self.scale[ids].unsqueeze(1)).to(self.dtype)
 
 
-Weight = Matrix | Int8Weight
+Weight = Matrix | QuantizedWeight
 """Weight or embedding table as kernels take it."""
 
 
@@ -153,7 +153,7 @@ def with_levels(case: Case, levels: float) -> Case:
     """Return the case with `levels` in all its schemes of int8."""
 
     def changed(value: Any) -> Any:
-        if isinstance(value, Int8Weight):
+        if isinstance(value, QuantizedWeight):
             return replace(value, inputs=changed(value.inputs))
         return replace(value, levels=levels) if isinstance(value, Scheme) and value.dtype == torch.int8 else value
 
@@ -163,12 +163,12 @@ def with_levels(case: Case, levels: float) -> Case:
 def packed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a case's arguments with the weight (the second) packed for the native kernels."""
     weight = args[1]
-    return args[0], weight.packed() if isinstance(weight, Int8Weight) else PackedWeight.pack(weight), *args[2:]
+    return args[0], weight.packed() if isinstance(weight, QuantizedWeight) else PackedWeight.pack(weight), *args[2:]
 
 
-def native_int8(shape: Sequence[int], scheme: Scheme) -> tuple[Int8, list[Tensor | None]]:
+def native_int8(shape: Sequence[int], scheme: Scheme) -> tuple[Quantized, list[Tensor | None]]:
     """Return an uninitialized output [T, K] of a native kernel, and the tensors that the kernel takes for it."""
     rows, columns = shape
     zero = native.empty(rows, dtype=torch.int32) if scheme.has_zero else None
-    out = Int8(native.empty(rows, columns, dtype=torch.int8), native.empty(rows, dtype=torch.float32), zero)
+    out = Quantized(native.empty(rows, columns, dtype=torch.int8), native.empty(rows, dtype=torch.float32), zero)
     return out, [out.values, out.scale, out.zero, scheme.scale, scheme.zero]

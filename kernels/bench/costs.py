@@ -14,7 +14,7 @@ from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.ceilings import DTYPES, Peak
 from npuserve.kernels.collectives import Ranks
 from npuserve.kernels.kv_cache import Cache, block_size
-from npuserve.kernels.quantized import Int8, Int8Weight, Scheme, Weight
+from npuserve.kernels.quantized import Quantized, QuantizedWeight, Scheme, Weight
 
 _KINDS: dict[torch.dtype, Peak] = {dtype: kind for kind, dtype in DTYPES.items()}
 
@@ -52,7 +52,8 @@ def nbytes(*values: Any) -> int:
 
 
 def _embedding(ids: Tensor, table: Weight) -> Cost:
-    read = nbytes(table) // table.shape[0] if isinstance(table, Int8Weight) else table.shape[1] * table.dtype.itemsize
+    quantized = isinstance(table, QuantizedWeight)
+    read = nbytes(table) // table.shape[0] if quantized else table.shape[1] * table.dtype.itemsize
     return Cost(nbytes(ids) + len(ids) * (read + table.shape[1] * table.dtype.itemsize), 0, "fp32")
 
 
@@ -97,18 +98,18 @@ def _add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme
     return Cost(2 * x.nbytes + normed.nbytes, x.numel() + normed.operations, "fp32")
 
 
-def _product(x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: int) -> Cost:
+def _product(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: int) -> Cost:
     """Return the cost of a product. out: bytes of the result."""
     n, k = weight.shape
-    kind: Peak = "int8" if isinstance(weight, Int8Weight) else _KINDS[weight.dtype]
+    kind: Peak = "int8" if isinstance(weight, QuantizedWeight) else _KINDS[weight.dtype]
     return Cost(nbytes(x, weight, bias) + out, 2 * len(x) * n * k, kind, cold=(1,))
 
 
-def _linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Cost:
+def _linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Cost:
     return _product(x, weight, bias, len(x) * weight.shape[0] * weight.dtype.itemsize)
 
 
-def _linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Cost:
+def _linear_swiglu(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Cost:
     rows, columns = len(x), weight.shape[0] // 2
     out = rows * columns * weight.dtype.itemsize if scheme is None else _quantized((rows, columns), scheme)
     return _product(x, weight, bias, out)
@@ -148,7 +149,8 @@ def _paged_attention(q: Tensor, keys: Cache, values: Cache, metadata: AttentionM
         n = end - begin
         seen += n * context - n * (n - 1) // 2
     token = _token_bytes(keys) + _token_bytes(values)
-    kind: Peak = "bf16" if isinstance(keys, Int8) else _KINDS[q.dtype]  # int8 times int16 has as many products a word
+    # int8 times int16 has as many products a word
+    kind: Peak = "bf16" if isinstance(keys, Quantized) else _KINDS[q.dtype]
     return Cost(2 * q.nbytes + sum(contexts) * token, 4 * seen * q.shape[1] * q.shape[2], kind, cold=(1, 2))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.quantized import FLOAT8, Int8
+from npuserve.kernels.quantized import FLOAT8, Quantized
 
 Args = tuple[Any, ...]
 
@@ -53,7 +53,7 @@ def tensors(value: Any) -> list[Tensor]:
     """Return the tensors of a result or an argument; from quantized numbers their zero points are subtracted."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, Int8):
+    if isinstance(value, Quantized):
         return [value.values if value.zero is None else value.values.short() - value.zero.short().unsqueeze(-1),
                 value.scale]
     if isinstance(value, tuple):
@@ -65,6 +65,6 @@ def tensors(value: Any) -> list[Tensor]:
 
 def versions(value: Any) -> list[int]:
     """Return the version counters of the tensors, which change when a tensor is written in place."""
-    if isinstance(value, Int8):
+    if isinstance(value, Quantized):
         return versions((value.values, value.scale))
     return [tensor._version for tensor in tensors(value)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED, Cache, setting_of
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.kv_write import kv_write_kernel
@@ -284,7 +284,7 @@ def _rows(rows: int) -> int:
 
 def _parts(name: str, cache: Cache, q: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return (numbers, scales or None) of a cache after checking them."""
-    numbers, scale = (cache.values, cache.scale) if isinstance(cache, Int8) else (cache, None)
+    numbers, scale = (cache.values, cache.scale) if isinstance(cache, Quantized) else (cache, None)
     if numbers.dim() != 4:
         raise ValueError(f"{name}: {list(numbers.shape)} is not [blocks, block_size, KV heads, head_dim]")
     check(name, numbers, tuple(numbers.shape), tuple(QUANTIZED.values()) if scale is not None else (q.dtype,), q.device)

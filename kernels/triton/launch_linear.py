@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels.quantized import FLOAT8, GROUP, Int8, Int8Weight, Weight
+from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized, QuantizedWeight, Weight
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
@@ -36,7 +36,7 @@ _MERGED = 4096
 _FINISHED = 1024
 
 
-def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
+def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
     """Launch the kernel `linear`, for x and weight both int8, both float8 or both floats.
 
     tiles: replace the tiles of the table.
@@ -45,12 +45,14 @@ def linear(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles |
     """
     values, numbers = _operands(x, weight, bias)
     tiles = tiles or _choose("linear", values, numbers, weight, bias)
-    if tiles is None and not isinstance(weight, Int8Weight):
+    if tiles is None and not isinstance(weight, QuantizedWeight):
         return F.linear(values, numbers, bias)
     return _outputs("linear", x, weight, bias, tiles)
 
 
-def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor | None:
+def linear_swiglu(
+    x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None
+) -> Tensor | None:
     """Launch the kernel `linear_swiglu` without a scheme; None where `linear` and `swiglu` are faster by the table."""
     values, numbers = _operands(x, weight, bias)
     if len(numbers) % 2:
@@ -62,7 +64,7 @@ def linear_swiglu(x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: 
 
 
 def linear_argmax(
-    x: Tensor | Int8, weight: Weight, bias: Tensor | None, vocabulary: int, tiles: Tiles | None = None
+    x: Tensor | Quantized, weight: Weight, bias: Tensor | None, vocabulary: int, tiles: Tiles | None = None
 ) -> Tensor | None:
     """Launch the kernel `linear_argmax`; None where `linear` and `greedy` are faster by the table."""
     values, numbers = _operands(x, weight, bias)
@@ -84,7 +86,7 @@ def linear_argmax(
     return ids
 
 
-def library(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+def library(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     """Compute `linear` or `linear_swiglu` of int8, or `linear` of float8, by torch's library.
 
     It stores the sums [T, N] of int8 in memory. Raises ValueError for operands that the library does not support.
@@ -93,22 +95,22 @@ def library(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -
     if numbers.dtype == FLOAT8:
         supported = kind == "linear" and _multiplies_float8(numbers, weight, bias)
     else:
-        supported = isinstance(x, Int8) and takes_int8(len(values), *numbers.shape)
+        supported = isinstance(x, Quantized) and takes_int8(len(values), *numbers.shape)
     if not supported:
         raise ValueError(f"x: {list(values.shape)} and a weight {list(numbers.shape)} are no product of the library's")
     return _outputs(kind, x, weight, bias, None)
 
 
-def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
+def _outputs(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
     """Return the output for checked operands. tiles: None computes int8 and float8 by the library."""
     gated = kind == "linear_swiglu"
     shape = len(x), weight.shape[0] // (1 + gated)
-    out = torch.empty(shape, dtype=weight.dtype, device=x.values.device if isinstance(x, Int8) else x.device)
+    out = torch.empty(shape, dtype=weight.dtype, device=x.values.device if isinstance(x, Quantized) else x.device)
     if tiles is not None:
         _product(kind, x, weight, bias, out, tiles)
         return out
-    assert isinstance(x, Int8)
-    assert isinstance(weight, Int8Weight)
+    assert isinstance(x, Quantized)
+    assert isinstance(weight, QuantizedWeight)
     assert isinstance(weight.values, Tensor)
     if weight.values.dtype == FLOAT8:
         assert not gated
@@ -122,12 +124,12 @@ def _outputs(kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, 
     return out
 
 
-def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Check x [T, K], weight [N, K] and their scales, and return the numbers of both."""
-    if isinstance(x, Int8) != isinstance(weight, Int8Weight):
+    if isinstance(x, Quantized) != isinstance(weight, QuantizedWeight):
         raise TypeError("x and weight: one is quantized, the other is not")
-    values = x.values if isinstance(x, Int8) else x
-    numbers = weight.values if isinstance(weight, Int8Weight) else weight
+    values = x.values if isinstance(x, Quantized) else x
+    numbers = weight.values if isinstance(weight, QuantizedWeight) else weight
     if not isinstance(numbers, Tensor) or numbers.dim() != 2:
         raise TypeError("weight: not a matrix of a tensor")
     device, (n, k) = values.device, numbers.shape
@@ -136,7 +138,7 @@ def _operands(x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> tuple[Te
     if values.dim() != 2 or values.shape[1] != k:
         raise ValueError(f"x: {list(values.shape)} is not [rows, {k}]")
     within("rows of x", len(values), 0, 1 << 22)
-    if isinstance(x, Int8) and isinstance(weight, Int8Weight):
+    if isinstance(x, Quantized) and isinstance(weight, QuantizedWeight):
         if x.zero is not None or weight.zero is not None:
             raise ValueError("zero: on CUDA quantized activations and weights have no zeros")
         check("values of x", values, (len(values), k), (numbers.dtype,), device)
@@ -162,14 +164,16 @@ def _choose(kind: Kind, values: Tensor, numbers: Tensor, weight: Weight, bias: T
 
 
 def _form(weight: Weight) -> Form:
-    if not isinstance(weight, Int8Weight) or not isinstance(weight.values, Tensor) or weight.values.dtype != FLOAT8:
+    if not isinstance(weight, QuantizedWeight):
+        return ""
+    if not isinstance(weight.values, Tensor) or weight.values.dtype != FLOAT8:
         return ""
     return "grouped float8" if weight.is_grouped else "float8"
 
 
 def _multiplies_float8(numbers: Tensor, weight: Weight, bias: Tensor | None) -> bool:
     """Return True if the library multiplies float8 by this weight. On a CPU it does not take scales of rows."""
-    assert isinstance(weight, Int8Weight)
+    assert isinstance(weight, QuantizedWeight)
     return (_on_gpu(numbers) and takes_float8(*numbers.shape) and weight.dtype == torch.bfloat16 and bias is None
             and not weight.is_grouped)
 
@@ -200,12 +204,12 @@ def _ahead(weight: Tensor, rows: int) -> int:
 
 
 def _product(
-    kind: Kind, x: Tensor | Int8, weight: Weight, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: Tensor, tiles: Tiles,
     vocabulary: int = 0, best: Tensor | None = None, places: Tensor | None = None,
 ) -> None:
     """Fill `out`, or `best` and `places`, of which `out` is then the dtype, for checked operands."""
-    values, x_scale = (x.values, x.scale) if isinstance(x, Int8) else (x, None)
-    numbers, weight_scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
+    values, x_scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
+    numbers, weight_scale = (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
     assert isinstance(numbers, Tensor)
     gated = kind == "linear_swiglu"
     (rows, k), n = values.shape, len(numbers) // (1 + gated)

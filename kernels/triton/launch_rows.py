@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels.quantized import GROUP, Int8, Int8Weight, Scheme
+from npuserve.kernels.quantized import GROUP, Quantized, QuantizedWeight, Scheme
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.rows import (
@@ -30,14 +30,14 @@ COLUMNS = 1024
 """Columns of a row, or ids, per program."""
 
 
-def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Launch the kernel `rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
     return _rms_norm(x, None, None, gamma, eps, scheme)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
-) -> tuple[Tensor | Int8, Tensor]:
+) -> tuple[Tensor | Quantized, Tensor]:
     """Launch the kernel `add_rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
     _rows("residual", residual, x)
     _same_shape("residual", residual, x)
@@ -47,7 +47,7 @@ def add_rms_norm(
 
 def _rms_norm(
     x: Tensor, residual: Tensor | None, total: Tensor | None, gamma: Tensor, eps: float, scheme: Scheme | None
-) -> Tensor | Int8:
+) -> Tensor | Quantized:
     _rows("x", x, x)
     rows, width = x.shape
     within("columns of x", width, 1, WIDTH)
@@ -64,7 +64,7 @@ def _rms_norm(
     return out
 
 
-def quantize(x: Tensor, scheme: Scheme) -> Int8:
+def quantize(x: Tensor, scheme: Scheme) -> Quantized:
     """Launch the kernel `quantize` for rows of at most `WIDTH`. Raises ValueError."""
     _rows("x", x, x)
     rows, width = x.shape
@@ -92,7 +92,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def embedding(ids: Tensor, table: Tensor | Int8Weight) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | QuantizedWeight) -> Tensor:
     """Launch the kernel `embedding`; ids are not range-checked. Raises ValueError."""
     values, scale, zero = (table, None, None) if isinstance(table, Tensor) else (table.values, table.scale, table.zero)
     if not isinstance(values, Tensor) or values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
@@ -100,7 +100,7 @@ def embedding(ids: Tensor, table: Tensor | Int8Weight) -> Tensor:
     if values.device != ids.device:
         raise ValueError(f"table: on {values.device}, and ids on {ids.device}")
     check("ids", ids, (ids.numel(),), (torch.int64,), values.device)
-    if isinstance(table, Int8Weight):
+    if isinstance(table, QuantizedWeight):
         check("scale of table", table.scale, (len(values),), (torch.float32,), values.device)
         if table.zero is not None:
             check("zero of table", table.zero, (len(values),), (torch.int32,), values.device)
@@ -148,17 +148,17 @@ def rank_sum(parts: Tensor) -> Tensor:
     return out
 
 
-def _int8(x: Tensor, scheme: Scheme) -> Int8:
+def _int8(x: Tensor, scheme: Scheme) -> Quantized:
     """Return an uninitialized output for x [T, K]."""
     for name, static, dtype in (("scale", scheme.scale, torch.float32), ("zero", scheme.zero, torch.int32)):
         if static is not None:
             check(f"{name} of scheme", static, (1,), (dtype,), x.device)
     zero = torch.empty(len(x), dtype=torch.int32, device=x.device) if scheme.has_zero else None
     scale = torch.empty(scheme.scale_shape(*x.shape)[::-1], dtype=torch.float32, device=x.device).t()
-    return Int8(torch.empty(x.shape, dtype=scheme.dtype, device=x.device), scale, zero)
+    return Quantized(torch.empty(x.shape, dtype=scheme.dtype, device=x.device), scale, zero)
 
 
-def _targets(out: Tensor | Int8, scheme: Scheme | None) -> dict[str, Tensor | None]:
+def _targets(out: Tensor | Quantized, scheme: Scheme | None) -> dict[str, Tensor | None]:
     if isinstance(out, Tensor) or scheme is None:
         return dict.fromkeys(("values", "scales", "zeros", "static_scale", "static_zero"))
     return {"values": out.values, "scales": out.scale, "zeros": out.zero, "static_scale": scheme.scale,

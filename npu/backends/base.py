@@ -18,7 +18,7 @@ import torch
 from npuserve.kernels.kv_cache import setting_of
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
-from npuserve.kernels.quantized import Int8Weight
+from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.kernels.registry import Span
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.notices import Notice
@@ -264,7 +264,7 @@ class Backend(ABC):
         if refusal := scheme.refusal(self.name, zeros=self.int8_zeros, float8=self.float8):
             raise BackendError(f"quantization_config: {refusal}")
 
-    def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
+    def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
         """Convert a completely written int8 weight in place to the layout that the kernels read.
 
         table: the embedding kernel reads it too.

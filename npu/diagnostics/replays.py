@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.npu.backends.base import Captured, Event
 from npuserve.npu.diagnostics.acceptance import Loaded
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
@@ -182,10 +182,10 @@ def randomize(cache: KVCache) -> None:
     generator = torch.Generator().manual_seed(0)
     for keys_and_values in cache.layers:
         for part in keys_and_values:
-            numbers = part.values if isinstance(part, Int8) else part
+            numbers = part.values if isinstance(part, Quantized) else part
             drawn = torch.randn(RANDOM_BLOCKS, *numbers.shape[1:], generator=generator)
-            _spread(numbers, (drawn * 40).clamp(-127, 127).round() if isinstance(part, Int8) else drawn)
-            if isinstance(part, Int8):
+            _spread(numbers, (drawn * 40).clamp(-127, 127).round() if isinstance(part, Quantized) else drawn)
+            if isinstance(part, Quantized):
                 scales = torch.rand(RANDOM_BLOCKS, *part.scale.shape[1:], generator=generator)
                 _spread(part.scale, scales / 40 + 0.01)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels.quantized import Int8, Int8Weight, Scheme
+from npuserve.kernels.quantized import Quantized, QuantizedWeight, Scheme
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.diagnostics.taps import Args, Tap, TappedKernels
 from npuserve.npu.execution.decoder import Model
@@ -61,7 +61,7 @@ class FollowedRounding:
     def record(self, values: Tensor) -> None:
         self._recorded.append(values.to("cpu", copy=True))
 
-    def follow(self, x: Tensor, own: Int8) -> Int8:
+    def follow(self, x: Tensor, own: Quantized) -> Quantized:
         """Return `own`, which is x quantized, with the device's rounding of ties."""
         device = self._recorded.popleft()
         self.numbers += device.numel()
@@ -80,8 +80,8 @@ class FollowedRounding:
 def _recording(kernels: KernelSet, rounding: FollowedRounding) -> Tap:
     """Return a tap that records the int8 activations of each call."""
 
-    def recorded(x: Tensor, scheme: Scheme) -> Int8:
-        made: Int8 = kernels.quantize(x, scheme)
+    def recorded(x: Tensor, scheme: Scheme) -> Quantized:
+        made: Quantized = kernels.quantize(x, scheme)
         rounding.record(made.values)
         return made
 
@@ -97,7 +97,7 @@ def _recording(kernels: KernelSet, rounding: FollowedRounding) -> Tap:
 def _following(kernels: KernelSet, rounding: FollowedRounding) -> Tap:
     """Return a tap that quantizes apart from the kernels, and takes the device's rounding of ties."""
 
-    def followed(x: Tensor, scheme: Scheme) -> Int8:
+    def followed(x: Tensor, scheme: Scheme) -> Quantized:
         return rounding.follow(x, kernels.quantize(x, scheme))
 
     def call(name: str, function: Callable[..., Any], args: Args) -> Any:
@@ -111,9 +111,9 @@ def _following(kernels: KernelSet, rounding: FollowedRounding) -> Tap:
     return call
 
 
-def _with_int8(name: str, args: Args, quantize: Callable[[Tensor, Scheme], Int8]) -> Args:
+def _with_int8(name: str, args: Args, quantize: Callable[[Tensor, Scheme], Quantized]) -> Args:
     """Return the arguments of a product with quantized activations, if its weight is int8."""
-    if name not in _PRODUCTS or not isinstance(args[1], Int8Weight) or isinstance(args[0], Int8):
+    if name not in _PRODUCTS or not isinstance(args[1], QuantizedWeight) or isinstance(args[0], Quantized):
         return args
     return quantize(args[0], args[1].inputs), *args[1:]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.bench.tensors import tensors
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import KERNELS, KernelSet, moved
 
 Args = tuple[Any, ...]
@@ -52,7 +52,7 @@ def _arguments(args: Args) -> Results:
     """Return the tensors among the arguments, which a kernel may modify."""
     made: Results = {}
     for i, x in enumerate(args):
-        if isinstance(x, Int8):
+        if isinstance(x, Quantized):
             made |= {f"argument.{i}": x.values, f"argument.{i}.scale": x.scale}
         elif isinstance(x, Tensor):
             made[f"argument.{i}"] = x
@@ -69,7 +69,7 @@ def cloned(args: Args) -> Args:
     """Return copies of the arguments."""
 
     def clone(x: Any) -> Any:
-        if isinstance(x, Int8):
+        if isinstance(x, Quantized):
             return dataclasses.replace(x, values=clone(x.values), scale=clone(x.scale))
         return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.kv_cache import LARGEST, Cache
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.progress import reporting
@@ -56,7 +56,7 @@ class KVCache:
             if dtype not in LARGEST:
                 return numbers
             scales = backend.scale_shape(blocks, block_size, heads)
-            return Int8(numbers, backend.empty(scales, backend.scale_dtype))
+            return Quantized(numbers, backend.empty(scales, backend.scale_dtype))
 
         made = cls(tuple((empty(shapes[0]), empty(shapes[1])) for _ in range(config.num_layers)))
         total, done = sum(tensor.nbytes for tensor in made.tensors), 0
@@ -78,4 +78,4 @@ class KVCache:
     def tensors(self) -> list[Tensor]:
         """Return all tensors layer by layer: keys and their scales, values and their scales."""
         return [tensor for cache in chain.from_iterable(self.layers)
-                for tensor in ([cache.values, cache.scale] if isinstance(cache, Int8) else [cache])]
+                for tensor in ([cache.values, cache.scale] if isinstance(cache, Quantized) else [cache])]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from npuserve.kernels.native.packed import Matrix, write
 from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, Int8Weight, Scheme, Weight
+from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, QuantizedWeight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Span
@@ -143,7 +143,7 @@ class _Allocator:
             stored.rows, stored.inputs, dtype)
         bias = self._empty(stored.rows, dtype) if stored.adds_bias else None
         put, dtypes, itemsize = (
-            (partial(_put, weight), FLOATS, dtype.itemsize) if not isinstance(weight, Int8Weight) else
+            (partial(_put, weight), FLOATS, dtype.itemsize) if not isinstance(weight, QuantizedWeight) else
             (partial(_put_rounded, weight), FLOATS, 1) if stored.rounded else
             (partial(_put_int8, weight), INT8, 1) if weight.sums is not None else
             (partial(_put_float8, weight), FLOAT8S, 1))
@@ -159,7 +159,7 @@ class _Allocator:
             first += rows.size
         return Linear(weight, bias)
 
-    def _int8(self, stored: StoredMatrix, scheme: W8A8) -> Int8Weight:
+    def _int8(self, stored: StoredMatrix, scheme: W8A8) -> QuantizedWeight:
         of_float8 = FLOAT8_GROUPED if scheme.blocks else FLOAT8_DYNAMIC
         inputs = of_float8 if scheme.float8 else Scheme(
             symmetric=scheme.symmetric_inputs, levels=self._backend.int8_levels)
@@ -168,7 +168,7 @@ class _Allocator:
             inputs = replace(inputs, scale=self._empty(1, torch.float32), zero=zero)
         n = stored.rows
         of_rows = inputs.scale_shape(n, stored.inputs)
-        weight = Int8Weight(
+        weight = QuantizedWeight(
             self._backend.weight(n, stored.inputs, inputs.dtype),
             self._empty(math.prod(of_rows), torch.float32).view(of_rows[::-1]).t(),
             None if scheme.symmetric else self._empty(n, torch.int32),
@@ -187,7 +187,7 @@ _ONE = ((1,), (), (1, 1))
 """Shapes of a single number."""
 
 
-def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: Int8Weight) -> Targets:
+def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: QuantizedWeight) -> Targets:
     targets: Targets = {}
     first = 0
     for name, rows in parts.items():
@@ -205,7 +205,7 @@ def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: Int8Weight) 
     return targets
 
 
-def _block_scale_targets(stored: StoredMatrix, scheme: W8A8, weight: Int8Weight) -> Targets:
+def _block_scale_targets(stored: StoredMatrix, scheme: W8A8, weight: QuantizedWeight) -> Targets:
     targets: Targets = {}
     first, columns = 0, stored.columns
     for name, rows in stored.parts.items():
@@ -241,20 +241,20 @@ def _put(matrix: Matrix, first: int, row: int, piece: Tensor) -> None:
     write(matrix, first + row, piece)
 
 
-def _put_int8(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
+def _put_int8(weight: QuantizedWeight, first: int, row: int, piece: Tensor) -> None:
     begin = first + row
     write(weight.values, begin, piece)
     assert weight.sums is not None
     weight.sums[begin : begin + len(piece)] = piece.sum(dim=1, dtype=torch.int32)
 
 
-def _put_float8(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
+def _put_float8(weight: QuantizedWeight, first: int, row: int, piece: Tensor) -> None:
     if bool((piece.view(torch.uint8) & 0x7F == 0x7F).any()):
         raise ValueError("has numbers that are not finite (NaN)")
     write(weight.values, first + row, piece)
 
 
-def _put_rounded(weight: Int8Weight, first: int, row: int, piece: Tensor) -> None:
+def _put_rounded(weight: QuantizedWeight, first: int, row: int, piece: Tensor) -> None:
     begin = first + row
     for rows in piece.split(max(1, ROUNDED_AT_ONCE // piece.shape[1])):
         made = quantize(rows.float(), Scheme(levels=127))

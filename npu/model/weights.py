@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.native.packed import PackedWeight, packed_words, write
-from npuserve.kernels.quantized import Int8Weight, Scheme, Weight
+from npuserve.kernels.quantized import QuantizedWeight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 
 
@@ -22,7 +22,7 @@ class Linear:
     @property
     def inputs(self) -> Scheme | None:
         """Quantization scheme of its inputs; None if they are floats."""
-        return self.weight.inputs if isinstance(self.weight, Int8Weight) else None
+        return self.weight.inputs if isinstance(self.weight, QuantizedWeight) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ModelWeights:
     @property
     def padded_vocabulary(self) -> int:
         head = self.lm_head.weight
-        return len(head.scale) if isinstance(head, Int8Weight) else head.shape[0]
+        return len(head.scale) if isinstance(head, QuantizedWeight) else head.shape[0]
 
     @property
     def unplanned_bytes(self) -> int:
@@ -82,7 +82,7 @@ class ModelWeights:
         """
         self._fill_padding(vocabulary)
         for weight in self._linear_weights():
-            if isinstance(weight, Int8Weight):
+            if isinstance(weight, QuantizedWeight):
                 backend.prepare_weight(weight, table=weight is self.embedding)
 
     def _linear_weights(self) -> list[Weight]:
@@ -93,10 +93,10 @@ class ModelWeights:
         padded, head = self.padded_vocabulary, self.lm_head.weight
         count = padded - vocabulary
         if self.embedding is not head:
-            assert not isinstance(self.embedding, Int8Weight)
+            assert not isinstance(self.embedding, QuantizedWeight)
             zeros = torch.zeros(count, self.embedding.shape[1], device=self.norm.device)
             write(self.embedding, vocabulary, zeros)
-        if isinstance(head, Int8Weight):
+        if isinstance(head, QuantizedWeight):
             for numbers in (head.scale, head.zero, head.sums):
                 if numbers is not None:
                     numbers[vocabulary:padded] = numbers[0].clone()

@@ -18,7 +18,7 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import Cost, cost
 from npuserve.kernels.kv_cache import LARGEST, Cache
-from npuserve.kernels.quantized import Int8, Scheme, Weight
+from npuserve.kernels.quantized import Quantized, Scheme, Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord
 from npuserve.npu.model.allocation import allocate
@@ -46,32 +46,32 @@ class CostRecorder:
     def _record(self, name: str, *args: Any) -> None:
         self.costs[name].append(cost(name, args))
 
-    def _output(self, shape: Sequence[int], scheme: Scheme | None) -> Tensor | Int8:
+    def _output(self, shape: Sequence[int], scheme: Scheme | None) -> Tensor | Quantized:
         if scheme is None:
             return meta(*shape, dtype=self.dtype)
-        return Int8(meta(*shape, dtype=scheme.dtype), meta(*scheme.scale_shape(*shape), dtype=torch.float32))
+        return Quantized(meta(*shape, dtype=scheme.dtype), meta(*scheme.scale_shape(*shape), dtype=torch.float32))
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         self._record("embedding", ids, table)
         return meta(len(ids), table.shape[1], dtype=self.dtype)
 
-    def rms_norm(self, x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Int8:
+    def rms_norm(self, x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
         self._record("rms_norm", x, gamma, eps, scheme)
         return self._output(x.shape, scheme)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
-    ) -> tuple[Tensor | Int8, Tensor]:
+    ) -> tuple[Tensor | Quantized, Tensor]:
         self._record("add_rms_norm", x, residual, gamma, eps, scheme)
         return self._output(x.shape, scheme), residual
 
-    def linear(self, x: Tensor | Int8, weight: Weight, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
         self._record("linear", x, weight, bias)
         return meta(len(x), weight.shape[0], dtype=self.dtype)
 
     def linear_swiglu(
-        self, x: Tensor | Int8, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None
-    ) -> Tensor | Int8:
+        self, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Tensor | Quantized:
         self._record("linear_swiglu", x, weight, bias, scheme)
         return self._output((len(x), weight.shape[0] // 2), scheme)
 
@@ -109,7 +109,7 @@ class MetaModel:
         shape = 1, block_size, config.local.num_kv_heads, config.head_dim
         self.layer_cache: Cache = meta(*shape, dtype=dtype)
         if cache_dtype in LARGEST:
-            self.layer_cache = Int8(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
+            self.layer_cache = Quantized(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
 
     def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
         """Return the costs of one step.

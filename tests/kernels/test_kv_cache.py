@@ -24,7 +24,7 @@ from npuserve.kernels.kv_cache import (
 )
 from npuserve.kernels.native import layout
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from tests.kernels.variants import ISAS
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -34,7 +34,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def dense(cache: Int8) -> Tensor:
+def dense(cache: Quantized) -> Tensor:
     return cache.values.double() * cache.scale.double().unsqueeze(-1)
 
 
@@ -155,7 +155,9 @@ def test_native_attention_equals_attention_over_stored_numbers(isa: str, data: s
         made.check(natively=True)
 
 
-def cache_arguments(tokens: int, dim: int, dtype: torch.dtype, slots: Tensor) -> tuple[Tensor, Int8, Int8, list[Any]]:
+def cache_arguments(
+    tokens: int, dim: int, dtype: torch.dtype, slots: Tensor
+) -> tuple[Tensor, Quantized, Quantized, list[Any]]:
     """Return arguments without norms, with all positions 0, at which nothing is rotated."""
     qkv = randn(tokens, 4 * dim, dtype=dtype)
     cos_sin = torch.cat([torch.ones(1, dim // 2), torch.zeros(1, dim // 2)], dim=-1)
@@ -216,8 +218,8 @@ def test_native_write_of_adjacent_tokens(isa: str, dtype: torch.dtype, int8: boo
 def test_int8_pack_and_unpack_are_inverses() -> None:
     plain = quantize_heads(randn(3, 32, 2, 10))
     keys, values = pack_keys(plain), pack_values(plain)
-    assert isinstance(keys, Int8)
-    assert isinstance(values, Int8)
+    assert isinstance(keys, Quantized)
+    assert isinstance(values, Quantized)
     assert keys.values.shape == layout.key_shape(3, 32, 2, 10, torch.int8)
     assert values.values.shape == layout.value_shape(3, 32, 2, 10, torch.int8)
     assert keys.scale.shape == values.scale.shape == layout.scale_shape(3, 32, 2)

@@ -23,8 +23,8 @@ from npuserve.kernels.quantized import (
     FLOAT8,
     FLOAT8_DYNAMIC,
     SCHEMES,
-    Int8,
-    Int8Weight,
+    Quantized,
+    QuantizedWeight,
     Scheme,
     packed,
     scheme_of,
@@ -65,7 +65,7 @@ def variant(request: pytest.FixtureRequest) -> Variant:
     return Variant(request.param)
 
 
-def same(got: Int8, want: Int8) -> bool:
+def same(got: Quantized, want: Quantized) -> bool:
     zeros = (torch.zeros(0) if x.zero is None else x.zero for x in (got, want))
     return torch.equal(got.values, want.values) and torch.equal(got.scale, want.scale) and torch.equal(*zeros)
 
@@ -171,7 +171,7 @@ def test_quantize_to_float8_equals_compressed_tensors() -> None:
 def test_linear_of_float8_is_exact_before_scales(dtype: torch.dtype, bias: bool) -> None:
     x, weight = quantize(randn(9, 130), FLOAT8_DYNAMIC), quantize(randn(70, 130, seed=1), FLOAT8_DYNAMIC)
     b = randn(70, seed=3).to(dtype) if bias else None
-    got = linear(x, Int8Weight.of(weight.values, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), b)
+    got = linear(x, QuantizedWeight.of(weight.values, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), b)
     left, right = (y.values.double().numpy() * y.scale.double().numpy()[:, None] for y in (x, weight))
     want = left @ right.T + (b.double().numpy() if b is not None else 0)
     np.testing.assert_allclose(got.double().numpy(), want, rtol=2**-8 if dtype == torch.bfloat16 else 2**-23)
@@ -244,14 +244,14 @@ def test_linear_swiglu_equals_its_parts(
 # Products
 
 
-def int8_weight(weight: Tensor, dtype: torch.dtype, inputs: Scheme = DYNAMIC) -> Int8Weight:
+def int8_weight(weight: Tensor, dtype: torch.dtype, inputs: Scheme = DYNAMIC) -> QuantizedWeight:
     made = quantize(weight, DYNAMIC)
-    return Int8Weight.of(made.values, made.scale, dtype, inputs=inputs)
+    return QuantizedWeight.of(made.values, made.scale, dtype, inputs=inputs)
 
 
 def operands(
     tokens: int, k: int, n: int, dtype: torch.dtype, *, x_zeros: bool = False, w_zeros: bool = False, unit: bool = False
-) -> tuple[Int8, Int8Weight]:
+) -> tuple[Quantized, QuantizedWeight]:
     """Return operands of all int8 numbers: the first rows are the least, the last one the largest. unit: scales of
     1."""
     x, weight = randint8(tokens, k, seed=k), randint8(n, k, seed=k + 1)
@@ -260,11 +260,11 @@ def operands(
     scales = (torch.ones(rows) if unit else torch.rand(rows, generator=generator(rows)) for rows in (tokens, n))
     zeros = [torch.randint(-128, 128, (rows,), generator=generator(rows), dtype=torch.int32) for rows in (tokens, n)]
     zeros[0][0], zeros[1][-1] = 127, -128
-    return (Int8(x, next(scales), zeros[0] if x_zeros else None),
-            Int8Weight.of(weight, next(scales), dtype, zeros[1] if w_zeros else None))
+    return (Quantized(x, next(scales), zeros[0] if x_zeros else None),
+            QuantizedWeight.of(weight, next(scales), dtype, zeros[1] if w_zeros else None))
 
 
-def exact(x: Int8, weight: Int8Weight) -> np.ndarray:
+def exact(x: Quantized, weight: QuantizedWeight) -> np.ndarray:
     """Return the exact sums by numpy."""
     left, right = x.values.numpy().astype(np.int64), weight.values.numpy().astype(np.int64)
     left = left if x.zero is None else left - x.zero.numpy()[:, None]

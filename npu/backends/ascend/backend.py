@@ -21,7 +21,7 @@ import torch
 
 from npuserve.kernels import ascend
 from npuserve.kernels.attention import gathered_bytes
-from npuserve.kernels.quantized import Int8Weight
+from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
@@ -204,7 +204,7 @@ class AscendBackend(StreamBackend):
             raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
         return requested
 
-    def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
+    def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
         """Lay the weight out as [K, N] in place, so that it is never in memory twice.
 
         The layout is FRACTAL_NZ, or plain if rows are also read as embeddings.

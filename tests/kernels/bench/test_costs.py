@@ -7,7 +7,7 @@ import torch
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import COSTS, cost, nbytes
-from npuserve.kernels.quantized import DYNAMIC, Int8, Int8Weight, Scheme
+from npuserve.kernels.quantized import DYNAMIC, Quantized, QuantizedWeight, Scheme
 from npuserve.kernels.registry import KERNELS, Case
 
 
@@ -37,8 +37,8 @@ def test_cost_of_linear() -> None:
 def test_cost_of_int8_linear() -> None:
     """A scale of 4 bytes for each row of both operands, and a sum for each row of the weight. The gated product is
     quantized, with a scale and a zero point for each row."""
-    x = Int8(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3))
-    weight = Int8Weight.of(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6), torch.bfloat16)
+    x = Quantized(torch.zeros(3, 8, dtype=torch.int8), torch.ones(3))
+    weight = QuantizedWeight.of(torch.zeros(6, 8, dtype=torch.int8), torch.ones(6), torch.bfloat16)
     made = cost("linear", (x, weight, torch.zeros(6, dtype=torch.bfloat16)))
     assert made.operations == 2 * 3 * 8 * 6
     operands = 3 * (8 + 4) + 6 * (8 + 4 + 4)

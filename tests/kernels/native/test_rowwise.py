@@ -15,7 +15,7 @@ from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.native.packed import PackedWeight
 from npuserve.kernels.norm import add_rms_norm, rms_norm
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
 
@@ -50,11 +50,11 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def row_of(x: Tensor | Int8, row: int) -> Tensor | Int8:
+def row_of(x: Tensor | Quantized, row: int) -> Tensor | Quantized:
     if isinstance(x, Tensor):
         return x[row : row + 1]
     parts = (part if part is None else part[row : row + 1] for part in (x.values, x.scale, x.zero))
-    return Int8(*parts)
+    return Quantized(*parts)
 
 
 def function(kernel: Kernel[..., Any]) -> Any:

@@ -18,7 +18,7 @@ from npuserve.kernels.bench.tensors import QUANTIZED as TYPES
 from npuserve.kernels.bench.tensors import widened
 from npuserve.kernels.kv_cache import LARGEST, QUANTIZED, Cache, quantize_heads, quantized_as
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from tests.kernels.triton.hopper import Launch, compiled
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -57,7 +57,7 @@ class Step:
         shape = (2, len(inside), size, kv_heads, dim)
         caches: tuple[Cache, Cache] = quantized_as(cached, torch.randn(shape, generator=g).to(dtype))
         for cache in caches:
-            (cache.scale if isinstance(cache, Int8) else cache)[~inside] = torch.nan
+            (cache.scale if isinstance(cache, Quantized) else cache)[~inside] = torch.nan
         self.tokens = sum(lengths)
         self.q = torch.randn(self.tokens + beyond, q_heads, dim, generator=g).to(dtype)
         self.metadata = AttentionMetadata.from_lengths(tables, contexts, lengths)
@@ -174,7 +174,7 @@ def test_grids_depend_on_shapes_and_hold_all_parts(launch: ModuleType) -> None:
         (0, torch.zeros(3, 5, 8), "q: 5 heads"),
         (1, torch.zeros(4, 16, 2, 8, dtype=torch.bfloat16), "k_cache: "),
         (1, torch.zeros(4, 16, 8), "k_cache: "),
-        (1, Int8(torch.zeros(4, 16, 2, 8, dtype=torch.int8), torch.zeros(4, 16, 2)), "scale of k_cache: "),
+        (1, Quantized(torch.zeros(4, 16, 2, 8, dtype=torch.int8), torch.zeros(4, 16, 2)), "scale of k_cache: "),
         (2, torch.zeros(4, 32, 2, 8), "v_cache: "),
         (3, torch.zeros(2, 4, dtype=torch.int64), "block_tables: "),
         (3, torch.zeros(4, 2, dtype=torch.int32).T, "block_tables: "),
@@ -229,7 +229,7 @@ def test_kv_write_changes_only_its_slots(
 ) -> None:
     args = heads(5, q_heads, kv_heads, dim, dtype, cached)
     wide = [widened(x) for x in args]
-    before = [dataclasses.replace(x, values=x.values.clone(), scale=x.scale.clone()) if isinstance(x, Int8)
+    before = [dataclasses.replace(x, values=x.values.clone(), scale=x.scale.clone()) if isinstance(x, Quantized)
               else x.clone() for x in args[7:9]]
     # Rows that are not adjacent, as in a slice.
     apart = torch.zeros(5, args[0].shape[1] + 8, dtype=dtype)[:, :-8]
@@ -240,7 +240,7 @@ def test_kv_write_changes_only_its_slots(
     others = torch.ones(96, dtype=torch.bool)
     others[args[6][args[6] >= 0]] = False
     for got, want, was in zip(args[7:9], wide[7:9], before, strict=True):
-        for a, b, c in zip(*((x.values, x.scale) if isinstance(x, Int8) else (x,) for x in (got, want, was)),
+        for a, b, c in zip(*((x.values, x.scale) if isinstance(x, Quantized) else (x,) for x in (got, want, was)),
                            strict=True):
             step, least = TYPES.get(a.dtype, (0.0, tolerance))
             a, b, c = a.double(), b.double(), c.double()

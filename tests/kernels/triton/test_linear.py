@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.linear import linear_swiglu
-from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Int8, Int8Weight
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized, QuantizedWeight
 from npuserve.kernels.triton.linear_tiles import (
     BUCKETS,
     MEASURED,
@@ -46,24 +46,24 @@ def floats(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tup
     return x.to(dtype), (weight * k**-0.5).to(dtype), bias.to(dtype)
 
 
-def int8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Int8, Int8Weight, Tensor]:
+def int8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Quantized, QuantizedWeight, Tensor]:
     generator = torch.Generator().manual_seed(rows * 10007 + n * 101 + k)
     x, weight = (torch.randint(-128, 128, (count, k), generator=generator, dtype=torch.int8) for count in (rows, n))
     scales = [torch.rand(count, generator=generator) / 100 + 0.001 for count in (rows, n)]
     bias = torch.randn(n, generator=generator).to(dtype)
-    return Int8(x, scales[0]), Int8Weight.of(weight, scales[1], dtype), bias
+    return Quantized(x, scales[0]), QuantizedWeight.of(weight, scales[1], dtype), bias
 
 
-def float8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Int8, Int8Weight, Tensor]:
+def float8(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Quantized, QuantizedWeight, Tensor]:
     """Return operands of float8 numbers of all magnitudes up to 30."""
     x, weight, bias = int8(rows, n, k, dtype)
     assert isinstance(weight.values, Tensor)
     bits = (x.values % 96 | x.values & -128, weight.values % 96 | weight.values & -128)
     left, right = (numbers.view(FLOAT8) for numbers in bits)
-    return Int8(left, x.scale), Int8Weight.of(right, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), bias
+    return Quantized(left, x.scale), QuantizedWeight.of(right, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), bias
 
 
-def grouped(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Int8, Int8Weight, Tensor]:
+def grouped(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Quantized, QuantizedWeight, Tensor]:
     """Return operands of float8 with a scale for each 128 columns."""
     x, weight, bias = float8(rows, n, k, dtype)
     generator = torch.Generator().manual_seed(k)
@@ -71,10 +71,10 @@ def grouped(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tu
     return replace(x, scale=left), replace(weight, scale=right, inputs=FLOAT8_GROUPED), bias
 
 
-def expected(x: Tensor | Int8, weight: Tensor | Int8Weight, bias: Tensor | None) -> Tensor:
+def expected(x: Tensor | Quantized, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Return the product in float64."""
-    if isinstance(x, Int8):
-        assert isinstance(weight, Int8Weight)
+    if isinstance(x, Quantized):
+        assert isinstance(weight, QuantizedWeight)
         (left, by), (right, of_weight) = ((y.values.double(), y.scale.double()) for y in (x, weight))
         if weight.is_grouped:
             out = sum(F.linear(left[:, 128 * i :][:, :128], right[:, 128 * i :][:, :128]) * by[:, i : i + 1]
@@ -147,9 +147,9 @@ def test_rows_apart(calls: ModuleType) -> None:
 def test_sums_of_int8_are_exact(calls: ModuleType) -> None:
     """At the largest K and magnitudes, where float32 would have rounded: only the scales round."""
     k = 1 << 15
-    x = Int8(torch.full((2, k), -128, dtype=torch.int8), torch.ones(2))
+    x = Quantized(torch.full((2, k), -128, dtype=torch.int8), torch.ones(2))
     x.values[1, ::2] = 127
-    weight = Int8Weight.of(torch.full((3, k), -128, dtype=torch.int8), torch.ones(3), torch.float32)
+    weight = QuantizedWeight.of(torch.full((3, k), -128, dtype=torch.int8), torch.ones(3), torch.float32)
     weight.values[1, -1] = -127
     sums = F.linear(x.values.long(), weight.values.long())
     for split in (1, 4):
@@ -161,7 +161,8 @@ def test_float8_rows_may_be_longer_than_those_of_int8(calls: ModuleType) -> None
     k = (1 << 15) + 64
     x, weight = torch.full((2, k), 0.5).to(FLOAT8), torch.full((3, k), 2.0).to(FLOAT8)
     tiles = Tiles(n=16, m=16, k=2048, split=2, warps=4, stages=2)
-    made = calls.linear(Int8(x, torch.ones(2)), Int8Weight.of(weight, torch.ones(3), torch.float32), None, tiles)
+    given = QuantizedWeight.of(weight, torch.ones(3), torch.float32)
+    made = calls.linear(Quantized(x, torch.ones(2)), given, None, tiles)
     assert torch.equal(made, torch.full((2, 3), float(k)))
     with pytest.raises(ValueError, match="columns of weight: 32832 is not from 1 to 32768"):
         calls.linear(*int8(2, 3, k))
@@ -277,7 +278,7 @@ def test_invalid_argument_raises_with_name(calls: ModuleType) -> None:
     with pytest.raises(ValueError, match="2 parts of K"):
         calls.linear_argmax(x, weight, None, 8, Tiles(16, 16, 16, 2, 4, 2))
     with pytest.raises(ValueError, match="zero: on CUDA"):
-        calls.linear(Int8(x8.values, x8.scale, torch.zeros(3, dtype=torch.int32)), weight8, None)
+        calls.linear(Quantized(x8.values, x8.scale, torch.zeros(3, dtype=torch.int32)), weight8, None)
 
 
 def test_no_rows(calls: ModuleType) -> None:
@@ -294,8 +295,8 @@ def test_gated_numbers_are_quantized(calls: ModuleType, rows: int) -> None:
     for make in (floats, int8, float8, grouped):
         x, weight, bias = make(rows, 48, 40)
         want = gated(expected(x, weight, bias))
-        made = serve(x, weight, bias, weight.inputs if isinstance(weight, Int8Weight) else int8(1, 1, 1)[1].inputs)
-        assert isinstance(made, Int8)
+        made = serve(x, weight, bias, weight.inputs if isinstance(weight, QuantizedWeight) else int8(1, 1, 1)[1].inputs)
+        assert isinstance(made, Quantized)
         if made.scale.dim() == 2:
             made = replace(made, scale=made.scale[:, 0])  # 24 columns are one group
         off = made.values.double() * made.scale.double()[:, None] - want

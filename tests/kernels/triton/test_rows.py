@@ -22,8 +22,8 @@ from npuserve.kernels.quantized import (
     FLOAT8_DYNAMIC,
     FLOAT8_SCHEMES,
     SCHEMES,
-    Int8,
-    Int8Weight,
+    Quantized,
+    QuantizedWeight,
     Scheme,
     scheme_of,
 )
@@ -43,7 +43,7 @@ def rows(interpreted: ModuleType) -> ModuleType:
     return launch_rows
 
 
-def same(got: Int8, want: Int8) -> None:
+def same(got: Quantized, want: Quantized) -> None:
     assert got.values.dtype == want.values.dtype
     assert torch.equal(got.values.float(), want.values.float())
     assert torch.equal(got.scale, want.scale)
@@ -64,7 +64,7 @@ def test_norm_is_rounded_where_golden_rounds(rows: ModuleType, scheme: str) -> N
     normed, total = rows.add_rms_norm(x, residual, gamma, 1e-6, by)
     expected, expected_total = add_rms_norm(x, residual, gamma, 1e-6, by)
     assert torch.equal(total, expected_total)
-    if isinstance(expected, Int8):
+    if isinstance(expected, Quantized):
         torch.testing.assert_close(normed.scale, expected.scale, rtol=1e-3, atol=0)
         assert normed.scale.stride() == expected.scale.stride()
         normed, expected = normed.values, expected.values
@@ -169,8 +169,8 @@ X, G = torch.zeros(2, 8), torch.ones(8)
 IDS = torch.zeros(2, dtype=torch.int64)
 
 
-def int8_table(scale: Tensor) -> Int8Weight:
-    return Int8Weight.of(torch.ones(3, 8, dtype=torch.int8), scale, torch.float32)
+def int8_table(scale: Tensor) -> QuantizedWeight:
+    return QuantizedWeight.of(torch.ones(3, 8, dtype=torch.int8), scale, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npuserve.kernels import linear, norm
 from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import Int8, Scheme
+from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.npu import storyteller
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
@@ -67,7 +67,7 @@ class Compared(NamedTuple):
     followed: float
 
 
-def compared(golden: tuple[Model, Backend], quantized: Callable[[Tensor, Scheme], Int8]) -> Compared:
+def compared(golden: tuple[Model, Backend], quantized: Callable[[Tensor, Scheme], Quantized]) -> Compared:
     """Follow a device that computes golden functions and quantizes by `quantized`."""
     model, backend = golden
     rounding = FollowedRounding()
@@ -82,9 +82,9 @@ def compared(golden: tuple[Model, Backend], quantized: Callable[[Tensor, Scheme]
 def test_followed_reference_has_the_logits_of_a_device_that_multiplies(golden: tuple[Model, Backend]) -> None:
     """CANN's kernels multiply by 127 / max where the golden function divides by max / 127."""
 
-    def multiplied(x: Tensor, scheme: Scheme) -> Int8:
+    def multiplied(x: Tensor, scheme: Scheme) -> Quantized:
         largest = x.abs().amax(-1, keepdim=True)
-        return Int8((x * (127 / largest)).round().to(torch.int8), (largest / 127).squeeze(-1))
+        return Quantized((x * (127 / largest)).round().to(torch.int8), (largest / 127).squeeze(-1))
 
     found = compared(golden, multiplied)
     assert found.rounding.numbers == 123 * (golden[0].config.num_layers * (256 + 256 + 256 + 512) + 256)
@@ -94,7 +94,7 @@ def test_followed_reference_has_the_logits_of_a_device_that_multiplies(golden: t
 
 
 def test_rounding_down_is_no_tie(golden: tuple[Model, Backend]) -> None:
-    def down(x: Tensor, scheme: Scheme) -> Int8:
+    def down(x: Tensor, scheme: Scheme) -> Quantized:
         made = quantize(x, scheme)
         return replace(made, values=(x / made.scale.unsqueeze(1)).floor().to(torch.int8))
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from npuserve.kernels.native import available
-from npuserve.kernels.quantized import Int8Weight
+from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
@@ -93,7 +93,7 @@ def test_w8a8_quantized_head_in_shards_of_old_config(tmp_path, status, backend):
     edit_config(tmp_path, quantization_config=None, compression_config={
         "quantization_config": config.quantization.to_json(), "sparsity_config": {"format": "dense"}})
     bench = Bench(tmp_path, backend)
-    assert isinstance(bench.model.weights.lm_head.weight, Int8Weight)
+    assert isinstance(bench.model.weights.lm_head.weight, QuantizedWeight)
     assert far(logits(tmp_path, backend), theirs) < FLIPS
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantized import Int8Weight, Scheme
+from npuserve.kernels.quantized import QuantizedWeight, Scheme
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
@@ -58,8 +58,8 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def int8_of(linear: Linear) -> Int8Weight:
-    assert isinstance(linear.weight, Int8Weight)
+def int8_of(linear: Linear) -> QuantizedWeight:
+    assert isinstance(linear.weight, QuantizedWeight)
     assert linear.inputs is linear.weight.inputs
     return linear.weight
 
@@ -76,7 +76,7 @@ def storage(weights: ModelWeights) -> list[torch.Tensor]:
     flat: list[torch.Tensor] = []
     for weight in found:
         parts = [weight]
-        if isinstance(weight, Int8Weight):
+        if isinstance(weight, QuantizedWeight):
             parts = [weight.values, weight.scale, weight.zero, weight.sums, weight.inputs.scale, weight.inputs.zero]
         flat += [part.words if isinstance(part, PackedWeight) else part for part in parts if part is not None]
     return flat
@@ -116,7 +116,7 @@ def test_int8_weights_every_number_is_written(tmp_path, monkeypatch, kind, shard
                 assert inputs.zero is None or torch.equal(inputs.zero, torch.tensor([11], dtype=torch.int32))
             biases = [there[f"{name}.bias"] for name in names if f"{name}.bias" in there]
             assert linear.bias is None if not biases else torch.equal(linear.bias, torch.cat(biases))
-    assert not isinstance(weights.lm_head.weight, Int8Weight)
+    assert not isinstance(weights.lm_head.weight, QuantizedWeight)
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1]
 
@@ -191,7 +191,7 @@ def test_int8_head_is_quantized_by_row(tmp_path, monkeypatch, kind, quantized, d
     for numbers in (dense(head.values), head.scale, head.sums):  # padding rows equal row 0
         assert torch.equal(numbers[100:128], numbers[:1].expand(28, *numbers.shape[1:]))
     assert (weights.embedding is head) == (kind == "qwen3")
-    assert isinstance(weights.layers[0].o.weight, Int8Weight) == quantized
+    assert isinstance(weights.layers[0].o.weight, QuantizedWeight) == quantized
 
 
 def test_int8_head_of_checkpoint_is_kept(tmp_path, cpu):
@@ -214,7 +214,7 @@ def test_int8_ignored_layers_stay_floats(tmp_path):
     state = model.state_dict()
     assert torch.equal(dense(layers[1].down.weight), state["model.layers.1.mlp.down_proj.weight"])
     assert torch.equal(dense(layers[2].o.weight), state["model.layers.2.self_attn.o_proj.weight"])
-    assert isinstance(layers[1].o.weight, Int8Weight)
+    assert isinstance(layers[1].o.weight, QuantizedWeight)
 
 
 def test_int8_cache_scales_are_ignored_with_warning(tmp_path, caplog):
@@ -279,7 +279,7 @@ def test_int8_tied_quantized_head_is_refused(tmp_path):
     assert headless.quantization.of("lm_head") is None
     weights = load_weights(tmp_path / "untied", headless, torch.float32, CpuBackend(), lambda *_: None)
     assert weights.lm_head.weight is weights.embedding
-    assert not isinstance(weights.embedding, Int8Weight)
+    assert not isinstance(weights.embedding, QuantizedWeight)
 
 
 class Tiled(CpuBackend):
@@ -287,9 +287,9 @@ class Tiled(CpuBackend):
 
     def __init__(self) -> None:
         super().__init__(native=False)
-        self.arranged: list[tuple[Int8Weight, bool]] = []
+        self.arranged: list[tuple[QuantizedWeight, bool]] = []
 
-    def prepare_weight(self, weight: Int8Weight, *, table: bool) -> None:
+    def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
         assert isinstance(weight.values, torch.Tensor)
         assert torch.equal(weight.values.sum(dim=1, dtype=torch.int32), weight.sums)  # completely written
         self.arranged.append((weight, table))
@@ -303,7 +303,7 @@ def test_int8_weights_are_arranged_once_complete(tmp_path):
     arranged = [weight for weight, _ in backend.arranged]
     assert all(one is other for one, other in zip(arranged, [*made, weights.lm_head.weight], strict=True))
     assert [table for _, table in backend.arranged] == [False] * len(made) + [True]
-    assert [weight.values.shape for weight in made if isinstance(weight, Int8Weight)][:2] == [(32, 128), (64, 32)]
+    assert [weight.values.shape for weight in made if isinstance(weight, QuantizedWeight)][:2] == [(32, 128), (64, 32)]
     assert weights.padded_vocabulary == 128
     untied = load(saved_w8a8(random_model("qwen3-untied"), tmp_path / "untied"), backend := Tiled(), "int8")
     assert not any(table for _, table in backend.arranged)
@@ -331,7 +331,7 @@ def test_stored_bytes_equal_allocated(tmp_path, kind, scheme, head, cpu):
     embedding = weights.embedding
     unread = 0
     if apart:
-        assert not isinstance(embedding, Int8Weight)
+        assert not isinstance(embedding, QuantizedWeight)
         unread = (embedding.words if isinstance(embedding, PackedWeight) else embedding).nbytes
     assert read_bytes(config, torch.bfloat16, cpu) == stored_bytes(config, torch.bfloat16, cpu) - unread
 

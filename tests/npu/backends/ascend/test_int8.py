@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npuserve.kernels import ascend
-from npuserve.kernels.quantized import Int8Weight
+from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.execution.memory_plan import predict
@@ -119,11 +119,11 @@ def test_ascend_w8a8_weights_stored_once_as_predicted(tmp_path: Path) -> None:
     weights = load_weights(folder, config, torch.bfloat16, backend, lambda done, total: None)
     torch.npu.synchronize()
     taken, peak = torch.npu.memory_allocated() - before, torch.npu.max_memory_allocated() - before
-    assert isinstance(weights.embedding, Int8Weight)
+    assert isinstance(weights.embedding, QuantizedWeight)
     linears = [linear.weight for x in weights.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
     pieces = 0
     for weight in linears:
-        assert isinstance(weight, Int8Weight)
+        assert isinstance(weight, QuantizedWeight)
         assert torch_npu.get_npu_format(weight.values) == ascend.FRACTAL_NZ
         pieces += 4  # values, scale, sums; a norm
     assert torch_npu.get_npu_format(weights.embedding.values) != ascend.FRACTAL_NZ

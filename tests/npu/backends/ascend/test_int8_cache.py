@@ -15,7 +15,7 @@ from npuserve.kernels import ascend, attention
 from npuserve.kernels.attention import AttentionMetadata, gathered_bytes, paged_attention
 from npuserve.kernels.kv_cache import quantize_heads
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from npuserve.kernels.quantized import Int8
+from npuserve.kernels.quantized import Quantized
 from npuserve.npu import emulator
 from npuserve.npu.backends import select
 from npuserve.npu.backends.cpu import CpuBackend
@@ -138,12 +138,12 @@ def test_ascend_int8_cache_write_equals_golden_with_float_scales() -> None:
     args = case.make(torch.Generator().manual_seed(0), torch.float32)
     on_device = made.adapt(args)
     made.function(*on_device)
-    caches = [Int8(cache.values, cache.scale.float()) for cache in args[7:9]]
+    caches = [Quantized(cache.values, cache.scale.float()) for cache in args[7:9]]
     slots = args[6]
     qk_norm_rope_kv_write.golden(*args[:7], *caches, args[9])
     written = slots[slots >= 0]
     for want, device in zip(caches, on_device[7:9], strict=True):
-        got = ascend.by_token(Int8(device.values.cpu(), device.scale.cpu()))
+        got = ascend.by_token(Quantized(device.values.cpu(), device.scale.cpu()))
         numbers = [cache.values.flatten(0, 1)[written][..., :16].int() for cache in (got, want)]
         scales = [cache.scale.flatten(0, 1)[written] for cache in (got, want)]
         torch.testing.assert_close(*scales, rtol=1e-6, atol=0)
@@ -151,7 +151,7 @@ def test_ascend_int8_cache_write_equals_golden_with_float_scales() -> None:
         assert (numbers[0] != numbers[1]).float().mean() < 0.01
 
 
-def _rows(rows: list[tuple[int, int]]) -> tuple[Tensor, Int8, Int8, AttentionMetadata]:
+def _rows(rows: list[tuple[int, int]]) -> tuple[Tensor, Quantized, Quantized, AttentionMetadata]:
     """Return arguments of attention over an int8 cache. rows: (queries, context) of each."""
     generator = torch.Generator().manual_seed(0)
     width = -(-max(context for _, context in rows) // 128)
