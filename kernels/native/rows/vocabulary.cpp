@@ -56,22 +56,41 @@ struct MaskLogits {
         int64_t parts = ceil_div(op.n[2], PART), row = unit / parts, begin = unit % parts * PART;
         const int32_t *mask = masks.of(row);
         if (!mask) return;
-        typename D::type *logits = op.at<typename D::type>(0) + row * op.n[1], low[LANES], kept[32];
+        typename D::type *logits = op.at<typename D::type>(0) + row * op.n[1], low[32];
         D::put(low, set1(-INFINITY));
-        // The other logits keep their bits: a conversion may change denormal numbers.
+        D::put(low + LANES, set1(-INFINITY));
         for (int64_t end = std::min(begin + PART, op.n[2]), i = begin; i < end; i += 32) {
             uint32_t banned = ~uint32_t(mask[i / 32]);
-            if (end - i >= 32 && __builtin_popcount(banned) > 16) {
-                std::memcpy(kept, logits + i, sizeof kept);
-                std::memcpy(logits + i, low, sizeof low);
-                std::memcpy(logits + i + LANES, low, sizeof low);
-                for (uint32_t allowed = ~banned; allowed; allowed &= allowed - 1)
-                    logits[i + __builtin_ctz(allowed)] = kept[__builtin_ctz(allowed)];
-                continue;
+            if (end - i < 32) {
+                banned &= (1u << (end - i)) - 1;
+                for (; banned; banned &= banned - 1) logits[i + __builtin_ctz(banned)] = low[0];
+            } else if (banned) {
+                copy_where(banned, low, logits + i);
             }
-            if (end - i < 32) banned &= (1u << (end - i)) - 1;
-            for (; banned; banned &= banned - 1) logits[i + __builtin_ctz(banned)] = low[0];
         }
+    }
+
+    // Copies those of 32 numbers whose bits are set. The others keep their bits: a conversion may change denormal ones.
+    template <class T>
+    static INLINE void copy_where(uint32_t bits, const T *from, T *to) {
+#if defined(__AVX512BW__)
+        __m512i x = _mm512_loadu_si512(from);
+        if (sizeof(T) == 2) {
+            _mm512_mask_storeu_epi16(to, bits, x);
+        } else {
+            _mm512_mask_storeu_epi32(to, __mmask16(bits), x);
+            _mm512_mask_storeu_epi32(to + LANES, __mmask16(bits >> LANES), x);
+        }
+#else
+        if (__builtin_popcount(bits) <= 16) {
+            for (; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = from[__builtin_ctz(bits)];
+            return;
+        }
+        T kept[32];
+        std::memcpy(kept, to, sizeof kept);
+        std::memcpy(to, from, sizeof kept);
+        for (bits = ~bits; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = kept[__builtin_ctz(bits)];
+#endif
     }
 };
 
