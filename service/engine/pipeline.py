@@ -201,7 +201,7 @@ class StepPipeline:
     def _with_forced(self, made: Progress) -> Progress:
         """Append the forced tokens that follow a request's progress, if they are known."""
         matcher = made.sequence.matcher
-        if matcher is None or matcher.lexer.in_use or not made.token_ids:
+        if matcher is None or matcher.lexer.in_use or not matcher.has_forced or not made.token_ids:
             return made
         return self._scheduler.append_forced(made)
 

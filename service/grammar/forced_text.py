@@ -28,6 +28,7 @@ class ForcedText:
         self._id_of_byte, self._byte_of_id = vocabulary.id_of_byte, vocabulary.byte_of_id
         self._library = library
         self._bits = np.zeros(-(-vocabulary.size // 32), np.uint32)
+        self._mask = self._bits.ctypes.data, self._bits.nbytes
         self._behind: list[int] = []  # ids of the byte vocabulary that the matcher has not consumed yet
         self._ahead = b""  # bytes that follow the tokens so far, and were consumed
         self._is_whole = False  # nothing is forced after `_ahead`
@@ -61,7 +62,7 @@ class ForcedText:
         """Return the id of the only byte that may follow; None if several may, or a special token, or the end."""
         if self._library.is_stopped() or self._library.is_accepting():
             return None
-        self._library.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._library.unsafe_compute_mask_ptr(*self._mask)
         if np.count_nonzero(self._bits) != 1:
             return None
         place = int(self._bits.argmax())

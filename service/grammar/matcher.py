@@ -53,6 +53,8 @@ class Matcher:
         self._library = library
         self._forced = ForcedText(vocabulary, by_byte) if by_byte else None
         self._has_ended = False
+        self._buffer: NDArray[Any] | None = None  # of the last mask, with its address, which takes long to find
+        self._address = 0
 
     @property
     def is_complete(self) -> bool:
@@ -85,22 +87,26 @@ class Matcher:
         bits: [ceil(vocabulary / 32)] int32 or uint32, contiguous. Bit i of word j is token 32 * j + i. After an end
             token only end tokens are allowed.
         """
-        words = -(-self._vocabulary.size // 32)
-        if bits.shape != (words,) or bits.dtype.itemsize != 4 or not bits.flags.c_contiguous:
-            raise ValueError(f"bits: must be {words} contiguous words of 32 bits")
+        if bits is not self._buffer:
+            words = -(-self._vocabulary.size // 32)
+            if bits.shape != (words,) or bits.dtype.itemsize != 4 or not bits.flags.c_contiguous:
+                raise ValueError(f"bits: must be {words} contiguous words of 32 bits")
+            self._buffer, self._address = bits, bits.ctypes.data
         if self._has_ended:
             self._only_end(bits)
             return
-        self._library.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._library.unsafe_compute_mask_ptr(self._address, bits.nbytes)
         self._check()
 
-    def forced(self) -> list[int]:
+    def forced(self, mask: NDArray[Any] | None = None) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.
 
         They are the tokenizer's own choice for this text. It ends before a token that could be another one with the
         text after it.
+
+        mask: what `fill` wrote for the next token, which saves time; None if it is not there.
         """
-        if self.is_stopped or self._forced is None:
+        if self._forced is None or self.is_stopped or (mask is not None and self._texts_differ(mask.view(np.uint32))):
             return []
         text = self._forced.next(MAX_FORCED_BYTES + WINDOW_BYTES)
         ids: list[int] = []
@@ -113,6 +119,15 @@ class Matcher:
             at += len(tokens[token])
         return ids[: self._library.validate_tokens(ids)] if ids else []
 
+    def _texts_differ(self, mask: NDArray[np.uint32]) -> bool:
+        """Return whether two allowed tokens begin with different bytes: the highest one of the largest word, and the
+        first one. This check finds most of the masks under which several texts may follow."""
+        largest, first = int(mask.argmax()), int((mask != 0).argmax())
+        word = int(mask[first])
+        tokens = self._vocabulary.data.tokens
+        high, low = 32 * largest + int(mask[largest]).bit_length() - 1, 32 * first + (word & -word).bit_length() - 1
+        return word != 0 and tokens[high][:1] != tokens[low][:1]
+
     def _only_end(self, bits: NDArray[Any]) -> None:
         words = bits.view(np.uint32)
         words[:] = 0
@@ -120,7 +135,8 @@ class Matcher:
             words[i // 32] |= np.uint32(1 << i % 32)
 
     def _is_broken(self) -> bool:
-        return self._library.is_error() or self._library.stop_reason() not in _REASONS
+        return self._library.is_stopped() and (
+            self._library.is_error() or self._library.stop_reason() not in _REASONS)
 
     def _check(self) -> None:
         if self._is_broken():

@@ -44,9 +44,12 @@ class Matcher(Protocol):
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """Write one bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)] int32."""
 
-    def forced(self) -> list[int]:
+    def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
         """Return the tokens of the only text that may follow; [] if several texts may. After the first token, the
-        forced tokens begin with the others."""
+        forced tokens begin with the others.
+
+        mask: of the next token, if it is known, which saves time.
+        """
 
     @property
     def is_complete(self) -> bool:
@@ -115,6 +118,11 @@ class AnswerMatcher:
         """Whether `mask` and `forced` are known for the tokens so far, so that they take no time."""
         return self._is_prepared or bool(self._run)
 
+    @property
+    def has_forced(self) -> bool:
+        """Whether forced tokens follow, once prepared."""
+        return bool(self._run)
+
     def prepare(self, size: int) -> None:
         """Compute the mask of the next token over `size` ids, and the forced tokens. In the thread of the masks."""
         if self._is_discarded:
@@ -153,13 +161,14 @@ class AnswerMatcher:
         except Exception as error:
             self.error = self._failure(error)
 
-    def forced(self) -> list[int]:
-        """Return the run of forced tokens that follows; [] for none. Sets `error` if that fails."""
+    def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
+        """Return the run of forced tokens that follows; [] for none. Sets `error` if that fails. mask: see Matcher."""
         if self.error is not None or self.has_ended:
             return []
         if self._run is None:
             try:
-                self._run = list(itertools.takewhile(lambda token: token not in self._unforced, self._matcher.forced()))
+                run = self._matcher.forced(mask)
+                self._run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
             except Exception as error:
                 self.error = self._failure(error)
                 return []
@@ -193,7 +202,7 @@ class AnswerMatcher:
                 return False
             if words > MAX_FORCED_WORDS:
                 self._run = []
-        if run := self.forced():
+        if run := self.forced(bits):
             bits.fill(0)
             bits.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
         return self.error is None

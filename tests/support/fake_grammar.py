@@ -56,7 +56,7 @@ class FakeMatcher:
             return False
         return (self._hash + 2654435761 * token_id) % 3 == 0
 
-    def forced(self) -> list[int]:
+    def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
         state, run = copy.copy(self), list[int]()
         state.tokens = list(self.tokens)
         while self._is_forcing and len(run) < MAX_FORCED and state._hash % 4:

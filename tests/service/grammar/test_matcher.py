@@ -153,13 +153,15 @@ def test_forced_leaves_out_what_a_longer_token_may_replace():
 
 @pytest.mark.parametrize("name", [*CONSTRAINTS, "long"])
 def test_forced_tokens_are_allowed_and_begin_with_the_rest_after_each(name: str):
-    """Along random walks, so that a run is the same wherever it is asked for."""
+    """Along random walks, so that a run is the same wherever it is asked for, with the mask and without."""
     kind, value = CONSTRAINTS.get(name, ("choices", ["abc123 日本" * 40 + end for end in "xy"]))
-    rng, runs = random.Random(5), 0
+    rng, runs, mask = random.Random(5), 0, np.zeros(-(-vocabulary().size // 32), np.int32)
     for _ in range(10):
         state = matcher(kind, value)
         for _ in range(60):
-            ids, forced = allowed(state), state.forced()
+            state.fill(mask)
+            ids, forced = allowed(state), state.forced(mask)
+            assert state.forced() == forced
             runs += len(forced) > 1
             token = forced[0] if forced else rng.choice(ids)
             assert token in ids

@@ -128,7 +128,7 @@ def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
     broken, other = harness.add([1, 2], 9, constraint=FORCED), harness.add([1, 2], 9, constraint=LONG)
     harness.plan()
 
-    def exceed() -> list[int]:
+    def exceed(mask: object = None) -> list[int]:
         raise MatcherError("too many items")
 
     assert broken.matcher
