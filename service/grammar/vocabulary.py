@@ -15,8 +15,12 @@ from npuserve.service.grammar.errors import UnsupportedVocabulary
 if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
-SLICES = LLTokenizer.json_slices()
-"""Expressions for which the library computes the set of matching tokens once: contents of JSON strings."""
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{most}}}" for most in (2, 4, 7, 10, 14, 20, 30)), f"{_CHARACTER}+"]
+"""Expressions for which the library computes the set of matching tokens once: contents of JSON strings. A mask takes
+the largest set that still fits, and tries the other tokens one by one. With the library's own sets (`json_slices`, of
+up to 10 and 30 characters) more are left to try in a string of limited length."""
 MAX_FIRST_TOKENS = 4096
 """Texts whose first token is remembered. Answers under one schema have the same ones."""
 
