@@ -104,7 +104,7 @@ class Matcher:
         They are the tokenizer's own choice for this text. It ends before a token that could be another one with the
         text after it.
 
-        mask: what `fill` wrote for the next token, which saves time; None if it is not there.
+        mask: what `fill` wrote for the next token, which saves time; None if it is unknown.
         """
         if self._forced is None or self.is_stopped or (mask is not None and self._texts_differ(mask.view(np.uint32))):
             return []
@@ -120,13 +120,10 @@ class Matcher:
         return ids[: self._library.validate_tokens(ids)] if ids else []
 
     def _texts_differ(self, mask: NDArray[np.uint32]) -> bool:
-        """Return whether two allowed tokens begin with different bytes: the highest one of the largest word, and the
-        first one. This check finds most of the masks under which several texts may follow."""
-        largest, first = int(mask.argmax()), int((mask != 0).argmax())
-        word = int(mask[first])
-        tokens = self._vocabulary.data.tokens
-        high, low = 32 * largest + int(mask[largest]).bit_length() - 1, 32 * first + (word & -word).bit_length() - 1
-        return word != 0 and tokens[high][:1] != tokens[low][:1]
+        """Return whether the allowed tokens begin with different bytes, or one of them is no text."""
+        place = int(mask.argmax())
+        first = self._vocabulary.data.tokens[32 * place + int(mask[place]).bit_length() - 1][:1]
+        return not first or bool(np.count_nonzero(mask & self._vocabulary.other_tokens(first[0])))
 
     def _only_end(self, bits: NDArray[Any]) -> None:
         words = bits.view(np.uint32)

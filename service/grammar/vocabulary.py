@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from npuserve.service.grammar.errors import UnsupportedVocabulary
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from npuserve.service.text.tokenizer import Tokenizer
 
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
@@ -60,6 +63,8 @@ class Vocabulary:
         self.byte_of_id = {i: byte for byte, i in self.id_of_byte.items()}
         self.bytes = self._build_bytes() if encode and len(self.id_of_byte) == 256 else None
         self.first_token = functools.lru_cache(MAX_FIRST_TOKENS)(self._first_token)
+        self.other_tokens = functools.cache(self._other_tokens)
+        self._first_bytes = np.array([token[0] if token else -1 for token in data.tokens], np.int16)
         self._encode = encode
         self._sorted = sorted(data.tokens) if encode else []
 
@@ -96,6 +101,12 @@ class Vocabulary:
         if not first or not text.startswith(first):  # a special token, or the tokenizer added or normalized something
             return None
         return None if any(self._longer_token_exists(text[i:]) for i in range(len(first))) else ids[0]
+
+    def _other_tokens(self, byte: int) -> NDArray[np.uint32]:
+        """Return the mask of the tokens that do not begin with a byte. Called as `other_tokens`, with a cache."""
+        bits = np.zeros(-(-self.size // 32) * 32, np.bool_)
+        np.not_equal(self._first_bytes, byte, out=bits[: self.size])
+        return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
     def _build_bytes(self) -> LLTokenizer:
         tokens = [b""] * self.size

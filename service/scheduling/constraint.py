@@ -168,7 +168,9 @@ class AnswerMatcher:
         if self._run is None:
             try:
                 run = self._matcher.forced(mask)
-                self._run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
+                if self._unforced:
+                    run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
+                self._run = run
             except Exception as error:
                 self.error = self._failure(error)
                 return []

@@ -96,6 +96,15 @@ def test_forced_tokens_are_the_tokenizers_own(tokenizer: Tokenizer, request: pyt
         assert matcher.advance(token)
 
 
+@pytest.mark.parametrize("size", [31, 32, 33])
+def test_other_tokens_begin_with_another_byte_or_are_no_text(size: int):
+    tokens = [*[bytes([ord("a") + i % 3]) * (1 + i % 2) for i in range(size - 1)], b""]
+    mask = Vocabulary(VocabularyData(tokens, {"<end>": size - 1}, [size - 1])).other_tokens(ord("b"))
+    assert (mask.dtype, mask.shape) == (np.uint32, (-(-size // 32),))
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [i for i in range(size) if tokens[i][:1] != b"b"]
+
+
 def test_model_without_an_end_token_is_refused():
     with pytest.raises(UnsupportedVocabulary, match="token that ends an answer"):
         Vocabulary(VocabularyData([b"a"], {}, []))
