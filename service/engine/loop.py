@@ -75,6 +75,9 @@ RESTORE_SECONDS = 2.0
 """Maximum time between messages that a restarted engine waits for the front ends. They connect within about 50 ms."""
 LONG_STEP_SECONDS = 0.004
 """Minimum expected duration of a step for the engine to read messages during it."""
+MAX_EARLY_SECONDS = 0.005
+"""Most time before the expected end of a step at which the engine stops reading messages, if the next step needs its
+tokens. The time is a quarter of a short step."""
 LATE_SECONDS = 1.0
 """Stop reading messages when a step is late by this, or by its expected duration if longer, so that front ends detect
 the stall: it may never end."""
@@ -229,16 +232,19 @@ class Engine:
     def _receive_during_step(self) -> None:
         """Handle messages until the oldest step ends or is too late. Nothing if a short step is expected.
 
-        Before a step was measured, any step may be long.
+        If the next step is sampled under masks, return before the oldest ends: the device may be idle until its tokens
+        are taken in. Before a step was measured, any step may be long.
         """
         expected = self._scheduler.expected_seconds
         if 0.0 < expected < LONG_STEP_SECONDS:
             return
         oldest = self._pipeline.oldest
         end = self._pipeline.oldest_began + expected
-        late = -max(LATE_SECONDS, expected)
-        while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > late:
-            self.receive(min(max(left - 0.001, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
+        early, least = 0.001, -max(LATE_SECONDS, expected)
+        if expected and self._pipeline.needs_tokens:
+            early = least = min(expected / 4, MAX_EARLY_SECONDS)
+        while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > least:
+            self.receive(min(max(left - early, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
             self._outbox.flush()
 
     def _idle_timeout(self) -> float:

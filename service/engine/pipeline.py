@@ -140,6 +140,11 @@ class StepPipeline:
         was empty and only a result can change that."""
         return bool(self._steps) and (self._is_starved or len(self._steps) == self._depth)
 
+    @property
+    def needs_tokens(self) -> bool:
+        """True if the step launched last is sampled only after the oldest was collected."""
+        return bool(self._constrained)
+
     def wait_for_masks(self) -> None:
         """Wait until each deferred row can be planned again. For loops that have nothing else to do."""
         self._masks.wait()

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, Step, StepResult
-from npuserve.service.engine.loop import Engine
+from npuserve.service.engine import loop
+from npuserve.service.engine.loop import LATE_SECONDS, Engine
 from npuserve.service.ipc import messages as m
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -178,3 +181,30 @@ def test_stop_applies_the_steps_in_flight() -> None:
     assert not runner._flying
     sequence = next(iter(engine.registry.live.values()))
     assert sequence.num_steps_in_flight == sequence.num_pending_tokens == 0
+
+
+@pytest.mark.parametrize(("expected", "needs_tokens", "end"), [
+    (0.008, True, 0.006), (0.1, True, 0.095), (0.1, False, 0.1 + LATE_SECONDS), (0.0, True, LATE_SECONDS),
+    (0.003, True, 0.0)])
+def test_loop_stops_reading_before_the_end_of_a_step_whose_tokens_the_next_one_needs(
+    monkeypatch: pytest.MonkeyPatch, expected: float, needs_tokens: bool, end: float
+) -> None:
+    """The step never ends. expected: its expected seconds. end: when the engine waits for it without reading."""
+    now = 0.0
+
+    def receive(timeout: float) -> None:
+        nonlocal now
+        assert timeout > 0
+        now += timeout
+
+    engine = object.__new__(Engine)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    monkeypatch.setattr(engine, "receive", receive)
+    for name, made in {
+        "_scheduler": SimpleNamespace(expected_seconds=expected), "_outbox": SimpleNamespace(flush=lambda: None),
+        "_runner": SimpleNamespace(ready=lambda handle: False),
+        "_pipeline": SimpleNamespace(oldest=SimpleNamespace(handle=None), oldest_began=0.0, needs_tokens=needs_tokens),
+    }.items():
+        monkeypatch.setattr(engine, name, made, raising=False)
+    engine._receive_during_step()
+    assert end <= now <= end + max(expected / 8, 0.02 if end > 1 else 0.001)
