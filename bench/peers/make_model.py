@@ -1,11 +1,12 @@
 """Generation of a Hugging Face folder with random bfloat16 weights, for benchmarks in which only the shape counts.
 
     python bench/peers/make_model.py qwen3-0.6b FOLDER --tokenizer QWEN3_FOLDER
-    python bench/peers/make_model.py m42 FOLDER
+    python bench/peers/make_model.py m42 FOLDER [--tokenizer QWEN3_FOLDER]
 
 Shapes: Qwen3-0.6B's, and a model of 42 million parameters with its embedding, 25 million without, which makes the cost
 around the kernels visible. Norms are 1, all other weights are from N(0, 0.02). Without --tokenizer a byte-level BPE of
-exactly the shape's vocabulary is made: the bytes, then pairs of bytes.
+exactly the shape's vocabulary is made: the bytes, then pairs of bytes. Of a tokenizer with more tokens than the shape
+the first ones are taken, the most frequent ones of a BPE.
 """
 
 from __future__ import annotations
@@ -74,24 +75,45 @@ def write_tokenizer(folder: Path, size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([end])
     assert tokenizer.get_vocab_size() == size
+    _save(tokenizer, folder, end)
+
+
+def _save(tokenizer: Tokenizer, folder: Path, end: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}))
+
+
+def copy_tokenizer(folder: Path, source: Path, size: int) -> None:
+    """Copy the tokenizer of `source`, or if it has more than `size` tokens, the first `size` - 1 and an end of text."""
+    found = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    if len(found["model"]["vocab"]) <= size:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(source / name, folder / name)
+        return
+    end = "<|endoftext|>"
+    vocabulary = {word: number for word, number in found["model"]["vocab"].items() if number < size - 1}
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in found["model"]["merges"]]
+    found["model"] |= {"vocab": vocabulary, "merges": [pair for pair in pairs if "".join(pair) in vocabulary]}
+    found["added_tokens"] = []
+    made = Tokenizer.from_str(json.dumps(found))
+    made.add_special_tokens([end])
+    assert made.get_vocab_size() == size
+    _save(made, folder, end)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     args.folder.mkdir(parents=True, exist_ok=True)
     (args.folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
     if args.tokenizer:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(args.tokenizer / name, args.folder / name)
+        copy_tokenizer(args.folder, args.tokenizer, shape["vocab_size"])
     else:
         write_tokenizer(args.folder, shape["vocab_size"])
     weights = weights_of(shape, args.seed)

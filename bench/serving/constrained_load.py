@@ -1,13 +1,16 @@
 """Cost of constraints: streams of which none, half or all have a JSON schema, of equal length.
 
-    python bench/serving/constrained_load.py [MODEL] [--shares 0 50 100] [--streams 32] [--tokens 128] [--requests 2]
-        [--rounds 3] [--vocabulary N] [--schema people|order|report] [--worker-urls grpc://HOST:PORT ...]
+    python bench/serving/constrained_load.py [MODEL] [--shares 0 50 100] [--streams 32] [--tokens 128] [--vary 0]
+        [--requests 2] [--rounds 3] [--vocabulary N] [--schema people|order|report] [--worker-urls grpc://HOST:PORT ...]
         [--smg response_format tool_choice] [--json FILE] [-- FLAGS]
 
 One server is started. Each of the streams sends `--requests` requests, one after the other, over VllmEngine/Generate.
 A running server of vLLM (`--worker-urls`) gets the same requests. A round measures each share of constrained requests
 once at each server, and begins with another one each time. Prompts are random ids. Answers are sampled at temperature 1
-and have exactly `--tokens` tokens: the schema (schemas.py) has a list with more elements than fit.
+and have exactly `--tokens` tokens: the schema (schemas.py) has a list with more elements than fit. With `--vary` the
+length of each answer is up to that many percent from `--tokens`, the same in each share. Without it the streams that
+have no schema begin and end in step, and their prompts are computed together. Streams with a schema get forced tokens,
+and are soon out of step.
 
 With `--smg` smg is started in front of each server, and gets chats over POST /v1/chat/completions in the same rounds:
 
@@ -66,8 +69,9 @@ from tests.e2e.gateway.smg import CHAT_TEMPLATE, Gateway, find_program, gateway
 SECONDS = 600.0
 """Deadline of a call."""
 
-Send = Callable[[str, random.Random, bool], Awaitable[Outcome]]
-"""Sends a request. Arguments: its name, a source of random ids for the prompt, and whether it is constrained."""
+Send = Callable[[str, random.Random, int, bool], Awaitable[Outcome]]
+"""Sends a request. Arguments: its name, a source of random ids for the prompt, the number of tokens of its answer, and
+whether it is constrained."""
 
 
 def tool(schema: str) -> dict[str, Any]:
@@ -78,17 +82,17 @@ def tool(schema: str) -> dict[str, Any]:
 
 
 async def through_grpc(
-    stub: Any, args: argparse.Namespace, name: str, chooser: random.Random, is_constrained: bool
+    stub: Any, args: argparse.Namespace, name: str, chooser: random.Random, tokens: int, is_constrained: bool
 ) -> Outcome:
     prompt = [chooser.randrange(args.vocabulary) for _ in range(args.prompt)]
-    request = vllm_request(name, prompt, args.tokens, temperature=1)
+    request = vllm_request(name, prompt, tokens, temperature=1)
     if is_constrained:
         request.sampling_params.json_schema = endless_list(args.schema)
     return await recorded(partial(read_vllm, stub.Generate(request, timeout=SECONDS)))
 
 
 async def through_smg(
-    gate: Gateway, model: str, field: str, args: argparse.Namespace, name: str, chooser: random.Random,
+    gate: Gateway, model: str, field: str, args: argparse.Namespace, name: str, chooser: random.Random, tokens: int,
     is_constrained: bool,
 ) -> Outcome:
     """Send a chat to smg. field: of the request, which constrains it."""
@@ -99,29 +103,32 @@ async def through_smg(
         fields["response_format"] = {
             "type": "json_schema", "json_schema": {
                 "name": "people", "schema": json.loads(endless_list(args.schema)), "strict": True}}
-    body = completions.chat(model, TEXT.format(chooser.randrange(10**6)), args.tokens, **fields)
+    body = completions.chat(model, TEXT.format(chooser.randrange(10**6)), tokens, **fields)
     return await completions.stream(gate.url, body, now, timeout=SECONDS, path=completions.CHAT)
 
 
 async def measure(send: Send, share: int, round_name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one route with a share of constrained requests, in percent."""
-    outcomes: list[Outcome] = []
+    outcomes: list[tuple[Outcome, int]] = []
+    spread = args.tokens * args.vary // 100
     chooser = random.Random(round_name)
 
     async def stream(place: int) -> None:
         for turn in range(args.requests):
             count = place * args.requests + turn
             is_constrained = (count + 1) * share // 100 > count * share // 100
-            outcomes.append(await send(f"bench-{os.getpid()}-{round_name}-{count}", chooser, is_constrained))
+            tokens = args.tokens + random.Random(count).randint(-spread, spread)
+            name = f"bench-{os.getpid()}-{round_name}-{count}"
+            outcomes.append((await send(name, chooser, tokens, is_constrained), tokens))
 
     began = now()
     await asyncio.gather(*(stream(place) for place in range(args.streams)))
     seconds = now() - began
-    for outcome in outcomes:
-        if not outcome.ok or outcome.generated_tokens != args.tokens:
+    for outcome, tokens in outcomes:
+        if not outcome.ok or outcome.generated_tokens != tokens:
             raise SystemExit(f"{round_name}: a stream ended with {outcome.code} after {outcome.generated_tokens} of "
-                             f"{args.tokens} tokens: {outcome.detail}")
-    return figures(outcomes, seconds, {})
+                             f"{tokens} tokens: {outcome.detail}")
+    return figures([outcome for outcome, _ in outcomes], seconds, {})
 
 
 async def run(
@@ -182,6 +189,8 @@ def parser() -> argparse.ArgumentParser:
         ("vocabulary", 2000, 1, "upper bound of the ids of prompts"),
     ):
         made.add_argument(f"--{name}", type=number(int, low), default=value, help=f"{text} (default: %(default)s)")
+    made.add_argument("--vary", type=number(int, 0, 90), default=0, metavar="PERCENT",
+                      help="largest difference of an answer's length from --tokens (default: %(default)s)")
     made.add_argument("--worker-urls", type=worker, nargs="+", default=[], metavar="grpc://HOST:PORT",
                       help="running servers of VllmEngine, measured in the same rounds")
     made.add_argument("--smg", choices=("response_format", "tool_choice"), nargs="+", default=[],
@@ -205,7 +214,7 @@ def main() -> None:
             gates = {name: stack.enter_context(gateway([address], "--chat-template", str(template)))
                      for name, address in addresses.items()}
         rounds = asyncio.run(run(addresses, gates, args))
-    options = {name: getattr(args, name) for name in ("schema", "streams", "tokens", "prompt", "requests")}
+    options = {name: getattr(args, name) for name in ("schema", "streams", "tokens", "vary", "prompt", "requests")}
     report({**options, **summary(rounds), "rounds": rounds}, args.json)
 
 

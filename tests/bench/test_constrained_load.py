@@ -38,7 +38,7 @@ def test_constrained_load_measures_each_share(script: ModuleType, tmp_path: Path
     options = ["--smg", *fields] if fields else []
     subprocess.run(
         [sys.executable, BENCH / "serving" / "constrained_load.py", "--streams", "2", "--tokens", "12", "--rounds", "1",
-         "--requests", "1", "--shares", "0", "100", "--json", out, *options], check=True, timeout=100,
+         "--requests", "1", "--vary", "30", "--shares", "0", "100", "--json", out, *options], check=True, timeout=100,
         stdout=subprocess.PIPE)
     found = json.loads(out.read_text())
     routes = ["npuserve", *(f"smg:{field}@npuserve" for field in fields)]
