@@ -1,9 +1,13 @@
-"""Checks of arguments, shared by the modules that launch Triton kernels."""
+"""Checks of arguments and facts of a device, shared by the modules that launch Triton kernels."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+from npuserve.kernels.triton.linear_tiles import SHARED_BYTES
 
 INT32 = 2**31 - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,3 +42,11 @@ def check(
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may take; without a GPU those of Hopper."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES))

@@ -3,7 +3,7 @@
 Rules for a kernel with PDL:
 - It may let its successor begin at once (`gdc_launch_dependents`).
 - Before `gdc_wait` it writes nothing. It reads only memory that no kernel of a step writes: weights, tables, data
-  copied by the host.
+  copied by the host. A prefetch into the L2 cache may touch other memory, since it uses no value (prefetch.py).
 - All programs wait, including programs without work. Waiting for this kernel then implies waiting for all kernels
   before it.
 """

@@ -13,13 +13,17 @@ from torch import Tensor
 from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED, Cache, setting_of
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.kv_write import kv_write_kernel
+from npuserve.kernels.triton.linear_tiles import SHARED_BYTES
 from npuserve.kernels.triton.paged_attention import paged_attention_kernel
 
 _MERGED = 8192
 """Float32 numbers that a program merges at a time: 64 registers for each of 128 threads."""
+
+_LARGE = 144 << 10
+"""Bytes of shared memory with which a program may take every configuration of `config`."""
 
 _ARRIVED = 1 << 14
 """Counters of a device: the maximum number of parts of a launch."""
@@ -45,12 +49,16 @@ class Config:
     least: int
 
 
-def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int) -> Config:
+def config(
+    chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.dtype, tokens: int, shared: int = SHARED_BYTES
+) -> Config:
     """Return the configuration of a call: the fastest of `CONFIGS` for Qwen3-14B's heads on an H200.
 
-    Exception: more than 32 rows over a cache in bytes have the one whose loop has the fewest instructions for a key.
-    `keys` is at most the number that the registers hold without spilling. The block number is loaded before the block,
-    so five stages have two iterations in flight, and seven stages three.
+    shared: bytes of shared memory that a program may take. Ada has 99 KiB, with which fewer blocks are in flight.
+
+    Exception: for more than 32 rows over a cache in bytes it is the configuration whose loop has the fewest
+    instructions for a key. The block number is loaded before the block, so five stages have two iterations in flight,
+    and seven stages three.
 
     Decode: few rows need many parts, and all of their bytes in flight. About 16 rows of 8 KV heads are one part for
     each multiprocessor. More rows have enough parts.
@@ -63,23 +71,24 @@ def config(chunks: bool, head_dim: int, activations: torch.dtype, cached: torch.
     """
     wide, exact = power(max(head_dim, 16)), activations == torch.float32
     keys = max(16, min(128, (2048 if exact else 8192) // wide))
+    small = shared < _LARGE and cached.itemsize > 1
     if not chunks:
         if exact:
             return Config(16, keys, 4, 3, 2, 128)
         if tokens <= 8:
-            return Config(16, keys, 4, 7, 2, 64)
-        if tokens <= 32 and wide == 128:
+            return Config(16, keys, 4, 5 if small else 7, 2, 64)
+        if tokens <= 32 and wide == 128 and not small:
             return Config(16, 128, 8, 5, 1, 128)
         if cached.itemsize == 1:
             return Config(16, min(128, 2 * keys), 4, 5, 2, 128)
-        return Config(16, keys, 4, 7 if tokens <= 128 else 5, 2, 128)
+        return Config(16, keys, 4, 7 if tokens <= 128 and not small else 5, 2, 128)
     if exact:
         return Config(16, keys, 4, 2, 2, 256)
     if wide > 128:
         return Config(64, keys, 8, 3, 1, 256)
     if cached.itemsize == 1:
         return Config(64, 128, 4, 2, 1, 256)
-    return Config(128, 64, 8, 5, 1, 256) if tokens > 256 else Config(64, 64, 4, 3, 2, 256)
+    return Config(128, 64, 8, 3 if small else 5, 1, 256) if tokens > 256 else Config(64, 64, 4, 3, 2, 256)
 
 
 CONFIGS = {
@@ -116,7 +125,7 @@ def _check(
     if not q_heads or q_heads % kv_heads:
         raise ValueError(f"q: {q_heads} heads are not a multiple of {kv_heads} KV heads")
     if k_scale is not None and size % 2:
-        raise ValueError(f"k_cache: blocks of {size} are not even, as scales ask")
+        raise ValueError(f"k_cache: blocks of {size} are not even: scales are read in pairs")
     group = q_heads // kv_heads
     within("query heads of a KV head", group, 1, 64)
     rows = len(context_lens)
@@ -158,9 +167,9 @@ def paged_attention(
     for chunked, chosen in ((False, decode), (True, chunks)):
         if not tokens or (chunked and one_each):
             continue
-        made = plan_launch(
-            chosen or config(chunked, dim, q.dtype, keys.dtype, tokens), chunked, tokens, rows, q_heads, kv_heads, dim,
-            size, block_tables.shape[1] * size, _processors(q.device))
+        chosen = chosen or config(chunked, dim, q.dtype, keys.dtype, tokens, shared_memory(q.device))
+        made = plan_launch(chosen, chunked, tokens, rows, q_heads, kv_heads, dim, size, block_tables.shape[1] * size,
+                           _processors(q.device))
         lines = made.constants["BLOCK_M"] // group * group if chunked else group
         partial = torch.empty(made.slots, lines, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(made.slots, 2, lines, dtype=torch.float32, device=q.device)

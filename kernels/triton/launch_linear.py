@@ -9,10 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized, QuantizedWeight, Weight
-from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
-from npuserve.kernels.triton.linear_tiles import Form, Kind, Tiles, calculated, choose, takes_float8, takes_int8
+from npuserve.kernels.triton.linear_tiles import (
+    Form,
+    Kind,
+    Tiles,
+    calculated,
+    choose,
+    fitted,
+    takes_float8,
+    takes_int8,
+)
 
 TILES = 1 << 16
 """Maximum number of tiles whose K is split."""
@@ -160,7 +169,9 @@ def _choose(kind: Kind, values: Tensor, numbers: Tensor, weight: Weight, bias: T
     (n, k), form = numbers.shape, _form(weight)
     shape = kind, numbers.itemsize, len(values), n, k, processors(values.device), form
     tiles = choose(*shape)
-    return calculated(*shape) if tiles is None and form and not _multiplies_float8(numbers, weight, bias) else tiles
+    if tiles is None and form and not _multiplies_float8(numbers, weight, bias):
+        tiles = calculated(*shape)
+    return tiles and fitted(tiles, kind, numbers.itemsize, shared_memory(values.device))
 
 
 def _form(weight: Weight) -> Form:
@@ -231,7 +242,7 @@ def _product(
     product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
         places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
-        ahead=0 if is_grouped and columns % 4 else _ahead(
+        ahead=0 if is_grouped and (columns % 4 or len(numbers) % 4) else _ahead(
             numbers, heights * widths * tiles.split * tiles.n * (1 + gated)),
         scale_stride=len(numbers), GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split,
         GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,

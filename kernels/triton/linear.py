@@ -44,8 +44,7 @@ def product_kernel(
     ONCE: only one tile of tokens reads the weight.
     PDL: the launch may begin before the previous one ends; see dependent.py. Meanwhile it prefetches the first `ahead`
         numbers of its rows of the weight into the L2 cache.
-    ahead: a multiple of 16; 0 if rows of the weight, or scales of a group, do not
-        begin at multiples of 16 bytes.
+    ahead: a multiple of 16; 0 if rows of the weight, or scales of a group, do not begin at multiples of 16 bytes.
     """
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles_m = tl.cdiv(tokens, BLOCK_M)

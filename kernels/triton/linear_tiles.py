@@ -150,6 +150,13 @@ def calculated(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
     return replace(tiles, split=split(tiles, kind, itemsize, rows, n, k, processors))
 
 
+def fitted(tiles: Tiles, kind: Kind, itemsize: int, shared: int) -> Tiles:
+    """Return the tiles with fewer stages, and then fewer rows, until a program takes at most `shared` bytes."""
+    while tiles.shared_bytes(kind, itemsize) > shared - _RESERVED:
+        tiles = replace(tiles, stages=tiles.stages - 1) if tiles.stages > 2 else replace(tiles, m=tiles.m // 2)
+    return tiles
+
+
 def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int) -> int:
     """Return the parts of K that give each multiprocessor two or more programs, all resident at once.
 

@@ -80,7 +80,7 @@ MAX_EARLY_SECONDS = 0.005
 tokens. The time is a quarter of a short step."""
 LATE_SECONDS = 1.0
 """Stop reading messages when a step is late by this, or by its expected duration if longer, so that front ends detect
-the stall: it may never end."""
+the stall: it may never end. If masks need the step's tokens, reading stops before its expected end."""
 
 
 class Engine:
@@ -232,8 +232,9 @@ class Engine:
     def _receive_during_step(self) -> None:
         """Handle messages until the oldest step ends or is too late. Nothing if a short step is expected.
 
-        If the next step is sampled under masks, return before the oldest ends: the device may be idle until its tokens
-        are taken in. Before a step was measured, any step may be long.
+        If the next step is sampled under masks, return before the oldest is expected to end: the device may be idle
+        until its tokens are taken in. The caller then waits for the step, however late it is. Before a step was
+        measured, any step may be long.
         """
         expected = self._scheduler.expected_seconds
         if 0.0 < expected < LONG_STEP_SECONDS:

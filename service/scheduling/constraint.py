@@ -120,7 +120,7 @@ class AnswerMatcher:
 
     @property
     def has_forced(self) -> bool:
-        """Whether forced tokens follow, once prepared."""
+        """Whether forced tokens follow; False if that is not known yet."""
         return bool(self._run)
 
     def prepare(self, size: int) -> None:

@@ -115,6 +115,7 @@ def test_emulated(tmp_path: Path) -> None:
     assert tokens["captured decodes"] > 0
     prompts = [row for row in report["rows"] if row["table"] == "Attention of prompts"]
     assert {row["option"] for row in prompts if row.get("ok")} > {"paged_attention", "paged_attention, int8"}
+    assert [row for row in prompts if row["option"] == "cuDNN"]
     assert all("said" in row for row in prompts if row["option"] == "cuDNN")
     assert tables(report, "candidates") == {"Configurations beside the golden function"}
 

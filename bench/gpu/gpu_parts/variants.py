@@ -91,7 +91,7 @@ def _product(kind: str, tiles: Any, int8: str) -> Callable[..., Any]:
         if tiles is not None:
             arguments = rest if kind == "linear_argmax" else ()
             return getattr(launch, kind)(x, weight, bias, *arguments, tiles=tiles)
-        if int8 == "given" or int8 == "made":
+        if int8 == "given":
             return launch.library(kind, x, weight, bias)  # type: ignore[arg-type]
         whole = launch.library("linear", x, weight, bias) if int8 else F.linear(x, weight, bias)
         if kind == "linear":

@@ -321,24 +321,31 @@ def caches(cached: str, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
     return (types | dict.fromkeys(scales, scale), {}) if cached else (types, dict.fromkeys(scales))
 
 
+def of_call(
+    launch: ModuleType, heads: tuple[int, int, int], kind: tuple[bool, int], cached: str, shared: int = 227 << 10
+) -> Launch:
+    """Return the launch of a call with (query heads, KV heads, head_dim), (chunks, tokens) and a cache."""
+    (q_heads, kv_heads, dim), (chunks, tokens) = heads, kind
+    dtype = QUANTIZED.get(cached, torch.bfloat16)
+    config = launch.config(chunks, dim, torch.bfloat16, dtype, tokens, shared)
+    made = launch.plan_launch(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
+    types, scales = caches(cached, "*i32")
+    if words := launch.words_of(dtype, chunks, dim):
+        types |= dict.fromkeys(("k_cache", "v_cache"), "*i32")
+    return Launch(
+        "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},
+        made.constants | scales | {"BYTES": words, "WIDE": False, "PDL": True}, made.options)
+
+
 @pytest.mark.timeout(900)
-def test_hopper_attention_has_no_spills_and_uses_tensor_cores(launch: ModuleType) -> None:
+def test_hopper_attention_hardly_spills_and_uses_tensor_cores(launch: ModuleType) -> None:
     """At the shapes of real models, with the arguments of their calls."""
     decode, some, few, many = (False, 256), (False, 16), (True, 256), (True, 4096)
     chosen = [(QWEN3_14B, decode, ""), (QWEN3_14B, decode, "int8"), (QWEN3_14B, decode, "fp8"),
               (QWEN3_14B, some, ""), (QWEN3_14B, some, "int8"), (QWEN3_14B, few, ""),
               (QWEN3_14B, few, "int8"), (QWEN3_14B, few, "fp8"), (QWEN3_14B, many, ""), (QWEN3_14B, many, "int8"),
               (QWEN3_14B, many, "fp8"), (QWEN3_06B, decode, "int8"), (SMOL, decode, "int8")]
-    launches = []
-    for (q_heads, kv_heads, dim), (chunks, tokens), cached in chosen:
-        config = launch.config(chunks, dim, torch.bfloat16, QUANTIZED.get(cached, torch.bfloat16), tokens)
-        made = launch.plan_launch(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
-        types, scales = caches(cached, "*i32")
-        if kind := launch.words_of(QUANTIZED.get(cached, torch.bfloat16), chunks, dim):
-            types |= dict.fromkeys(("k_cache", "v_cache"), "*i32")
-        launches.append(Launch(
-            "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},
-            made.constants | scales | {"BYTES": kind, "WIDE": False, "PDL": True}, made.options))
+    launches = [of_call(launch, *call) for call in chosen]
     for what, made in zip(chosen, compiled(launches), strict=True):
         # A few bytes where the measured time is the best nevertheless.
         assert made.local <= (48 if what[1] == some else 192 if what[1][0] and what[2] else 0), what
@@ -350,6 +357,13 @@ def test_hopper_attention_has_no_spills_and_uses_tensor_cores(launch: ModuleType
         assert "st.global" not in early, what
         assert "atom.global.gpu.acq_rel" in late, what
         assert "ld.global.b16" not in made.ptx, what  # scales are prefetched too
+
+
+@pytest.mark.full
+def test_attention_fits_the_shared_memory_of_ada(launch: ModuleType) -> None:
+    kinds = [(False, 1), (False, 16), (False, 64), (False, 256), (True, 256), (True, 4096)]
+    launches = [of_call(launch, QWEN3_14B, kind, cached, 99 << 10) for kind in kinds for cached in ("", "int8", "fp8")]
+    assert all(made.shared <= 99 << 10 for made in compiled(launches))
 
 
 def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -19,8 +20,10 @@ from npuserve.kernels.triton.linear_tiles import (
     SHARED_BYTES,
     Kind,
     Tiles,
+    calculated,
     candidates,
     choose,
+    fitted,
     key,
 )
 
@@ -321,6 +324,18 @@ def test_tiles_of_a_decode_step_fill_the_device(kind: Kind, n: int, k: int, item
         least = min(programs // 132, at_once)
         assert least * weight_bytes * (tiles.stages - 1) // tiles.stages >= (27_000 if itemsize < 4 else 16_000)
         assert programs <= at_once * 132 or programs > 4 * 132
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, SHARED_BYTES])
+@pytest.mark.parametrize(("kind", "n", "k"), QWEN3_14B)
+def test_tiles_fit_the_shared_memory_of_other_devices(kind: Kind, n: int, k: int, shared: int) -> None:
+    for itemsize, rows in itertools.product([1, 2, 4], BUCKETS):
+        tiles = calculated(kind, itemsize, rows, n, k, 132)
+        made = fitted(tiles, kind, itemsize, shared)
+        assert made.shared_bytes(kind, itemsize) <= shared - 1024
+        assert min(made.m, made.n) >= 16
+        assert made.stages >= 2
+        assert made == tiles or tiles.shared_bytes(kind, itemsize) > shared - 1024
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
