@@ -147,7 +147,6 @@ class Backend(ABC):
     vocabulary_tile: ClassVar[int]
     block_size: ClassVar[int]
     int8_zeros: ClassVar[bool] = False
-    float8: ClassVar[bool] = False
     block_multiple: int = 1
     host_lengths: bool = False
     capture_mode: CaptureMode = "auto"
@@ -161,6 +160,7 @@ class Backend(ABC):
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5
+    float8: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str

@@ -87,12 +87,16 @@ class CudaBackend(StreamBackend):
         self.check_count(place, torch.cuda.device_count(), VISIBLE)
         device = torch.device("cuda", place[0])
         torch.cuda.set_device(device)
-        if torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
-            self.cache_dtypes = (torch.int8,)
+        self.limit_types(torch.cuda.get_device_capability(device))
         matmul = torch.backends.cuda.matmul  # accumulates partial sums in float32
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
         return torch.cuda, device
+
+    def limit_types(self, capability: tuple[int, int]) -> None:
+        """Leave out float8, also of the KV cache, if a GPU of this compute capability has none."""
+        if capability < FLOAT8_CAPABILITY:
+            self.float8, self.cache_dtypes = False, (torch.int8,)
 
     @classmethod
     def unavailable(cls) -> str:
@@ -149,13 +153,13 @@ class CudaBackend(StreamBackend):
                 "8 to 256")
 
     def check_scheme(self, scheme: W8A8) -> None:
-        super().check_scheme(scheme)
-        capability = self._streams.get_device_capability(self.device)
-        if scheme.float8 and capability < FLOAT8_CAPABILITY:
+        if scheme.float8 and not self.float8:
+            capability = self._streams.get_device_capability(self.device)
             has, least = (".".join(map(str, numbers)) for numbers in (capability, FLOAT8_CAPABILITY))
             raise BackendError(
                 f"quantization_config: float8 (type: float) needs compute capability {least} or later (Ada, Hopper, "
                 f"Blackwell), and {self.chip} has {has}; possible here is int8 (type: int)")
+        super().check_scheme(scheme)
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         chosen = [size for size in self.decode_buckets or default_buckets(largest) if size <= largest]

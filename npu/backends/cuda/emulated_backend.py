@@ -43,7 +43,9 @@ class EmulatedCuda(CudaBackend):
 
     def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device]:
         self.check_count(place, emulated.device_count(), VISIBLE)
-        return emulated, torch.device("cpu")
+        device = torch.device("cpu")
+        self.limit_types(emulated.get_device_capability(device))
+        return emulated, device
 
 
 def emulate(relax: Sequence[str] = ()) -> None:

@@ -17,7 +17,6 @@ from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, select
-from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
@@ -26,11 +25,9 @@ from npuserve.npu.backends.cuda.graphs import CudaGraphs
 from npuserve.npu.diagnostics.acceptance import load_reference
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.profile import ProfileSummary
 from npuserve.npu.profiling.session import Profiler
 from npuserve.npu.profiling.trace_folder import TraceFolder
-from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from npuserve.service import metrics
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
@@ -132,52 +129,6 @@ def test_cuda_int8_logprobs_are_near_cpu(tmp_path: Path) -> None:
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
 
 
-class GoldenCpu(CpuBackend):
-    """CPU that computes float8 by the golden functions."""
-
-    float8 = True
-
-    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
-        super().__init__(native=False, place=place)
-
-
-@pytest.mark.parametrize("scheme", [
-    W8A8(float8=True), W8A8(per_channel=False, dynamic=False, float8=True),
-    W8A8(per_channel=False, float8=True, blocks=True)], ids=["dynamic", "static", "blocks"])
-def test_cuda_float8_logprobs_are_near_golden(tmp_path: Path, scheme: W8A8) -> None:
-    """Chunks and captured decode rows, equal except where a number is a near tie and becomes the next float8."""
-    from tests.support.models import random_model
-    from tests.support.models import saved_w8a8 as saved_by_scheme
-
-    sizes = {"hidden_size": 160, "intermediate_size": 200} if scheme.blocks else {}
-    folder = saved_by_scheme(random_model("qwen3", num_hidden_layers=1, **sizes), tmp_path, scheme)
-    with pytest.raises(BackendError, match=r"float8 weights and input_activations .* are not possible on cpu; .* int8"):
-        load(folder, "cpu")
-    with pytest.raises(BackendError, match=r"float8 weights and input_activations .* are not possible on cpu; .* int8"):
-        load(folder, prefill_device="cpu")
-    assert ModelConfig.from_folder(folder).quantization_name == "w8a8-fp8"
-    backends.register_emulated(GoldenCpu)
-    found, prompt = [], ids_of(20)
-    for name in ("cuda", "cpu"):
-        runner = load(folder, name, max_model_len=64)
-        new = NewRequest(0, prompt, [], SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1))
-        rows = [Row(0, prompt[:12], 0, [0], False), Row(0, prompt[12:], 12, [0, 1], True),
-                Row(0, [7], 20, [0, 1], True)]
-        results = [runner.collect(runner.launch(Step([row], [new] * (row.start == 0)))) for row in rows]
-        reports = [report for result in results[:2] for report in result.prompt_logprobs[0]]
-        found.append([report.logprob for report in (*reports, results[1].logprobs[0], results[2].logprobs[0])])
-    assert len(found[0]) == 21
-    torch.testing.assert_close(*map(torch.tensor, found), atol=0.02, rtol=0.01)
-
-
-def test_cuda_float8_needs_its_tensor_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.models import random_model
-    from tests.support.models import saved_w8a8 as saved_by_scheme
-
-    folder = saved_by_scheme(random_model("qwen3", num_hidden_layers=1), tmp_path, W8A8(float8=True))
-    monkeypatch.setattr(cuda_emulated, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(BackendError, match=r"float8 \(type: float\) needs compute capability 8.9 .* emulated has 8.6"):
-        load(folder)
 def test_cuda_fp8_cache_logprobs_are_near_golden(tmp_path: Path) -> None:
     """Chunks, a captured decode step, and a request that reads blocks of another.
 

@@ -13,6 +13,7 @@ import torch
 
 from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED
+from npuserve.kernels.registry import Case
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, backend_class, select
 from npuserve.npu.backends.cuda import backend as cuda
@@ -20,6 +21,7 @@ from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import token_buckets
+from npuserve.npu.diagnostics.machine import takes_case
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +141,7 @@ def test_token_buckets() -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("capability", "possible"), [((8, 9), ["int8", "fp8"]), ((9, 0), ["int8", "fp8"]),
                                                       ((8, 0), ["int8"]), ((8, 6), ["int8"])])
-def test_fp8_cache_needs_its_conversions(
+def test_float8_needs_its_capability(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], possible: list[str]
 ) -> None:
     for name, value in (("get_device_capability", capability), ("device_count", 1), ("set_device", None)):
@@ -147,6 +149,7 @@ def test_fp8_cache_needs_its_conversions(
     backend = CudaBackend.__new__(CudaBackend)
     backend.open_device((0, 1))
     assert [name for name, dtype in QUANTIZED.items() if dtype in backend.cache_dtypes] == possible
+    assert backend.float8 == takes_case(backend, Case("some", lambda *_: (), float8=True)) == ("fp8" in possible)
     if "fp8" not in possible:
         with pytest.raises(BackendError, match=r"kv_cache_dtype: 'fp8' is not possible .*; possible are auto, int8$"):
             backend.cache_dtype("fp8", torch.bfloat16)
