@@ -20,7 +20,7 @@ from npuserve.npu.execution.host_prefill import staging_bytes
 from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.execution.sampling_state import penalties_bytes
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.storage import StoredMatrix, linears, stored_bytes, tables
+from npuserve.npu.model.storage import StoredMatrix, check_schemes, linears, stored_bytes, tables
 
 MAX_SCRATCH_BYTES = 1 << 20
 """Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
@@ -192,9 +192,8 @@ def _checked(
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
     backend.check_heads(config.head_dim)
-    for _, scheme in config.quantization.groups if config.quantization else ():
-        for each in filter(None, (backend, prefill)):
-            each.check_scheme(scheme)
+    for each in filter(None, (backend, prefill)):
+        check_schemes(config, each)
     made: torch.dtype = getattr(torch, dtype)
     if prefill and dtype not in prefill.dtypes:
         raise BackendError(

@@ -28,7 +28,7 @@ from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.progress import Progress, reporting
-from npuserve.npu.model.storage import StoredMatrix, matrices
+from npuserve.npu.model.storage import StoredMatrix, check_schemes, matrices
 from npuserve.npu.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ def load_weights(
     loaded: the backend's storage contains the weights already (`Backend.sharing`).
 
     Raises ModelError for tensors that are missing, unknown, or of the wrong shape or type, and for invalid numbers.
+    Raises BackendError for a quantization that the kernels do not support.
     """
+    check_schemes(config, backend)
     made = allocate(config, dtype, backend)
     if loaded:
         return made.weights

@@ -61,6 +61,12 @@ class StoredMatrix:
         return bias + backend.weight_bytes(self.rows, self.inputs, dtype) + of_inputs + self.rows * of_row
 
 
+def check_schemes(config: ModelConfig, backend: Backend) -> None:
+    """Raise BackendError for a quantization of the model that the backend's kernels do not support."""
+    for _, scheme in config.quantization.groups if config.quantization else ():
+        backend.check_scheme(scheme)
+
+
 def linears(config: ModelConfig, index: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix, StoredMatrix]:
     """Return a layer's qkv, o, gate_up and down. Raises ModelError if the parts of a matrix have different schemes."""
     c, shard = config, config.shard

@@ -14,9 +14,12 @@ from safetensors.torch import load_file
 from npuserve.kernels import native
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu import storyteller
+from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics.trace import Call, Replay, Trace, load
 from npuserve.npu.model.config import ModelError
+from npuserve.npu.quantization import W8A8
+from tests.support.models import random_model, saved_w8a8
 
 LAYER = ["linear", "qk_norm_rope_kv_write", "paged_attention", "linear", "add_rms_norm", "linear_swiglu", "linear",
          "add_rms_norm"]
@@ -121,6 +124,12 @@ def test_trace_dump_writes_tensors(tmp_path: Path) -> None:
     assert call.difference == max(float((file[name].double() - file[f"golden.{name}"].double()).abs().max())
                                   for name in names)
     assert (tmp_path / "decode" / "0019-greedy.safetensors").is_file()
+
+
+def test_trace_load_unsupported_quantization_is_refused(tmp_path: Path) -> None:
+    saved_w8a8(random_model("qwen3"), tmp_path, W8A8(float8=True))
+    with pytest.raises(BackendError, match=r"^quantization_config: float8 .* not possible on cpu; possible is int8"):
+        load(tmp_path, backend="cpu", threads=1, layers=1)
 
 
 def test_trace_load_too_many_layers_is_refused() -> None:

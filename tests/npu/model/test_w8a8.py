@@ -27,6 +27,7 @@ from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Row
 from tests.npu.execution.test_decoder import Bench, ids_of, oracle
 from tests.npu.model.test_weights import PARTS, each_row, int8_of, load, rewrite, storage, tensors_of
+from tests.support.golden_cpu import GoldenCpu
 from tests.support.models import edit_config, random_model, saved_w8a8
 from tests.support.quantized import FLOAT8, SCHEMES, edit_quantization, loaded, save_quantized, scheme
 
@@ -78,7 +79,7 @@ def test_w8a8_float8_logits_equal_transformers(tmp_path, kind, name):
     whole = oracles(model)
     theirs = oracles(loaded(save_quantized(model, tmp_path, scheme(name, float8=True))))
     assert far(theirs, whole) > 0.02
-    assert far(logits(tmp_path, CpuBackend(native=False)), theirs) < 3 * FLIPS
+    assert far(logits(tmp_path, GoldenCpu()), theirs) < 3 * FLIPS
 
 
 @pytest.mark.parametrize("status", ["compressed", "frozen"])
@@ -135,7 +136,7 @@ def test_w8a8_bfloat16_error_equals_transformers(tmp_path, backend):
 def test_float8_weights_every_number_is_written(tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 200)
     saved_w8a8(random_model("qwen3-untied"), tmp_path, scheme, ignore=())
-    cpu = CpuBackend(native=False)
+    cpu = GoldenCpu()
     weights, there = load(tmp_path, cpu), tensors_of(tmp_path)
     for index, layer in enumerate(weights.layers):
         for field, names in PARTS.items():
@@ -169,7 +170,7 @@ def test_float8_block_scales_become_scales_of_rows(tmp_path, monkeypatch, name):
     if name == "weight_scale_inv":
         edit_config(tmp_path, quantization_config={
             "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
-    weights, there = load(tmp_path, CpuBackend(native=False)), tensors_of(tmp_path)
+    weights, there = load(tmp_path, GoldenCpu()), tensors_of(tmp_path)
     for field, names in PARTS.items():
         weight = int8_of(getattr(weights.layers[0], field))
         whole = []
@@ -181,7 +182,7 @@ def test_float8_block_scales_become_scales_of_rows(tmp_path, monkeypatch, name):
         assert torch.equal(weight.scale, torch.cat(whole))
         assert weight.scale.t().is_contiguous()
         assert weight.inputs.grouped
-    planned = stored_bytes(ModelConfig.from_folder(tmp_path), torch.float32, CpuBackend(native=False))
+    planned = stored_bytes(ModelConfig.from_folder(tmp_path), torch.float32, GoldenCpu())
     assert planned == sum(tensor.nbytes for tensor in storage(weights))
 
 
@@ -198,7 +199,7 @@ def test_float8_blocks_logits_equal_weights_of_floats(tmp_path):
                 wide = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
                 parameter.copy_(there[name].float() * wide[: parameter.shape[0], : parameter.shape[1]])
     theirs = oracles(model)
-    ours = logits(tmp_path, CpuBackend(native=False))
+    ours = logits(tmp_path, GoldenCpu())
     assert 0.02 < far(theirs, whole) < 0.2
     assert 1e-3 < far(ours, theirs) < 1.5 * far(theirs, whole)
 
@@ -206,7 +207,7 @@ def test_float8_blocks_logits_equal_weights_of_floats(tmp_path):
 def test_float8_blocks_divided_between_ranks(tmp_path):
     """Rows are divided anywhere (keys at row 64), columns at blocks."""
     saved_w8a8(random_model("qwen3", **{**LARGE, "intermediate_size": 512, "head_dim": 64}), tmp_path, BLOCKS)
-    config, cpu = ModelConfig.from_folder(tmp_path), CpuBackend(native=False)
+    config, cpu = ModelConfig.from_folder(tmp_path), GoldenCpu()
     whole = load(tmp_path, cpu).layers[0]
     parts = [load_weights(tmp_path, config.sharded(Shard(rank, 2)), torch.float32, cpu).layers[0] for rank in range(2)]
     for field in ("down", "o"):
@@ -228,9 +229,9 @@ def test_float8_invalid_tensor_is_refused_by_name(tmp_path):
     wrong[3, 5] = torch.nan
     rewrite(tmp_path, mlp__down_proj__weight=wrong)
     with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.weight: has numbers that are not finite"):
-        load(tmp_path, CpuBackend(native=False))
+        load(tmp_path, GoldenCpu())
     rewrite(tmp_path, mlp__down_proj__weight=good.view(torch.int8))
     with pytest.raises(ModelError, match=r"1 not float8 \(e4m3\): model.layers.1.mlp.down_proj.weight I8"):
-        load(tmp_path, CpuBackend(native=False))
+        load(tmp_path, GoldenCpu())
     rewrite(tmp_path, mlp__down_proj__weight=good, mlp__down_proj__weight_zero_point=torch.zeros(32, 1).to(good.dtype))
-    load(tmp_path, CpuBackend(native=False))
+    load(tmp_path, GoldenCpu())
