@@ -192,8 +192,14 @@ def _checked(
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
     backend.check_heads(config.head_dim)
-    for each in filter(None, (backend, prefill)):
-        check_schemes(config, each)
+    check_schemes(config, backend)
+    if prefill:
+        try:
+            check_schemes(config, prefill)
+        except BackendError as error:
+            raise BackendError(
+                f"prefill_device: {prefill.name} cannot compute this model's prompts ({error}); possible is "
+                "prefill_device: same") from None
     made: torch.dtype = getattr(torch, dtype)
     if prefill and dtype not in prefill.dtypes:
         raise BackendError(

@@ -12,10 +12,12 @@ from npuserve.npu.backends import BackendError, select_prefill
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.quantization import W8A8
 from npuserve.service.cli import check
 from npuserve.service.config import ServerConfig
 from tests.npu.backends import small
 from tests.npu.execution.test_host_prefill import Device
+from tests.support.models import random_model, saved_w8a8
 
 
 def test_host_prefill_on_same_device_is_refused():
@@ -33,6 +35,18 @@ def test_host_prefill_unsupported_dtype_or_block_size_is_refused(tmp_path, monke
     if host.block_multiple > 1:
         with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are multiples of 16"):
             predict(config, Device(), block_size=8, prefill=host)
+
+
+def test_host_prefill_unsupported_quantization_is_refused(tmp_path):
+    """The device has float8, the host's kernels do not."""
+    config = ModelConfig.from_folder(saved_w8a8(random_model("qwen3"), tmp_path, W8A8(float8=True)))
+    device = Device()
+    device.float8 = True
+    assert predict(config, device).fits
+    with pytest.raises(BackendError, match=(
+            r"^prefill_device: cpu .* \(quantization_config: float8 .* not possible on cpu; .*\); possible is "
+            r"prefill_device: same$")):
+        predict(config, device, prefill=CpuBackend())
 
 
 def test_host_prefill_memory_is_planned(tmp_path, monkeypatch):
