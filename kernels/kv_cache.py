@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.native import layout
-from npuserve.kernels.quantized import Quantized
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_MAX, Quantized
 
 Cache = Tensor | Quantized
 """[B, block_size, Hkv, D]. A quantized cache has values in int8 or float8_e4m3fn, and scale [B, block_size, Hkv], one
 for each token and head, in bfloat16 or, where the device's operators need it, in float32."""
 
-QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+QUANTIZED = {"int8": torch.int8, "fp8": FLOAT8}
 """Setting -> dtype of the values of a quantized cache."""
 
-LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+LARGEST = {torch.int8: 127.0, FLOAT8: FLOAT8_MAX}
 """Dtype of the values -> the largest magnitude."""
 
 

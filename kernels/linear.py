@@ -118,7 +118,7 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor
 
 def _floats(x: Tensor | Quantized) -> Tensor:
     if isinstance(x, Quantized):
-        raise TypeError("x is int8, the weight is not")
+        raise TypeError("x is quantized, the weight is not")
     return x
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from npuserve.kernels.quantized import GROUP
+
 Kind = Literal["linear", "linear_swiglu", "linear_argmax"]
 
 LIBRARY_ROWS = 64
@@ -206,7 +208,7 @@ def _fits(tiles: Tiles, kind: Kind, itemsize: int, k: int, form: Form) -> bool:
     Each part of K must also have work. A block of grouped numbers must be within a group.
     """
     sums = tiles.n * tiles.m * (1 + (kind == "linear_swiglu"))
-    if form == "grouped float8" and (128 % tiles.k or sums > 64 * 32 * tiles.warps):
+    if form == "grouped float8" and (GROUP % tiles.k or sums > 64 * 32 * tiles.warps):
         return False
     return (min(tiles.n, tiles.m) >= 16 and tiles.k * itemsize >= 32 and tiles.stages >= 2
             and tiles.shared_bytes(kind, itemsize) <= SHARED_BYTES - _RESERVED and sums <= 128 * 32 * tiles.warps

@@ -324,9 +324,9 @@ def test_linear_quantizes_floats_by_weight_inputs(variant: Variant, dtype: torch
     assert torch.equal(variant(linear, x, weight, None), variant(linear, quantize(x, inputs), weight, None))
 
 
-def test_linear_int8_x_with_float_weight_raises(variant: Variant) -> None:
+def test_linear_quantized_x_with_float_weight_raises(variant: Variant) -> None:
     x, _ = operands(3, 8, 5, torch.float32)
-    with pytest.raises(TypeError, match="x is int8, the weight is not"):
+    with pytest.raises(TypeError, match="x is quantized, the weight is not"):
         variant(linear, x, randn(5, 8), None)
 
 
