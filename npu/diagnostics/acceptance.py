@@ -70,15 +70,16 @@ def load_reference(
 ) -> tuple[Model, Backend]:
     """Load the same model on the CPU, with the int8 levels and the cache's scales of the device `of`.
 
-    It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take its
-    quantized KV cache. Raises ModelError if the host has not enough memory.
+    It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
+    model's float8 layers or the device's quantized KV cache. Raises ModelError if the host has not enough memory.
     """
-    cached = QUANTIZED.get(kv_cache_dtype)
+    config, cached = ModelConfig.from_folder(folder, lm_head_dtype), QUANTIZED.get(kv_cache_dtype)
+    float8 = config.quantization is not None and config.quantization.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
-    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other else CpuBackend()
+    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other or float8 else CpuBackend()
+    backend.float8 = float8
     backend.set_threads(threads)
     backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
-    config = ModelConfig.from_folder(folder, lm_head_dtype)
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
     cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)

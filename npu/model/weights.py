@@ -61,6 +61,11 @@ class ModelWeights:
         return len(head.scale) if isinstance(head, QuantizedWeight) else head.shape[0]
 
     @property
+    def quantized_inputs(self) -> set[torch.dtype]:
+        """Return the dtypes of the quantized inputs of linear layers; empty if all inputs are floats."""
+        return {weight.inputs.dtype for weight in self._linear_weights() if isinstance(weight, QuantizedWeight)}
+
+    @property
     def unplanned_bytes(self) -> int:
         """Bytes beyond `stored_bytes`: weights whose numbers could not be compacted and are stored elsewhere."""
         return sum(w.words.nbytes for w in self._refused)

@@ -3,10 +3,9 @@
 1. Kernels: each kernel of the backend on its test cases, against the golden function in float64.
 2. Sizes: kernels at the widths of a real model, with an LM head of 151,936 ids, in bfloat16 and int8.
 3. Tokens: the model answers prompts greedily, in chunks and in changing batches. The CPU in float32 judges every token
-   and every position. In float32, if the device has it, all tokens must equal the CPU's. In other dtypes, and with a
-   quantized KV cache, the check judges the share of positions with the same argmax, and that no token is less likely
-   than rounding explains.
-   It runs twice: with overlapped steps, and with one step in flight.
+   and every position. In float32, if the device has it, all tokens must equal the CPU's. In other dtypes, and with
+   float8 layers or a quantized KV cache, the check judges the share of positions with the same argmax, and that no
+   token is less likely than rounding explains. It runs twice: with overlapped steps, and with one step in flight.
 4. Sampling: answers with each sampling parameter, judged by the CPU.
 5. Capture: time and memory of each bucket, and its result against the same kernels one by one.
 6. Contexts: captured steps at contexts from 1,000 to 1,100 and from 12,000 to 13,000, against the same kernels.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MIN_EQUAL_SHARE = 0.995
 """Minimum share of positions whose argmax equals the CPU's in float32. A device can be SIGMAS standard deviations
-below it, or below the CPU's own share in the judged dtype, for the number of positions compared."""
+below it, or below the CPU's own share in the dtype of `rounding_dtype`, for the number of positions compared."""
 
 SIGMAS = 3
 MAX_GAP = 3
@@ -93,8 +93,10 @@ def check_tokens(
 
     golden: the model on the CPU in float32.
     """
+    import torch
+
     overlapped, alone = (accept_tokens.answers(loaded.runner, prompts, count, depth) for depth in (2, 1))
-    if loaded.runner.dtype_name == "float32" and _has_int8_activations(loaded.model):
+    if loaded.runner.dtype_name == "float32" and loaded.model.weights.quantized_inputs == {torch.int8}:
         yield _follow_cpu(loaded, golden, prompts, overlapped)
     else:
         yield _compare_with_cpu(loaded, golden, prompts, overlapped.tokens, folder)
@@ -117,7 +119,7 @@ def _compare_with_cpu(
     from npuserve.npu.diagnostics.acceptance import load_reference
     from npuserve.npu.diagnostics.teacher_forced import forced_logits
 
-    runner, dtype = loaded.runner, loaded.runner.dtype_name
+    runner, rounding = loaded.runner, accept_tokens.rounding_dtype(loaded)
     sequences = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
     cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.norm.dtype else None
 
@@ -128,32 +130,26 @@ def _compare_with_cpu(
 
     found = compared(loaded.model, loaded.backend)
     figures, said = _described(found)
-    if dtype == "float32" and not cached:
+    if rounding == "float32" and not cached:
         passed = found.likeliest == found.tokens
     else:  # a cache rounds keys and values, and sums in another order may round to the next number
         least = min_equal_share(found.positions)
-        if found.share < least and dtype in golden[1].dtypes:
+        if found.share < least and rounding in golden[1].dtypes:
             own = compared(*load_reference(
-                folder, loaded.backend, dtype, runner.max_model_len, golden[1].threads,
+                folder, loaded.backend, rounding, runner.max_model_len, golden[1].threads,
                 runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share
             figures["equal_argmax_of_the_cpu"] = own
-            said += f"; the CPU in {dtype}: {own:.4f}"
+            said += f"; the CPU in {rounding}: {own:.4f}"
             least = min_equal_share(found.positions, own)
         figures["least_equal_argmax"] = least
         passed = found.share >= least and found.gap <= MAX_GAP * found.difference
     return _judged(loaded, found, said, passed, figures)
 
 
-def _has_int8_activations(model: Model) -> bool:
-    weights = model.weights
-    parts = [part for layer in weights.layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return any(part.inputs is not None for part in (*parts, weights.lm_head))
-
-
 def _follow_cpu(
     loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], made: accept_tokens.Answers
 ) -> Finding:
-    """Return the finding for the agreement with the CPU in float32 of a model with int8 activations.
+    """Return the finding for the agreement with the CPU in float32 of a model whose quantized activations are int8.
 
     The answers' steps are computed again, kernel by kernel, and by the CPU with the device's rounding of ties.
     """

@@ -34,13 +34,13 @@ ROWS = 8
 MAX_PROMPT = 24
 MIN_CAPTURED_SHARE = 0.95
 MIN_EQUAL = 0.9
-"""Minimum share of tokens equal to the CPU's: now and then rounding moves a draw to the other side of a border. In
-bfloat16 the CPU's own share in bfloat16, less SIGMAS standard deviations, takes its place if that is lower. If a
+"""Minimum share of tokens equal to the CPU's: now and then rounding moves a draw to the other side of a border. If the
+CPU's own share in the dtype of `rounding_dtype`, less SIGMAS standard deviations, is lower, it takes its place. If a
 parameter is ignored, at most three quarters of the tokens of a trained model are equal."""
 
 SIGMAS = 3
 LOGPROB_LIMIT = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Maximum difference of a reported log-probability of an equal token."""
+"""Dtype of `rounding_dtype` -> maximum difference of a reported log-probability of an equal token."""
 
 CAPTURED: dict[str, SamplingParams] = {
     "temperature": SamplingParams(temperature=1.8),
@@ -86,13 +86,13 @@ def check_sampling(
     reference = _runner(loaded, golden)
     vocabulary = loaded.runner.config.vocab_size
     least = SamplingParams(min_tokens=COUNT, ending_ids=tuple(range(0, vocabulary, 2)), temperature=0.5)
-    dtype = loaded.runner.dtype_name
+    dtype, rounding = loaded.runner.dtype_name, accept_tokens.rounding_dtype(loaded)
     others: list[Runner] = []
 
     def in_dtype() -> Runner | None:
-        if not others and dtype != "float32" and dtype in golden[1].dtypes:
+        if not others and rounding != "float32" and rounding in golden[1].dtypes:
             others.append(_runner(loaded, load_reference(
-                folder, loaded.backend, dtype, loaded.runner.max_model_len, golden[1].threads,
+                folder, loaded.backend, rounding, loaded.runner.max_model_len, golden[1].threads,
                 loaded.runner.config.lm_head_dtype, setting_of(loaded.runner.cache_dtype))))
         return others[0] if others else None
 
@@ -107,7 +107,8 @@ def check_sampling(
                 alone, whole = alone + made.alone, whole + made.whole
             for number, name in enumerate(names):
                 mine = range(number * len(short), (number + 1) * len(short))
-                yield _judge(f"{name}, {where}", made, mine, short * len(names), asked, reference, in_dtype, dtype)
+                yield _judge(f"{name}, {where}, {dtype}", made, mine, short * len(names), asked, reference, in_dtype,
+                             rounding)
     if loaded.backend.captures_sampler and loaded.backend.capture_mode != "off":
         share = whole / max(alone, 1)
         yield Finding(
@@ -118,9 +119,13 @@ def check_sampling(
 
 def _judge(
     name: str, made: accept_tokens.Answers, mine: Sequence[int], prompts: Sequence[list[int]],
-    asked: Sequence[SamplingParams], reference: Runner, in_dtype: Callable[[], Runner | None], dtype: str,
+    asked: Sequence[SamplingParams], reference: Runner, in_dtype: Callable[[], Runner | None], rounding: str,
 ) -> Finding:
-    """Return the finding for the requests `mine`. in_dtype: returns the CPU's runner in the judged dtype, or None."""
+    """Return the finding for the requests `mine`.
+
+    rounding: `rounding_dtype` of the model.
+    in_dtype: returns the CPU's runner in `rounding`, or None.
+    """
     expected = [expected_tokens(reference, prompts[i], made.tokens[i], asked[i]) for i in mine]
     positions = sum(len(made.tokens[i]) for i in mine)
     equal = sum(_equal(made.tokens[i], x.tokens) for i, x in zip(mine, expected, strict=True))
@@ -130,14 +135,14 @@ def _judge(
         again = [expected_tokens(runner, prompts[i], made.tokens[i], asked[i]).tokens for i in mine]
         own = sum(_equal(x.tokens, y) for x, y in zip(expected, again, strict=True)) / positions
         least = min(least, own - SIGMAS * math.sqrt(own * (1 - own) / positions))
-    limit = LOGPROB_LIMIT[dtype]
+    limit = LOGPROB_LIMIT[rounding]
     first = next((f"answer {i}, token {place}: {a} and not {b}" for i, x in zip(mine, expected, strict=True)
                   for place, (a, b) in enumerate(zip(made.tokens[i], x.tokens, strict=True)) if a != b), None)
     said = f"{equal} of {positions} tokens as the CPU in float32 (limit {least:.2f})"
-    said += f"; the CPU in {dtype}: {own:.2f}" if own is not None else ""
+    said += f"; the CPU in {rounding}: {own:.2f}" if own is not None else ""
     said += f"; log-probabilities differ by {gap:.1e} (limit {limit:g})" if gap else ""
     return Finding(
-        "sampling", f"{name}, {dtype}", said, equal >= least * positions and gap <= limit,
+        "sampling", name, said, equal >= least * positions and gap <= limit,
         {"tokens": positions, "equal": equal, "least_share": least, "share_of_the_cpu": own, "logprob_gap": gap,
          "first_difference": first},
         f"the device samples other tokens with this parameter, first at {first or 'no token, in log-probabilities'}: "

@@ -27,6 +27,7 @@ from npuserve.service.text.model_folder import open_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from npuserve.npu.diagnostics.acceptance import Loaded
     from npuserve.npu.execution.runner import Runner
 
 ANSWER = 64
@@ -183,6 +184,18 @@ class Agreement:
         gap = float(reference[want] - reference[token])
         if token != want and gap >= self.gap:
             self.gap, self.worst = gap, (number, place, token, want)
+
+
+def rounding_dtype(loaded: Loaded) -> str:
+    """Return the dtype by whose rounding on the CPU the model's results are judged: the model's own dtype.
+
+    For float8 activations in float32 it is bfloat16. Sums in another order round some of them to the next float8, which
+    is up to an eighth away, and that changes most later activations.
+    """
+    from npuserve.kernels.quantized import FLOAT8
+
+    dtype = loaded.runner.dtype_name
+    return "bfloat16" if dtype == "float32" and FLOAT8 in loaded.model.weights.quantized_inputs else dtype
 
 
 def agreement(

@@ -18,9 +18,10 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics import acceptance
 from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.model.config import ModelError
+from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Step
 from tests.npu.execution.test_dispatch import Bucketed, Graph
-from tests.support.models import random_model, saved
+from tests.support.models import random_model, saved, saved_w8a8
 
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
@@ -72,6 +73,18 @@ def test_acceptance_reference_takes_the_cache_of_the_device(folder: Path) -> Non
                     for cached in (None, torch.float8_e4m3fn))
     assert 0 < (found - exact).abs().max() < 0.1 * exact.abs().max()
     assert acceptance.reference_runner(model, backend, 2, 16, "fp8").cache_dtype == torch.float8_e4m3fn
+
+
+def test_acceptance_reference_computes_float8_models(tmp_path: Path) -> None:
+    other: Any = SimpleNamespace(
+        int8_levels=127.5, scale_dtype=torch.bfloat16, cache_dtypes=(torch.int8, torch.float8_e4m3fn))
+    model = random_model("qwen3", max_position_embeddings=128)
+    plain, float8 = saved(model, tmp_path / "plain"), saved_w8a8(model, tmp_path / "float8", W8A8(float8=True))
+    exact, found = (acceptance.load_reference(folder, other, "float32", 32, 1) for folder in (plain, float8))
+    assert found[1].kernels == GOLDEN
+    assert (exact[0].weights.quantized_inputs, found[0].weights.quantized_inputs) == (set(), {torch.float8_e4m3fn})
+    ours, theirs = (torch.cat(list(forced_logits(*made, [[1, 2, 3, 4, 5, 6]], 4))) for made in (found, exact))
+    assert 0.01 < (ours - theirs).norm() / theirs.norm() < 0.3
 
 
 def test_acceptance_reference_too_large_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,14 @@ from npuserve.kernels.registry import KERNELS
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
+from npuserve.npu.diagnostics import acceptance
+from npuserve.npu.diagnostics.acceptance import load_reference
 from npuserve.npu.diagnostics.machine import takes_case
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from npuserve.service.cli.acceptance import tokens as accept_tokens
+from npuserve.service.cli.acceptance.model import check_tokens
 from tests.npu.backends.cuda.test_backend import emulated, load, started  # noqa: F401
 from tests.npu.backends.small import ids_of, saved
 from tests.support.golden_cpu import GoldenCpu
@@ -45,6 +49,21 @@ def test_cuda_float8_logprobs_are_near_golden(tmp_path: Path, scheme: W8A8) -> N
         found.append([report.logprob for report in (*reports, results[1].logprobs[0], results[2].logprobs[0])])
     assert len(found[0]) == 21
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.02, rtol=0.01)
+
+
+def test_cuda_float8_tokens_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's golden functions judge the tokens part of `npuserve check --accept`."""
+    folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1), tmp_path, W8A8(float8=True))
+    monkeypatch.setattr(accept_tokens, "BUDGET", 16)
+    backend = started()
+    backend.decode_buckets = (2,)
+    golden = load_reference(folder, backend, "float32", 64, 1)
+    loaded = acceptance.load(folder, backend, "float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
+                             block_size=16)
+    found = {x.name: x for x in check_tokens(loaded, golden, [ids_of(20), ids_of(5, 1)], 3, folder)}
+    assert found["beside the CPU, float32"].passed
+    assert found["beside the CPU, float32"].figures["largest_logit_difference"] > 0
+    assert found["overlapped and not, float32"].passed
 
 
 def test_cuda_float8_needs_its_tensor_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from npuserve.npu import backends
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.quantization import W8A8
 from npuserve.service.cli.acceptance import command
 from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.model import MIN_EQUAL_SHARE, min_equal_share
 from tests.service.cli.acceptance.running import Capture, accepted, built, part_of
+from tests.support.golden_cpu import GoldenCpu
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -61,6 +64,32 @@ def test_check_tokens_verdict_is_the_same_on_both_sides_of_the_minimum(
     _, report = accepted(capsys, str(folder), "--dtype", "bfloat16")
     found = part_of(report, "tokens")["beside the CPU, bfloat16"]
     assert (found["figures"]["equal_argmax"], found["passed"]) == (0.989, True)
+
+
+@pytest.mark.parametrize(("own", "passes"), [(970, True), (1000, False)])
+@pytest.mark.usefixtures("no_large_cases")
+def test_check_tokens_float8_in_float32_is_judged_as_bfloat16(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, own: int, passes: bool
+) -> None:
+    """The device has 980 equal positions of 1,000, and other tokens."""
+    from tests.support.models import random_model, saved_w8a8
+
+    folder = saved_w8a8(random_model("qwen3", max_position_embeddings=256), tmp_path, W8A8(float8=True))
+    real, equal = accept_tokens.agreement, iter([980, own])
+
+    def agreement(*arguments: Any) -> accept_tokens.Agreement:
+        return dataclasses.replace(real(*arguments), positions=1000, equal=next(equal), likeliest=0)
+
+    monkeypatch.setattr(backends, "_emulated", {"cpu": GoldenCpu})
+    monkeypatch.setattr(accept_tokens, "agreement", agreement)
+    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    _, report = accepted(capsys, str(folder))
+    found = part_of(report, "tokens")["beside the CPU, float32"]
+    assert (found["figures"]["equal_argmax_of_the_cpu"], found["passed"]) == (own / 1000, passes)
+    assert "; the CPU in bfloat16: " in found["said"]
+    sampled = [x for name, x in part_of(report, "sampling").items() if name.endswith(", float32")]
+    assert sampled
+    assert all(x["passed"] for x in sampled)
 
 
 @pytest.mark.parametrize("positions", [100, 200, 800, 1000, 20_000])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from npuserve.kernels.quantized import FLOAT8
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.service.cli.acceptance import tokens as accept_tokens
-from npuserve.service.cli.acceptance.tokens import agreement
+from npuserve.service.cli.acceptance.tokens import agreement, rounding_dtype
 from tests.service.cli.acceptance.running import built
 
 pytestmark = pytest.mark.usefixtures("small")
@@ -32,6 +35,16 @@ def test_agreement_counts_positions_tokens_and_gaps() -> None:
     assert (other.difference, other.gap, other.worst) == (1.0, 1.0, (0, 1, 2, 4))
     nan = agreement(reference, [x * torch.nan for x in reference], prompts, tokens)
     assert nan.difference == float("inf")
+
+
+@pytest.mark.parametrize(("dtype", "inputs", "rounding"), [
+    ("float32", set(), "float32"), ("float32", {torch.int8}, "float32"), ("float32", {FLOAT8}, "bfloat16"),
+    ("float32", {FLOAT8, torch.int8}, "bfloat16"), ("float16", {FLOAT8}, "float16")])
+def test_rounding_dtype_of_float8_in_float32_is_bfloat16(dtype: str, inputs: set[torch.dtype], rounding: str) -> None:
+    loaded: Any = SimpleNamespace(
+        runner=SimpleNamespace(dtype_name=dtype),
+        model=SimpleNamespace(weights=SimpleNamespace(quantized_inputs=inputs)))
+    assert rounding_dtype(loaded) == rounding
 
 
 @built
