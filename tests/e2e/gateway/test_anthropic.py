@@ -24,7 +24,7 @@ def client(gate: Gateway) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_messages_equal_inference_service(worker: Worker, client: Any, stream: bool) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     if stream:
         with client.messages.stream(**ASK, max_tokens=40) as parts:
             found = parts.get_final_message()
@@ -38,7 +38,7 @@ def test_messages_equal_inference_service(worker: Worker, client: Any, stream: b
 
 
 def test_messages_stop_at_a_stop_sequence(worker: Worker, client: Any) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     found = client.messages.create(**ASK, max_tokens=200, stop_sequences=[". "])
     expected = worker.answer(worker.wait_for(count + 1), 200, stop=[". "])
     assert expected.finish.reason == pb.FINISH_REASON_STOP_STRING

@@ -105,7 +105,7 @@ def test_named_tool_is_called(client: Any, sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_required_tool_is_called(worker: Worker, client: Any, sampling: dict[str, Any]) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     (choice,) = chat(client, tools=TOOLS, tool_choice="required", **sampling).choices
     line = worker.wait_for(count + 1)
     assert line["constraint"] == "json_schema"

@@ -43,7 +43,7 @@ def text_of(stream: Any) -> tuple[str, str, Any]:
     {"frequency_penalty": 0.5, "presence_penalty": 0.5},
 ], ids=["greedy", "seeded", "negative seed", "penalties"])
 def test_chat_equals_inference_service(worker: Worker, client: Any, fields: dict[str, Any]) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     found = chat(client, **fields)
     line = worker.wait_for(count + 1)
     ours = {**fields, "seed": fields["seed"] % (1 << 64)} if "seed" in fields else fields
@@ -59,7 +59,7 @@ def test_chat_equals_inference_service(worker: Worker, client: Any, fields: dict
 
 def test_chat_stops_at_a_stop_string(worker: Worker, client: Any) -> None:
     """The worker ends there too: the count of tokens is the same."""
-    count = len(worker.requests())
+    count = worker.count()
     found = chat(client, max_tokens=200, stop=["zebra", ". "])
     expected = worker.answer(worker.wait_for(count + 1), 200, stop=["zebra", ". "])
     assert expected.finish.reason == pb.FINISH_REASON_STOP_STRING
@@ -71,7 +71,7 @@ def test_chat_stops_at_a_stop_string(worker: Worker, client: Any) -> None:
 
 
 def test_chat_logprobs_equal_inference_service(worker: Worker, client: Any) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     found = chat(client, max_tokens=8, logprobs=True, top_logprobs=3)
     expected = worker.answer(worker.wait_for(count + 1), 8, logprobs=3)
     tokens = found.choices[0].logprobs.content
@@ -90,7 +90,7 @@ def test_chat_reports_cached_tokens(client: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_chat_with_several_choices(worker: Worker, client: Any, stream: bool) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     fields = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 20}
     found = chat(client, stream=stream, **fields)
     texts = dict.fromkeys(range(3), "")
@@ -105,7 +105,7 @@ def test_chat_with_several_choices(worker: Worker, client: Any, stream: bool) ->
 
 
 def test_completions_equal_inference_service(worker: Worker, client: Any) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     create = client.completions.create
     found = create(model=MODEL, prompt=PROMPT, max_tokens=30, temperature=0)
     expected = worker.answer(worker.wait_for(count + 1), 30)
@@ -133,7 +133,7 @@ def test_responses_equal_chat(client: Any) -> None:
 
 
 def test_long_request_ids_of_clients_pass(worker: Worker, client: Any) -> None:
-    count = len(worker.requests())
+    count = worker.count()
     mine = "r" * 128
     assert chat(client, max_tokens=4, extra_headers={"x-request-id": mine}).choices
     assert worker.wait_for(count + 1)["id"].startswith(mine)

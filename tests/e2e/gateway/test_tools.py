@@ -60,7 +60,7 @@ def test_chat_has_parallel_tool_calls_and_reasoning(
 ) -> None:
     name, worker, gate = served
     script(ANSWER)
-    count = len(worker.requests())
+    count = worker.count()
     tools = [{"type": "function", "function": TOOL}]
     message = (answer := chat(gate, model=name, messages=[QUESTION], tools=tools)).choices[0].message
     assert found_calls(message.tool_calls) == CALLS
@@ -135,7 +135,7 @@ def test_forced_tool_choice_has_calls(
     script(text)
     tools = [{"type": "function", "function": TOOL}]
     fields = {"model": name, "messages": [QUESTION], "tools": tools, "tool_choice": choice, "extra_body": NO_THOUGHT}
-    count = len(worker.requests())
+    count = worker.count()
     (found,) = chat(gate, **fields).choices
     assert found_calls(found.message.tool_calls) == calls
     assert worker.wait_for(count + 1)["constraint"] == "json_schema"

@@ -23,6 +23,15 @@ class Worker:
         lines = [json.loads(line) for line in self.server.log.splitlines() if line.startswith("{")]
         return [line for line in lines if line.get("rpc") == "vllm.Generate"]
 
+    def count(self) -> int:
+        """Return the number of ended calls once no line of an earlier call has come for a quarter of a second."""
+        count, since = len(self.requests()), time.monotonic()
+        while time.monotonic() < since + 0.25:
+            time.sleep(0.05)
+            if (now := len(self.requests())) != count:
+                count, since = now, time.monotonic()
+        return count
+
     def wait_for(self, count: int) -> dict[str, Any]:
         """Wait until `count` calls have ended; return the line of the last one."""
         deadline = time.monotonic() + 20
