@@ -5,8 +5,8 @@
 
 Shapes: Qwen3-0.6B's, and a model of 42 million parameters with its embedding, 25 million without, which makes the cost
 around the kernels visible. Norms are 1, all other weights are from N(0, 0.02). Without --tokenizer a byte-level BPE of
-exactly the shape's vocabulary is made: the bytes, then pairs of bytes. Of a tokenizer with more tokens than the shape
-the first ones are taken, the most frequent ones of a BPE.
+exactly the shape's vocabulary is made: the bytes, then pairs of bytes. If the tokenizer has more tokens than the shape,
+the first ones are taken. In a BPE these are the most frequent ones.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Inputs:
 
 
 Prepare = Callable[[Inputs, Job], Callable[[], Tensor]]
-"""Returns a call that computes [queries, Hq, D]."""
+"""Returns a call that computes [queries, Hq, D]. Raises ValueError for a job that the option does not take."""
 
 
 def jobs(context: Context) -> list[Job]:
@@ -108,12 +108,12 @@ def _options(context: Context) -> dict[str, Prepare]:
     from npuserve.kernels.triton.launch_attention import CONFIGS
 
     found: dict[str, Prepare] = {
-        "paged_attention": _own(None), "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION, False),
+        OWN: _own(None), "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION, False),
         "cuDNN, expanded keys": _sdpa(SDPBackend.CUDNN_ATTENTION, True),
         "FlashAttention of torch": _sdpa(SDPBackend.FLASH_ATTENTION, True),
         "FlashAttention of torch, variable lengths": _variable, "cuDNN in two parts": _two_parts}
-    found |= {f"paged_attention {config}": _own(config) for config in CONFIGS[True][: 1 if context.toy else None]}
-    return found | {f"paged_attention, {name}": _own(None, name) for name in QUANTIZED}
+    found |= {f"{OWN} {config}": _own(config) for config in CONFIGS[True][: 1 if context.toy else None]}
+    return found | {f"{OWN}, {name}": _own(None, name) for name in QUANTIZED}
 
 
 def _own(config: Any, cached: str = "") -> Prepare:
@@ -141,7 +141,7 @@ def _heads_first(inputs: Inputs, job: Job, expand: bool) -> list[Tensor]:
 def _sdpa(backend: SDPBackend, expand: bool) -> Prepare:
     def prepare(inputs: Inputs, job: Job) -> Callable[[], Tensor]:
         if job[0] != job[1]:
-            raise NotImplementedError("scaled_dot_product_attention aligns causal masks to the first key")
+            raise ValueError("scaled_dot_product_attention aligns causal masks to the first key")
         q, k, v = _heads_first(inputs, job, expand)
 
         def call() -> Tensor:
@@ -166,7 +166,7 @@ def _two_parts(inputs: Inputs, job: Job) -> Callable[[], Tensor]:
     """Return a call that merges attention to the tokens before the queries with causal attention among the queries."""
     n, context = job
     if n == context:
-        raise NotImplementedError("a whole prompt is one part")
+        raise ValueError("a whole prompt is one part")
     q, k, v = _heads_first(inputs, job, False)
     before = context - n
 

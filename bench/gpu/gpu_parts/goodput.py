@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.served import NEEDED, found
+from gpu_parts.served import refusal
 from gpu_parts.shapes import random_folder
 from gpu_parts.worker import Context, Units
 
@@ -31,8 +31,8 @@ def units(context: Context) -> Units:
 
 def _goodput(context: Context) -> Iterator[dict[str, Any]]:
     shape, title = context.args.shape, "Goodput of a trace through gRPC"
-    if missing := [name for name in NEEDED if not found(name)]:
-        yield {"table": title, "model": shape, "said": f"not run: {', '.join(missing)} not there; see --wheels"}
+    if said := refusal():
+        yield {"table": title, "model": shape, "said": said}
         return
     sys.path.append(str(Path(__file__).resolve().parents[3]))  # the root of the repository
     from bench.serving.served import server

@@ -33,8 +33,8 @@ def units(context: Context) -> Units:
 
 
 def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
-    if missing := [name for name in NEEDED if not found(name)]:
-        yield {"table": TITLE, "model": shape, "said": f"not run: {', '.join(missing)} not there; see --wheels"}
+    if said := refusal():
+        yield {"table": TITLE, "model": shape, "said": said}
         return
     streams, prompt, output, requests = ((2,), 4, 2, 1) if context.toy else ((64, 256), 128, 64, 2)
     with tempfile.TemporaryDirectory() as place:
@@ -62,7 +62,13 @@ def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
         raise RuntimeError(f"bench/serving/served.py said {json.dumps(done.stdout[-500:])}")
 
 
-def found(name: str) -> bool:
+def refusal() -> str:
+    """Return why no server can run here, "" if one can."""
+    missing = [name for name in NEEDED if not _found(name)]
+    return f"not run: {', '.join(missing)} not there; see --wheels" if missing else ""
+
+
+def _found(name: str) -> bool:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # ValueError: of a stand-in
