@@ -1,6 +1,7 @@
 """Catalogue of kernels, a file per kernel or family: golden function, cases, and implementations by backend.
 
-Importing this package fills `registry.KERNELS`. Folders: native (C++ for the CPU), triton (CUDA), bench (timing).
+Importing this package fills `registry.KERNELS`. Folders: native (C++ for the CPU), triton and cuda (CUDA),
+bench (timing).
 """
 
 import os
@@ -11,6 +12,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 from npuserve.kernels import (
     attention,
     collectives,
+    decoder_layers,
     embedding,
     greedy,
     last_ids,
@@ -28,6 +30,7 @@ from npuserve.kernels import (
 __all__ = [
     "attention",
     "collectives",
+    "decoder_layers",
     "embedding",
     "greedy",
     "last_ids",

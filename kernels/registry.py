@@ -63,11 +63,13 @@ Adapter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    """Move tensors, and dataclasses of tensors, to the device; other values are unchanged."""
+    """Move tensors, also in sequences and dataclasses, to the device; other values are unchanged."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(device)
+        if isinstance(value, tuple | list):
+            return type(value)(map(move, value))
         if is_dataclass(value) and not isinstance(value, type):
             return replace(value, **{f.name: move(getattr(value, f.name)) for f in fields(value)})
         return value
@@ -94,12 +96,14 @@ class Kernel(Generic[P, R]):
     """Kernel: a golden function and implementations by backend. Calling the kernel runs the golden function.
 
     dtypes: supported dtypes of activations; float64 serves only as reference.
+    optional: it fuses other kernels. On a backend without an implementation these are called instead.
     """
 
     name: str
     golden: Callable[P, R]
     cases: Sequence[Case]
     dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
     implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -125,14 +129,15 @@ KERNELS: dict[str, Kernel[..., Any]] = {}
 
 
 def kernel(
-    name: str, *, cases: Sequence[Case], dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    name: str, *, cases: Sequence[Case], dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+    optional: bool = False,
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Register the decorated golden function as a kernel. Raises ValueError if the name is taken."""
 
     def define(golden: Callable[P, R]) -> Kernel[P, R]:
         if name in KERNELS:
             raise ValueError(f"a second kernel named {name}")
-        made = Kernel(name, golden, cases, dtypes)
+        made = Kernel(name, golden, cases, dtypes, optional)
         KERNELS[name] = made
         return made
 
@@ -216,12 +221,15 @@ class KernelSet:
     labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
     fallbacks: kernels served by their golden functions.
 
+    An optional kernel without an implementation is in neither, and returns None.
+
     observe: called for each call of a timed step.
     start: begins a span on the backend's clock.
 
     Read the attribute at each call (`k.linear(...)`), since a timed step replaces the attributes.
     """
 
+    decoder_layers: Callable[..., Tensor | None]
     take_ids: Callable[..., Tensor]
     keep_ids: Callable[..., None]
     embedding: Callable[..., Tensor]
@@ -246,14 +254,16 @@ class KernelSet:
 
     def __init__(self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan):
         self.backend = backend
-        self.labels = {name: backend if backend in k.implementations else GOLDEN for name, k in KERNELS.items()}
+        self.labels = {name: backend if backend in k.implementations else GOLDEN for name, k in KERNELS.items()
+                       if backend in k.implementations or not k.optional}
         self.fallbacks = [name for name, label in self.labels.items() if label == GOLDEN]
         self._observe = observe
         self._start = start
         self._functions = {
             name: k.implementations[backend].function if backend in k.implementations else k.golden
-            for name, k in KERNELS.items()
+            for name, k in KERNELS.items() if name in self.labels
         }
+        self.__dict__.update(dict.fromkeys(KERNELS.keys() - self.labels.keys(), lambda *_: None))
         self.__dict__.update(self._functions)
 
     @contextmanager
@@ -279,7 +289,8 @@ class KernelSet:
             span = self._start()
             result = function(*args, **kwargs)
             span.stop()
-            timings.spans.append((name, span))
+            if result is not None or not KERNELS[name].optional:
+                timings.spans.append((name, span))
             return result
 
         return call

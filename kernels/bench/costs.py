@@ -14,6 +14,7 @@ from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.ceilings import DTYPES, Peak
 from npuserve.kernels.collectives import Ranks
 from npuserve.kernels.kv_cache import Cache, block_size
+from npuserve.kernels.layer import LayerWeights
 from npuserve.kernels.quantized import Quantized, QuantizedWeight, Scheme, Weight
 
 _KINDS: dict[torch.dtype, Peak] = {dtype: kind for kind, dtype in DTYPES.items()}
@@ -41,11 +42,13 @@ def cost(name: str, args: tuple[Any, ...]) -> Cost:
 
 
 def nbytes(*values: Any) -> int:
-    """Return the bytes of tensors and of the tensors of dataclasses; 0 for other values."""
+    """Return the bytes of tensors, also in sequences and dataclasses; 0 for other values."""
     made = 0
     for value in values:
         if isinstance(value, Tensor):
             made += value.nbytes
+        elif isinstance(value, tuple | list):
+            made += nbytes(*value)
         elif is_dataclass(value):
             made += nbytes(*(getattr(value, field.name) for field in fields(value)))
     return made
@@ -154,6 +157,24 @@ def _paged_attention(q: Tensor, keys: Cache, values: Cache, metadata: AttentionM
     return Cost(2 * q.nbytes + sum(contexts) * token, 4 * seen * q.shape[1] * q.shape[2], kind, cold=(1, 2))
 
 
+def _decoder_layers(
+    residual: Tensor, layers: Sequence[LayerWeights], caches: Sequence[tuple[Cache, Cache]], eps: float,
+    cos_sin: Tensor, positions: Tensor, slots: Tensor, metadata: AttentionMetadata, heads: int, scale: float,
+) -> Cost:
+    """Count weights and caches once, and the operations of products and attention."""
+    moved, operations = 2 * residual.nbytes, 0
+    kind: Peak = "bf16"
+    for layer, (keys, values) in zip(layers, caches, strict=True):
+        q = residual.new_empty(len(residual), heads, cos_sin.shape[1])
+        attention = _paged_attention(q, keys, values, metadata, scale)
+        moved += nbytes(layer) + attention.nbytes
+        operations += attention.operations
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            operations += 2 * len(residual) * prod(linear.weight.shape)
+            kind = "int8" if isinstance(linear.weight, QuantizedWeight) else _KINDS[linear.weight.dtype]
+    return Cost(moved, operations, kind, cold=(1, 2))
+
+
 def _swiglu(gate_up: Tensor) -> Cost:
     return Cost(gate_up.nbytes * 3 // 2, 5 * gate_up.numel() // 2, "fp32")
 
@@ -198,6 +219,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "linear_swiglu": _linear_swiglu,
     "qk_norm_rope_kv_write": _qk_norm_rope_kv_write,
     "paged_attention": _paged_attention,
+    "decoder_layers": _decoder_layers,
     "swiglu": _swiglu,
     "greedy": _greedy,
     "mask_logits": _mask_logits,

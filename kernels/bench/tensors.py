@@ -25,12 +25,14 @@ def copy_arguments(args: Args, which: Sequence[int]) -> Args:
 
 
 def copy_value(value: Any) -> Any:
-    """Copy a tensor, in large pages if possible, or a dataclass of tensors."""
+    """Copy a tensor, in large pages if possible, or a sequence or dataclass of tensors."""
     if isinstance(value, Tensor):
         if not native.available() or not value.is_cpu or not value.nbytes:
             return value.clone()
         made = native.library().allocate(value.nbytes).view(value.dtype).view(value.shape)
         return made.copy_(value)
+    if isinstance(value, tuple | list):
+        return type(value)(map(copy_value, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{f.name: copy_value(getattr(value, f.name)) for f in dataclasses.fields(value)})
@@ -38,11 +40,13 @@ def copy_value(value: Any) -> Any:
 
 
 def widened(value: Any) -> Any:
-    """Convert floats to float64, also in dataclasses, for a golden function; float8 is exact as it is."""
+    """Convert floats to float64, also in sequences and dataclasses, for a golden function; float8 is exact as it is."""
     if isinstance(value, torch.dtype):  # dtype of the result; a scheme keeps its own
         return value if value in QUANTIZED else torch.float64
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() and value.itemsize > 1 else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(widened, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{f.name: widened(getattr(value, f.name)) for f in dataclasses.fields(value)})
@@ -56,7 +60,7 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Quantized):
         return [value.values if value.zero is None else value.values.short() - value.zero.short().unsqueeze(-1),
                 value.scale]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [tensor for x in value for tensor in tensors(x)]
     if dataclasses.is_dataclass(value):
         return [tensor for f in dataclasses.fields(value) for tensor in tensors(getattr(value, f.name))]

@@ -63,20 +63,21 @@ def to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def implementation(
-    kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host
+    kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host, *, interpreted: bool = True
 ) -> Callable[[F], F]:
     """Register the decorated function as the kernel's on CUDA, once triton is `available`.
 
     adapt, restore: as in `Implementation`.
+    interpreted: triton's interpreter can run it. A function of a kernel in C++ is registered on a GPU only.
     """
 
     def register(function: F) -> F:
         def take() -> object:
             return kernel.implementation(LABEL, adapt=adapt, restore=restore)(function)
 
-        if available():
+        if available() and (interpreted or DEVICE == "cuda"):
             take()
-        else:
+        elif interpreted:
             _waiting.append(take)
         return function
 

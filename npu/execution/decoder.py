@@ -41,6 +41,11 @@ class Model:
         k, w, eps = self.kernels, self.weights, self.config.rms_norm_eps
         heads, scale = self.config.local.num_heads, self.config.head_dim**-0.5
         residual = self._embedding(batch.ids)
+        if self.ranks.size == 1:
+            after = k.decoder_layers(residual, w.layers, cache.layers, eps, self.cos_sin, batch.positions,
+                                     batch.slot_mapping, batch.attention, heads, scale)
+            if after is not None:
+                return k.rms_norm(after, w.norm, eps)  # type: ignore[no-any-return]  # a Tensor without a scheme
         normed = k.rms_norm(residual, w.layers[0].input_norm, eps, w.layers[0].qkv.inputs)
         follows = [*((layer.input_norm, layer.qkv.inputs) for layer in w.layers[1:]), (w.norm, None)]
         for layer, (keys, values), (next_norm, next_inputs) in zip(w.layers, cache.layers, follows, strict=True):

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.native.packed import Matrix, write
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, QuantizedWeight, Scheme, Weight
@@ -17,7 +18,7 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Span
 from npuserve.npu.model.storage import StoredMatrix, linears, tables
-from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
+from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization import BLOCK, W8A8
 
 FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")

@@ -41,8 +41,26 @@ def test_kernel_sets_are_independent(other: str) -> None:
 
 
 def test_fallbacks_are_the_kernels_without_an_implementation(other: str) -> None:
-    assert sorted(KernelSet(other).fallbacks) == sorted(set(KERNELS) - {"swiglu"})
-    assert sorted(KernelSet("none").fallbacks) == sorted(KERNELS)
+    needed = {name for name, k in KERNELS.items() if not k.optional}
+    assert sorted(KernelSet(other).fallbacks) == sorted(needed - {"swiglu"})
+    assert sorted(KernelSet("none").fallbacks) == sorted(needed)
+
+
+def test_optional_kernel_without_an_implementation_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = KernelSet("none")
+    assert plain.decoder_layers(1, 2) is None
+    assert "decoder_layers" not in plain.labels
+    with plain.timed("decode") as timings:
+        plain.decoder_layers()
+    assert timings.spans == []
+    taken = iter([None, torch.ones(1)])
+    monkeypatch.setitem(KERNELS["decoder_layers"].implementations, "other", Implementation(lambda: next(taken)))
+    other = KernelSet("other")
+    assert other.labels["decoder_layers"] == "other"
+    with other.timed("decode") as timings:
+        assert other.decoder_layers() is None
+        assert other.decoder_layers().tolist() == [1.0]
+    assert [name for name, _ in timings.spans] == ["decoder_layers"]
 
 
 def test_timed_calls_are_observed_once_read(other: str) -> None:

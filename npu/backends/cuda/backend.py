@@ -41,7 +41,8 @@ NCCL_CHANNELS, NCCL_BUFFSIZE = 32, 4 << 20
 
 
 KERNEL_NAMES = {
-    "paged_attention_kernel": "paged_attention", "^rms_norm_kernel": "rms_norm,add_rms_norm",
+    "^decoder_layers": "decoder_layers", "paged_attention_kernel": "paged_attention",
+    "^rms_norm_kernel": "rms_norm,add_rms_norm",
     "kv_write_kernel": "qk_norm_rope_kv_write", "embedding_kernel": "embedding",
     "product_kernel|finish_kernel|argmax_merge_kernel|gemm|gemv|nvjet|cutlass|cublas|splitk":
         "linear,linear_swiglu,linear_argmax",

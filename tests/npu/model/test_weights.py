@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.native.packed import PackedWeight, dense
 from npuserve.kernels.quantized import QuantizedWeight, Scheme
 from npuserve.npu.backends.cpu import CpuBackend
@@ -16,7 +17,7 @@ from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import compared_inputs, read_bytes, stored_bytes
-from npuserve.npu.model.weights import LayerWeights, Linear, ModelWeights
+from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization import W8A8, Quantization
 from tests.support.models import SIZES, edit_config, random_model, saved, saved_w8a8
 

@@ -1,0 +1,157 @@
+// Products of weights in the ring with inputs, and their outputs.
+#pragma once
+#include "inputs.h"
+
+union Sums { float real[4]; int whole[4]; };   // of a lane; see `multiply_bf16`
+
+DEVICE Number added(Number a, Number b) {
+    if (FORM == 1) a.whole += b.whole;
+    else a.real += b.real;
+    return a;
+}
+
+// Multiply 64 bytes of each of 16 rows of weights, of which a lane has two rows, by the inputs.
+DEVICE void multiply(Sums& a, Sums& b, const uint4& first, const uint4& second, const uint4 (&x)[HELD]) {
+    if (FORM == 0) {
+        multiply_bf16(a.real, first.x, second.x, first.y, second.y, x[0].x, x[0].y);
+        multiply_bf16(b.real, first.z, second.z, first.w, second.w, x[0].z, x[0].w);
+    } else if (FORM == 1) {
+        multiply_int8(a.whole, first.x, second.x, first.y, second.y, x[0].x, x[0].y);
+        multiply_int8(b.whole, first.z, second.z, first.w, second.w, x[0].z, x[0].w);
+    } else {   // in float16: Hopper has no float8 products of this shape
+        for (int i = 0; i < 4; i++) {
+            const u32 one = word(first, i), two = word(second, i);
+            const uint4& by = x[HELD == 2 ? i / 2 : 0];
+            multiply_f16(i % 2 ? b.real : a.real, e4m3_to_f16(one), e4m3_to_f16(two), e4m3_to_f16(one >> 16),
+                         e4m3_to_f16(two >> 16), word(by, i % 2 * 2), word(by, i % 2 * 2 + 1));
+        }
+    }
+}
+
+// Wait for a stage, and load this lane's numbers of its two tiles.
+DEVICE void load_stage(const Block& own, uint4 (&w)[PIECES][2], const Place& at) {
+    wait_until([&] { return barrier_passed(&own.scratch.full[at.stage], at.parity); });
+    const u8* from = own.ring + at.stage * STAGE + own.lane() / 4 * PITCH + own.warp() * WIDTH * SIZE + own.lane() % 4 * 16;
+    for (int i = 0; i < PIECES; i++)
+        for (int tile = 0; tile < 2; tile++) w[i][tile] = *reinterpret_cast<const uint4*>(from + tile * TILE * PITCH + i * 64);
+}
+
+// Multiply the next `count` stages of the ring. A stage is loaded while the one before it is multiplied.
+DEVICE void add(Block& own, Sums (&sums)[2], const uint4 (&x)[SPAN * PIECES][HELD], int count) {
+    uint4 w[2][PIECES][2];
+    load_stage(own, w[0], own.place);
+#pragma unroll
+    for (int each = 0; each < SPAN; each++) {
+        u64* empty = &own.scratch.empty[own.place.stage];
+        own.place.advance();
+        if (each + 1 < SPAN && each + 1 < count) load_stage(own, w[(each + 1) % 2], own.place);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            multiply(sums[0], sums[1], w[each % 2][i][0], w[each % 2][i][1], x[each * PIECES + i]);
+        sync_warp();
+        if (own.lane() == 0) barrier_arrive(empty);
+        if (each + 1 >= count) break;
+    }
+}
+
+// What the outputs of a tile are computed with; a lane has up to two outputs.
+constexpr int OUTPUTS = (ROWS * TILE + 31) / 32;
+struct Operands {
+    float scale[2];
+    u16 residual[OUTPUTS];
+};
+DEVICE Operands operands(const Block& own, const float* scale, int product, const Sizes& sizes, int tile) {
+    Operands made = {};
+    const int column = tile * TILE + own.lane() % TILE;
+    if (BYTES) {
+        made.scale[0] = scale[column];
+        if (sizes.gated) made.scale[1] = scale[column + INTERMEDIATE];
+    }
+    if (product == OUTPUT || product == DOWN)
+        for (int i = 0; i < OUTPUTS; i++)
+            if (own.lane() / TILE + 4 * i < ROWS)
+                made.residual[i] = load_l2(own.step.residual + (own.lane() / TILE + 4 * i) * HIDDEN + column);
+    return made;
+}
+
+// Add the warps' sums of a kept tile, for the lane's output of a row.
+DEVICE float sum_of(const Block& own, int kept, int row) {
+    const auto& sums = own.scratch.sums[kept];
+    Number sum = sums[0][row][own.lane() % TILE];
+    for (int other = 1; other < WARPS; other++) sum = added(sum, sums[other][row][own.lane() % TILE]);
+    return FORM == 1 ? float(sum.whole) : sum.real;
+}
+
+// Compute and store the `index`-th outputs of a batch.
+DEVICE void store(const Block& own, int product, const Sizes& sizes, u32* counters, int tile, int index,
+                  const Operands& by) {
+    const Step& step = own.step;
+    for (int i = 0; i < OUTPUTS; i++) {
+        const int row = own.lane() / TILE + 4 * i, column = tile * TILE + own.lane() % TILE;
+        const bool inside = row < ROWS;
+        const int at = inside ? row : 0;
+        const float scale = BYTES ? own.scratch.scale[at] : 1;
+        float value = sum_of(own, index << sizes.gated, at);
+        if (BYTES) value = value * scale * by.scale[0];
+        u16* to = product == QKV ? step.qkv : step.residual;
+        if (sizes.gated) {
+            constexpr float LOG2_E = 1.44269504f;
+            float up = sum_of(own, index * 2 + 1, at);
+            if (BYTES) up = up * scale * by.scale[1];
+            value = value / (1 + exp2_of(-LOG2_E * value)) * up;
+            to = step.gated;
+        } else if (product != QKV) {
+            value = low(to_bf16(value, 0)) + low(by.residual[i]);
+        }
+        const u32 made = to_bf16(value, 0);
+        if (inside) to[row * sizes.outputs + column] = u16(made);
+        if (BYTES && sizes.gated) {
+            float largest = inside ? magnitude(low(made)) : 0;
+            for (int lanes = 1; lanes < TILE; lanes *= 2) largest = larger(largest, shuffle_xor(largest, lanes));
+            if (inside && own.lane() % TILE == 0) atomic_max(counters + LARGEST + ROWS + row, bits(largest));
+        }
+    }
+}
+
+// Keep a warp's sums of two tiles. begin: first stage of the part of K; sums of later parts are added.
+DEVICE void keep(const Block& own, int tile, int begin, const Sums (&sums)[2]) {
+    for (int i = 0; i < 4; i++) {
+        const int row = own.lane() % 4 * 2 + i % 2;
+        if (row >= ROWS) continue;
+        Number& to = own.scratch.sums[tile + i / 2][own.warp()][row][own.lane() / 4];
+        Number sum;
+        if (FORM == 1) sum.whole = sums[0].whole[i] + sums[1].whole[i];
+        else sum.real = sums[0].real[i] + sums[1].real[i];
+        to = begin == 0 ? sum : added(to, sum);
+    }
+}
+
+// Compute this block's outputs of a product. The warps' sums of a batch of tiles are kept in shared memory. Then each
+// warp adds those of one tile, in one order.
+DEVICE void compute(Block& own, int product, int layer, u32* counters, const u16* gamma, const float (&inverse)[ROWS]) {
+    const Step& step = own.step;
+    const Sizes sizes(product);
+    const u16* from = product == OUTPUT ? step.attended : product == DOWN ? step.gated : step.residual;
+    uint4 x[SPAN * PIECES][HELD] = {};
+    int held = -1;   // part of K of which x holds the inputs
+#pragma unroll 1
+    for (int base = sizes.first(layer); base < sizes.tiles; base += BLOCKS * sizes.batch()) {
+        const int mine = base + own.warp() * BLOCKS;
+        const bool stores = own.warp() < sizes.batch() && mine < sizes.tiles;
+        const Operands by = stores ? operands(own, step.layers[layer].scale[product], product, sizes, mine) : Operands{};
+#pragma unroll 1
+        for (int begin = 0; begin < sizes.stages; begin += sizes.span) {
+            if (held != begin) load_inputs(own, x, from, gamma, sizes, begin, inverse);
+            held = begin;
+#pragma unroll 1
+            for (int tile = 0; tile < KEPT && sizes.has(base, tile); tile += 2) {
+                Sums sums[2] = {};
+                add(own, sums, x, sizes.count(begin));
+                keep(own, tile, begin, sums);
+            }
+        }
+        own.sync();
+        if (stores) store(own, product, sizes, counters, mine, own.warp(), by);
+        own.sync();
+    }
+}
