@@ -21,7 +21,8 @@ be installed. Parts, the most important first:
     kernels    each kernel alone at Qwen3-14B's shapes
     served     `npuserve serve` through gRPC compared with the engine's own speed (bench/serving/served.py), random
                weights of Qwen3-0.6B's shape, with --budget served=240 or more also of Qwen3-14B's; needs --wheels
-    goodput    `npuserve serve` of the shape under the arrivals of --trace, replayed faster; needs --wheels
+    goodput    `npuserve serve` of the shape with 1 and 64 streams, then with the arrivals of --trace at 1, 2, 3 and 4
+               times their rate, as far as the budget lasts; needs --wheels and --trace
     candidates correctness of the other configurations of tunable kernels, which also compiles them
     sweep      the same configurations timed, and the best for each shape, as an entry of the kernels' tables
 
@@ -29,6 +30,9 @@ Each part has a budget in seconds (--budget PART=SECONDS); what exceeds it is li
 DIR/cuda.md are rewritten with each row. Parts run in processes of their own: one that hangs or loses the device is
 killed, and another continues with the rest. Several processes share numbers and candidates. Exit code 1: a number or a
 token is wrong, or something failed; 2: no GPU.
+
+A checkpoint for `served` or `goodput` is written to /dev/shm if there is space (33 GB for Qwen3-14B), else among
+temporary files.
 
 --wheels: folder with the other packages that `serve` needs. They are installed from this folder only:
 grpcio, grpcio_health_checking, grpcio_reflection, grpcio_status, googleapis_common_protos, protobuf, msgspec,
@@ -54,7 +58,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {"numbers": 110, "machine": 30, "replays": 30, "tokens": 45, "steps": 130, "peer": 45, "attention": 40,
-           "kernels": 45, "served": 75, "goodput": 120, "candidates": 40, "sweep": 40}
+           "kernels": 45, "served": 75, "goodput": 210, "candidates": 40, "sweep": 40}
 """Seconds of each part, in the order of execution."""
 
 SHARDS = 6

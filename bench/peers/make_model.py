@@ -65,10 +65,12 @@ def weights_of(shape: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Write a byte-level BPE of exactly `size` ids; the last one is the end of text."""
+    """Write a byte-level BPE of exactly `size` ids: bytes, pairs and triples of bytes; the last is the end of text."""
     end = "<|endoftext|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pairs = list(itertools.islice(itertools.product(alphabet, alphabet), size - len(alphabet) - 1))
+    triples = ((first + second, third) for first, second, third in itertools.product(alphabet, repeat=3))
+    pairs = list(itertools.islice(
+        itertools.chain(itertools.product(alphabet, alphabet), triples), size - len(alphabet) - 1))
     words = [*alphabet, *("".join(pair) for pair in pairs)]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

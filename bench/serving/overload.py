@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -43,6 +44,9 @@ WORTH = 0.5
 GOODPUT, REFUSAL_SECONDS, VAIN = 0.9, 0.01, 0.001
 REFUSED = ("queue full", "deadline: in")
 
+_seeds = itertools.count(1)
+"""Seed of each load's prompts. A seed used twice would find the prompts of the first load in the prefix cache."""
+
 
 def deadline(ask: TimedRequest) -> float:
     return TTFT + TPOT * ask.output_tokens
@@ -56,13 +60,14 @@ async def run(
     server: Serving, requests: Sequence[TimedRequest], concurrency: int, seconds: float, patient: bool = False
 ) -> tuple[list[Outcome], float]:
     """Send the requests for `seconds`, wait until all have ended, and return their outcomes and the seconds taken."""
-    load = Load(server.target, 4, 0.0, 1, (lambda ask: None) if patient else deadline)
+    seed = next(_seeds)
+    load = Load(server.target, 4, 0.0, seed, (lambda ask: None) if patient else deadline)
     info = await load.model_info()
     fitting = cut_to_context(requests, 0, 0, info.max_model_len)[0]
     stop = asyncio.Event()
     if concurrency:
         asyncio.get_running_loop().call_later(seconds, stop.set)
-    taken = await load.run(fitting, Prompts(info.vocabulary_size, info.eos_token_ids, 1), stop, concurrency)
+    taken = await load.run(fitting, Prompts(info.vocabulary_size, info.eos_token_ids, seed), stop, concurrency)
     await load.close()
     return load.outcomes, taken
 

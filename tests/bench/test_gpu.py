@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from npuserve.kernels import native
@@ -23,6 +26,8 @@ from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics.machine import machine_of
+from npuserve.npu.model.loader import load_weights
+from npuserve.service.cli.bench.workload import TimedRequest, read_trace
 from tests.support.benches import BENCH, bench
 
 PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served", "goodput"]
@@ -76,7 +81,9 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
     kinds = {row["numbers"] for row in report["rows"] if row["part"] == "steps"}
     assert kinds == {"bf16", "W8A8", "W8A8 and head"}
     assert all(row["served / engine"] > 0 for row in report["rows"] if row["part"] == "served")
-    assert [row["requests"] for row in report["rows"] if row["part"] == "goodput"] == [4]
+    assert [(row["load"], row["requests"]) for row in report["rows"] if row["part"] == "goodput"] == [
+        ("the first request, 16 + 4 tokens", 1), ("1 stream, 16 + 4 tokens", 4), ("2 streams, 16 + 8 tokens", 4),
+        ("trace at 50 times its rate", 4)]
     page = (tmp_path / "cuda.md").read_text()
     assert "Seed 5, shape toy." in page
     assert all(f"#### {table}" in page for part in PARTS for table in tables(report, part))
@@ -145,6 +152,73 @@ def test_invalid_argument_is_named(
 def test_wheels_come_from_their_folder_alone(script: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds no wheels"):
         script.install(tmp_path, tmp_path / "site")
+
+
+# Checkpoints and loads of servers
+
+
+def test_random_checkpoint_has_all_tensors_in_several_files(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    shapes, backend = part("shapes"), CpuBackend(native=False)
+    backend.set_threads(1)
+
+    def tensors(name: str, seed: int) -> dict[str, Tensor]:
+        folder = shapes.random_folder("toy", tmp_path / name, backend, seed, file_bytes=40_000)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        found = {file: load_file(folder / file) for file in sorted(set(index.values()))}
+        assert {name: file for file, own in found.items() for name in own} == index
+        return {name: tensor for own in found.values() for name, tensor in own.items()}
+
+    made, again, other = tensors("made", 3), tensors("again", 3), tensors("other", 4)
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 2
+    load_weights(tmp_path / "made", shapes.config_of("toy"), torch.bfloat16, backend, lambda *_: None)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
+    assert not any(torch.equal(tensor, other[name]) for name, tensor in made.items())
+    assert made["lm_head.weight"].float().std() == pytest.approx(64**-0.5, rel=0.05)
+
+
+def test_checkpoint_goes_where_there_is_space(
+    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shapes, free = part("shapes"), {tmp_path: 34e9, Path(tempfile.gettempdir()): 34e9}
+    monkeypatch.setattr(shapes, "MEMORY", tmp_path)
+    monkeypatch.setattr(shapes.shutil, "disk_usage", lambda place: argparse.Namespace(free=free[place]))
+    assert shapes.place_of("qwen3-14b") == tmp_path
+    free[tmp_path] = 20e9
+    assert shapes.place_of("qwen3-14b") == Path(tempfile.gettempdir())
+    assert shapes.place_of("qwen3-0.6b") == tmp_path
+    free[Path(tempfile.gettempdir())] = 1e9
+    assert shapes.place_of("qwen3-14b") is None
+
+
+def test_goodput_rates_beyond_the_budget_are_left_out(
+    part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Requests of 100 + 100 tokens, ten a second, at 4,000 tokens/s: the rate can be doubled."""
+    goodput = part("goodput")
+    trace = tmp_path / "trace.jsonl"
+    goodput.write(trace, [TimedRequest(at / 10, 100, 100) for at in range(1600)])
+    called: list[tuple[str, ...]] = []
+    sent: list[list[TimedRequest]] = []
+
+    def bench_serve(address: str, deadline: float, *arguments: str) -> dict[str, Any]:
+        called.append(arguments)
+        if arguments[0] == "--trace":
+            sent.append(read_trace(Path(arguments[1]), 0))
+        spread = {"p50": 1.0, "p90": 2.0, "p99": 3.0}
+        return {"requests": {"ok": 1, "failed": {}}, "peak_running": 1, "seconds": 1.0, "requests_per_second": 1.0,
+                "goodput_per_second": 1.0, "output_tokens_per_second": 2000.0, "total_tokens_per_second": 4000.0,
+                "latency_ms": {"ttft": spread, "tpot": None, "itl": None, "lag": spread}}
+
+    monkeypatch.setattr(goodput, "bench_serve", bench_serve)
+    backend = CpuBackend(native=False)
+    args = argparse.Namespace(shape="qwen3-14b", trace=trace, seed=5)
+    context = part("worker").Context(args, backend, machine_of(backend), tmp_path, time.monotonic() + 35)
+    rows = {row["load"]: row for row in goodput.loads(context, "localhost:1")}
+    assert [rate for rate in (1, 2, 3, 4) if rows[f"trace at {rate} times its rate"].get("ok")] == [1, 2]
+    assert rows["trace at 4 times its rate"]["said"] == "left out: it would take about 50 s"
+    assert [(len(each), round(each[-1].at, 3)) for each in sent] == [(201, 20), (401, 20)]
+    seeds = [arguments[arguments.index("--seed") + 1] for arguments in called]
+    assert len(set(seeds)) == len(seeds) == 5
 
 
 # Numbers

@@ -17,13 +17,13 @@ ROUNDS = 3
 
 
 def units(context: Context) -> Units:
-    for rows in (1, 2) if context.toy else (1, 16):
+    for rows in (1, 2) if context.toy else (1, 8, 32):
         yield f"batch {rows}", lambda rows=rows: _batch(context, rows)
 
 
 def _batch(context: Context, rows: int) -> Iterator[dict[str, Any]]:
     _, length, _, count = steps.sizes(context)
-    most = 2 if context.toy else 16
+    most = 2 if context.toy else 32
     loaded, model = context.only("peer", lambda: (steps.load(context, "bf16", most), _model(context)))
     theirs = Decoder(model, rows, length, length + 2 * steps.WARM_UP + count + 2, context.gpu)
     pairs = []

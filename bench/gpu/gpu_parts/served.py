@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,16 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.shapes import random_folder
+from gpu_parts.shapes import place_of, random_folder
 from gpu_parts.worker import Context, Units
 
 SCRIPT = Path(__file__).resolve().parents[2] / "serving" / "served.py"
 NEEDED = ("grpc", "grpc_health", "grpc_reflection", "grpc_status", "google.protobuf", "msgspec", "prometheus_client",
           "rich", "jinja2", "tokenizers", "huggingface_hub")
 WHOLE_SECONDS = 240
-"""Budget from which Qwen3-14B is served, too: 30 GB are written, and read twice."""
+"""Budget from which Qwen3-14B is served, too: engine and server read its 30 GB for each number of streams."""
 
 TITLE = "Served through gRPC"
+NO_SPACE = "not run: no space for a checkpoint in memory or among temporary files"
 
 
 def units(context: Context) -> Units:
@@ -37,12 +37,11 @@ def _served(context: Context, shape: str) -> Iterator[dict[str, Any]]:
         yield {"table": TITLE, "model": shape, "said": said}
         return
     streams, prompt, output, requests = ((2,), 4, 2, 1) if context.toy else ((64, 256), 128, 64, 2)
-    with tempfile.TemporaryDirectory() as place:
-        needed = 2 << 20 if context.toy else 4 << 30 if shape == "qwen3-0.6b" else 34 << 30
-        if shutil.disk_usage(place).free < needed:
-            yield {"table": TITLE, "model": shape, "said": f"not run: no {needed >> 30} GiB of disk"}
-            return
-        folder = random_folder(shape, Path(place, shape), context.backend, context.args.seed)
+    if (place := place_of(shape)) is None:
+        yield {"table": TITLE, "model": shape, "said": NO_SPACE}
+        return
+    with tempfile.TemporaryDirectory(dir=place) as base:
+        folder = random_folder(shape, Path(base, shape), context.backend, context.args.seed)
         context.release()
         flags = ["--device", context.args.device, *(["--emulate"] if context.args.emulate else []),
                  "--max-num-seqs", str(max(streams)), "--max-model-len", str(prompt + output + 64)]

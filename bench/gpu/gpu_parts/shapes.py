@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from npuserve.kernels.quantized import FLOAT8, FLOAT8_MAX
 from npuserve.npu.backends.base import Backend
@@ -30,6 +32,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 PIECE = 1 << 26
 """Random numbers generated at a time."""
+
+MEMORY = Path("/dev/shm")
+"""File system in memory. A checkpoint of 30 GB takes seconds there, and minutes on many disks."""
+
+WRITERS = 12
+"""Threads that write a checkpoint, one file each, since the system locks a file during a write."""
+
+FILE_BYTES = 1400 << 20
+"""Default size of a file, so that every thread has a few of Qwen3-14B's."""
 
 
 def json_of(shape: str, scheme: W8A8 | None = None) -> dict[str, Any]:
@@ -81,32 +92,67 @@ def random_rows(name: str, target: Target, targets: dict[str, Target], rows: int
     return numbers * (1.0 if "embed" in name else shape[1] ** -0.5)
 
 
-def random_folder(shape: str, folder: Path, backend: Backend, seed: int, shard: int = 4 << 30) -> Path:
-    """Write a bfloat16 checkpoint with a tokenizer of its vocabulary, in files of about `shard` bytes."""
+def place_of(shape: str) -> Path | None:
+    """Return where to write a checkpoint: in memory, else among temporary files; None if neither has the space."""
+    needed = int(2.2 * config_of(shape).num_parameters) + (64 << 20)
+    places = MEMORY, Path(tempfile.gettempdir())
+    return next((place for place in places if place.is_dir() and shutil.disk_usage(place).free >= needed), None)
+
+
+def random_folder(shape: str, folder: Path, backend: Backend, seed: int, file_bytes: int = FILE_BYTES) -> Path:
+    """Write a bfloat16 checkpoint with a tokenizer of its vocabulary.
+
+    file_bytes: maximum bytes of a file with several tensors.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(json_of(shape)))
-    generator = torch.Generator(backend.device).manual_seed(seed)
     targets = _names(shape)
-    files: list[dict[str, torch.Tensor]] = [{}]
-    index: dict[str, str] = {}
-
-    def save() -> None:
-        name = f"model-{len(files):05}.safetensors"
-        index.update(dict.fromkeys(files[-1], name))
-        save_file(files[-1], folder / name, metadata={"format": "pt"})
-        files.append({})
-
+    files: list[list[str]] = [[]]
     for name, target in targets.items():
-        made = random_rows(name, target, targets, target.shapes[0][0], generator)
-        files[-1][name] = made.to("cpu", torch.bfloat16)
-        if sum(tensor.nbytes for tensor in files[-1].values()) >= shard:
-            save()
-            files[-2].clear()
-    save()
+        if files[-1] and sum(_bytes_of(targets[each]) for each in files[-1]) + _bytes_of(target) > file_bytes:
+            files.append([])
+        files[-1].append(name)
+    names = [f"model-{number:05}.safetensors" for number in range(1, len(files) + 1)]
+    index = {name: file for file, own in zip(names, files, strict=True) for name in own}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    peers = runpy.run_path(str(Path(__file__).resolve().parents[2] / "peers" / "make_model.py"))
-    peers["write_tokenizer"](folder, SHAPES[shape]["vocab_size"])
+
+    def write(number: int) -> None:
+        generator = torch.Generator(backend.device).manual_seed(seed + number)
+        _write_random(folder / names[number], files[number], targets, backend, generator)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        written = pool.map(write, range(len(files)))
+        peers = runpy.run_path(str(Path(__file__).resolve().parents[2] / "peers" / "make_model.py"))
+        peers["write_tokenizer"](folder, SHAPES[shape]["vocab_size"])
+        list(written)  # raises the errors of the threads
     return folder
+
+
+def _bytes_of(target: Target) -> int:
+    return 2 * math.prod(target.shapes[0])
+
+
+def _write_random(
+    file: Path, names: list[str], targets: dict[str, Target], backend: Backend, generator: torch.Generator
+) -> None:
+    """Write tensors generated on the device in the format of safetensors, without a second copy on the host."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + _bytes_of(targets[name])
+        header[name] = {"dtype": "BF16", "shape": list(targets[name].shapes[0]), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    buffer = backend.host_buffer(min(PIECE, end // 2), dtype=torch.bfloat16)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            target = targets[name]
+            rows = target.shapes[0][0]
+            step = max(1, PIECE // math.prod(target.shapes[0][1:]))
+            for first in range(0, rows, step):
+                made = random_rows(name, target, targets, min(step, rows - first), generator).flatten()
+                piece = buffer[: len(made)].copy_(made.bfloat16())
+                out.write(piece.view(torch.uint8).numpy())
 
 
 def _names(shape: str) -> dict[str, Target]:

@@ -32,6 +32,8 @@ profiles and comparisons, and its prefill is compared with the peak of int8, whi
 
 EAGER_ROWS = 64
 WARM_UP = 5
+PROFILED = 10
+"""Steps of a profile; the toy shape has 3."""
 
 
 @dataclass
@@ -120,11 +122,12 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     dtype = torch.bfloat16
     weights = random_weights(config, dtype, backend, context.args.seed)
     longest, budget = max(prompts) + 1, min(8192, max(prompts))
-    capacity = length + WARM_UP + steps + 2
+    capacity = length + WARM_UP + max(steps, WARM_UP + PROFILED) + 2
     per_row = config.num_layers * 2 * config.kv_size * 2 * (capacity + backend.block_size)
     fitting = [n for n in batches if n * per_row < 0.8 * backend.memory_available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
-    runner = runner_of(backend, weights, config, rows, capacity, budget, [n for n in batches if n <= rows], longest)
+    buckets = [*(n for n in batches if n < rows), rows]
+    runner = runner_of(backend, weights, config, rows, capacity, budget, buckets, longest)
     chance = random.Random(context.args.seed)
     blocks = blocks_of(rows, capacity, runner.block_size)
     requests = [BenchRequest([chance.randrange(config.vocab_size) for _ in range(length)], 1, own) for own in blocks]
@@ -216,7 +219,7 @@ def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> I
 
 def _profile(context: Context, loaded: Loaded, kind: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Profile ten steps. Only the host may wait, for its ids, and nothing may be allocated."""
-    steps = 3 if context.toy else 10
+    steps = 3 if context.toy else PROFILED
     for rows in [n for n in batches if n in (batches[0], 64) and n <= len(loaded.requests)] or batches[:1]:
         loaded.fill()
         requests = again(loaded.requests[:rows], 2 * WARM_UP + steps)

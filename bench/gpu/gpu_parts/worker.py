@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -31,12 +32,17 @@ LOST = 4
 
 @dataclass
 class Context:
-    """State shared by parts. toy: all sizes are small, for runs without a GPU."""
+    """State shared by parts.
+
+    toy: all sizes are small, for runs without a GPU.
+    deadline: end of the current part's budget, or of the run if that is earlier, by time.monotonic.
+    """
 
     args: argparse.Namespace
     backend: Backend
     machine: Machine
     out: Path
+    deadline: float = math.inf
     _kept: dict[Any, Any] = field(default_factory=dict)
     _ceilings: tuple[Ceilings, dict[str, float]] | None = None
 
@@ -102,7 +108,7 @@ def run(args: argparse.Namespace, parts: list[str], done: list[str], seconds: fl
     context = start(args, Path(out))
     for part in parts:
         tell("part", part=part)
-        deadline = min(time.monotonic() + args.budgets[part], ends)
+        context.deadline = min(time.monotonic() + args.budgets[part], ends)
         try:
             units = list(importlib.import_module(f"gpu_parts.{part}").units(context))[shard[0] :: shard[1]]
         except Exception:
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace, parts: list[str], done: list[str], seconds: fl
         for name, unit in units:
             if f"{part}/{name}" in done:
                 continue
-            if time.monotonic() > deadline:
+            if time.monotonic() > context.deadline:
                 left_out.append(name)
                 continue
             tell("begin", part=part, unit=name)

@@ -24,11 +24,11 @@ def check_kernels(backend: Backend) -> Iterator[Finding]:
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.kernels.registry import GOLDEN, KERNELS, KernelSet
 
-    labels = KernelSet(backend.kernels).labels
-    for kernel in KERNELS.values():
-        if labels[kernel.name] == GOLDEN:
-            yield Finding("kernels", kernel.name, "served by its golden function", None)
+    for name, label in KernelSet(backend.kernels).labels.items():
+        if label == GOLDEN:
+            yield Finding("kernels", name, "served by its golden function", None)
             continue
+        kernel = KERNELS[name]
         for dtype in supported_dtypes(kernel, backend):
             yield check_kernel(kernel, dtype, backend)
 
