@@ -208,6 +208,12 @@ class Dispatch:
             return part.padded
         return self._chosen if self._chooses(self.mixed_sampled, part) else 0
 
+    def batch(self, captured: Captured, part: Part) -> Batch:
+        """Return the batch that a captured step computes for a part, with its padding."""
+        size = captured.size(part.tokens)
+        decodes = captured in (self.greedy, self.sampled, self.decode) and captured is not self.mixed
+        return self._buffers.decode(size) if decodes else self._buffers.tokens(size)
+
     def _chooses(self, mixed: Captured | None, part: Part) -> bool:
         """Return True if a captured step of any rows can choose the tokens of the part."""
         return mixed is not None and part.tokens <= mixed.largest and len(part.samples) <= self._chosen

@@ -14,6 +14,7 @@ from npuserve.kernels import native
 from npuserve.npu.backends.base import Captured, CaptureError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load as load_module
+from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.dispatch import MIN_FORCED, MIN_FORCED_EAGER, CapturableSteps, Dispatch
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
@@ -154,6 +155,34 @@ def test_timed_step_runs_kernel_by_kernel(tmp_path, monkeypatch):
     assert [result.captured for result in results] == [False, True, False, True]
     assert calls.count("take_ids") == 2
     assert calls.count("linear_argmax") == 2
+
+
+def test_timed_step_of_a_device_that_compiles_has_the_sizes_of_captured_steps(tmp_path, monkeypatch):
+    """A timed step of another size would wait for a compiler, and all streams with it."""
+
+    class Compiling(Bucketed):
+        compiles = True
+
+    monkeypatch.setattr(load_module, "select", lambda *_: Compiling())
+    runners = [load(saved(random_model("qwen3"), tmp_path), kernel_sampling=sampling) for sampling in (1, 0)]
+    sizes: list[tuple[int, int]] = []
+    hidden = runners[0]._hidden
+
+    def counted(batch: Batch) -> Tensor:
+        sizes.append((len(batch.ids), len(batch.attention.context_lens)))
+        return hidden(batch)
+
+    monkeypatch.setattr(runners[0], "_hidden", counted)
+    answers = []
+    for runner in runners:
+        driver = Driver(runner)
+        for number in range(3):
+            driver.add(number, ids_of(2, number))
+        found = [driver.step(64) for _ in range(3)]
+        answers.append([step.token_ids for step in found])
+        assert [step.captured for step in found[1:]] == [runner is runners[1]] * 2
+    assert sizes == [(6, 3), (4, 4), (4, 4)]
+    assert answers[0] == answers[1]
 
 
 def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
