@@ -106,12 +106,10 @@ def decoder_layers(
     return residual
 
 
-@triton.implementation(decoder_layers, interpreted=False)
-def _(
-    residual: Tensor, layers: Sequence[LayerWeights], caches: Sequence[tuple[Cache, Cache]], eps: float,
-    cos_sin: Tensor, positions: Tensor, slots: Tensor, metadata: AttentionMetadata, heads: int, scale: float,
-) -> Tensor | None:
+def register_cuda(device: torch.device) -> None:
+    """Register the implementation for CUDA, once, if this GPU and its software can run it."""
     from npuserve.kernels.cuda import launch_decoder_layers
 
-    return launch_decoder_layers.decoder_layers(
-        residual, layers, caches, eps, cos_sin, positions, slots, metadata, heads, scale)
+    if triton.LABEL not in decoder_layers.implementations and launch_decoder_layers.runs_on(device):
+        register = decoder_layers.implementation(triton.LABEL, adapt=triton.to_device, restore=triton.to_host)
+        register(launch_decoder_layers.decoder_layers)

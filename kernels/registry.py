@@ -221,7 +221,8 @@ class KernelSet:
     labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
     fallbacks: kernels served by their golden functions.
 
-    An optional kernel without an implementation is in neither, and returns None.
+    fuse: use optional kernels. Without it, or without an implementation, an optional kernel is in neither and returns
+        None.
 
     observe: called for each call of a timed step.
     start: begins a span on the backend's clock.
@@ -252,10 +253,12 @@ class KernelSet:
     sample: Callable[..., Tensor]
     logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
-    def __init__(self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan):
+    def __init__(
+        self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan, *, fuse: bool = True
+    ):
         self.backend = backend
         self.labels = {name: backend if backend in k.implementations else GOLDEN for name, k in KERNELS.items()
-                       if backend in k.implementations or not k.optional}
+                       if not k.optional or (fuse and backend in k.implementations)}
         self.fallbacks = [name for name, label in self.labels.items() if label == GOLDEN]
         self._observe = observe
         self._start = start

@@ -31,7 +31,6 @@ def available() -> bool:
     return True
 
 
-@cache
 def kernel(name: str, constants: tuple[tuple[str, int], ...], device: torch.device, shared: int) -> Any:
     """Compile `name`.cu, and load the kernel of that name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,7 +16,9 @@ from npuserve.kernels.cuda import compiled
 from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.layer import LayerWeights
 from npuserve.kernels.quantized import FLOAT8, QuantizedWeight, Weight
-from npuserve.kernels.triton.common import shared_memory
+from npuserve.kernels.triton.common import processors, shared_memory
+
+log = logging.getLogger(__name__)
 
 ROWS = (1, 2)
 """Rows of a step that the kernel takes. With more, kernels one by one are faster (bench/RESULTS.md)."""
@@ -51,6 +54,11 @@ def step_type(layers: int) -> type[Any]:
             ("scale", ctypes.c_float)]
 
     return Step
+
+
+def runs_on(device: torch.device) -> bool:
+    """Return True if the GPU has the instructions, and NVRTC can be used."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and compiled.available()
 
 
 def form_of(weights: Sequence[Weight]) -> int | None:
@@ -147,16 +155,20 @@ def decoder_layers(
     residual: Tensor, layers: Sequence[LayerWeights], caches: Sequence[tuple[Cache, Cache]], eps: float,
     cos_sin: Tensor, positions: Tensor, slots: Tensor, metadata: AttentionMetadata, heads: int, scale: float,
 ) -> Tensor | None:
-    """Launch the kernel `decoder_layers`; None where it does not take the step. Raises RuntimeError."""
+    """Launch the kernel `decoder_layers`; None where it does not take the step, or cannot be compiled.
+
+    Raises RuntimeError if the launch fails.
+    """
     rows = len(residual)
     if (rows not in ROWS or not residual.is_cuda or residual.dtype != torch.bfloat16
             or metadata.host_cu_seqlens_q != list(range(rows + 1))):
         return None
-    blocks, shared = _device(residual.device)
-    constants = shared and constants_of(rows, layers, caches[0][0], cos_sin.shape[1], heads, blocks, shared)
-    if not constants:
+    blocks, shared = processors(residual.device), shared_memory(residual.device)
+    constants = constants_of(rows, layers, caches[0][0], cos_sin.shape[1], heads, blocks, shared)
+    if constants is None:
         return None
-    made = compiled.kernel("decoder_layers", tuple(constants.items()), residual.device, shared)
+    if (made := _kernel(tuple(constants.items()), residual.device, shared)) is None:
+        return None
     out = residual.clone()
     step, _ = arguments(constants, out, layers, caches, eps, cos_sin, positions, slots, metadata, scale)
     compiled.launch(made, blocks, THREADS, shared, step)
@@ -164,10 +176,10 @@ def decoder_layers(
 
 
 @cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return the multiprocessors and the bytes of shared memory of a block; 0 bytes for a GPU without the
-    instructions, or without cuda.bindings."""
-    found = torch.cuda.get_device_properties(device)
-    if (found.major, found.minor) != (9, 0) or not compiled.available():
-        return 0, 0
-    return found.multi_processor_count, shared_memory(device)
+def _kernel(constants: tuple[tuple[str, int], ...], device: torch.device, shared: int) -> Any:
+    """Return the compiled kernel, or None, with a warning, if it cannot be compiled."""
+    try:
+        return compiled.kernel("decoder_layers", constants, device, shared)
+    except RuntimeError as error:
+        log.warning("decode steps of %d rows run kernel by kernel, which is slower: %s", dict(constants)["ROWS"], error)
+        return None

@@ -63,21 +63,20 @@ def to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def implementation(
-    kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host, *, interpreted: bool = True
+    kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host
 ) -> Callable[[F], F]:
     """Register the decorated function as the kernel's on CUDA, once triton is `available`.
 
     adapt, restore: as in `Implementation`.
-    interpreted: triton's interpreter can run it. A function of a kernel in C++ is registered on a GPU only.
     """
 
     def register(function: F) -> F:
         def take() -> object:
             return kernel.implementation(LABEL, adapt=adapt, restore=restore)(function)
 
-        if available() and (interpreted or DEVICE == "cuda"):
+        if available():
             take()
-        elif interpreted:
+        else:
             _waiting.append(take)
         return function
 

@@ -50,3 +50,9 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED_BYTES
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BYTES))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the multiprocessors of a device; if Triton interprets, of the device of the tables."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized, QuantizedWeight, Weight
-from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, shared_memory, within
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
 from npuserve.kernels.triton.linear_tiles import (
@@ -191,12 +191,6 @@ def _multiplies_float8(numbers: Tensor, weight: Weight, bias: Tensor | None) -> 
 
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a device; if Triton interprets, of the device of the tables."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache

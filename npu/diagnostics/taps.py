@@ -11,7 +11,7 @@ from torch import Tensor
 
 from npuserve.kernels.bench.tensors import tensors
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.registry import KERNELS, KernelSet, moved
+from npuserve.kernels.registry import KernelSet, moved
 
 Args = tuple[Any, ...]
 Results = dict[str, Tensor]
@@ -26,12 +26,12 @@ class TappedKernels(KernelSet):
     """Kernel set whose calls are executed by `tap`."""
 
     def __init__(self, backend: str, tap: Tap):
-        super().__init__(backend)
+        super().__init__(backend, fuse=False)
 
         def tapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args: tap(name, function, args)
 
-        self.__dict__.update({name: tapped(name, getattr(self, name)) for name in KERNELS})
+        self.__dict__.update({name: tapped(name, getattr(self, name)) for name in self.labels})
 
 
 def golden_tap(made: list[Results]) -> Tap:

@@ -255,5 +255,5 @@ def load(
         dataclasses.replace(config, num_layers=layers),
         dataclasses.replace(weights, layers=weights.layers[:layers]),
         cos_sin_table(config.rope, config.head_dim, max_model_len or config.context_length, device.device),
-        KernelSet(device.kernels),
+        KernelSet(device.kernels, fuse=False),
     ), device

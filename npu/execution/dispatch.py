@@ -128,6 +128,7 @@ class Dispatch:
     ):
         self._buffers, self._on_host, self._chosen = buffers, on_host, steps.chosen
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
+        self._compiles = backend.compiles
         self._drop()
         warm_up = backend.compiles or backend.captures_sampler
         with torch.inference_mode():
@@ -208,8 +209,14 @@ class Dispatch:
             return part.padded
         return self._chosen if self._chooses(self.mixed_sampled, part) else 0
 
-    def batch(self, captured: Captured, part: Part) -> Batch:
-        """Return the batch that a captured step computes for a part, with its padding."""
+    def batch(self, part: Part, captured: Captured | None) -> Batch:
+        """Return the batch of a part whose kernels are called one by one.
+
+        captured: the step that would compute it in one launch. On a device that compiles, the batch is padded to that
+            step's size: kernels of other sizes may not be compiled yet.
+        """
+        if captured is None or not self._compiles:
+            return self._buffers.batch(part)
         size = captured.size(part.tokens)
         decodes = captured in (self.greedy, self.sampled, self.decode) and captured is not self.mixed
         return self._buffers.decode(size) if decodes else self._buffers.tokens(size)

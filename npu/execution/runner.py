@@ -342,9 +342,7 @@ class Runner:
         self._sampler.prepare(work.plan)
         hidden = replay(work.captured, part, timings) if work.captured else None
         if hidden is None:
-            if work.captured and self._backend.compiles:  # a timed step: kernels of other sizes may not be compiled
-                return self._hidden(self._dispatch.batch(work.captured, part))[: part.tokens]
-            return self._hidden(self._buffers.batch(part))
+            return self._hidden(self._dispatch.batch(part, work.captured))[: part.tokens]
         output.captured = True
         if work.whole:
             output.captured_decodes += part.decodes

@@ -61,6 +61,7 @@ def test_optional_kernel_without_an_implementation_returns_none(monkeypatch: pyt
         assert other.decoder_layers() is None
         assert other.decoder_layers().tolist() == [1.0]
     assert [name for name, _ in timings.spans] == ["decoder_layers"]
+    assert KernelSet("other", fuse=False).decoder_layers() is None
 
 
 def test_timed_calls_are_observed_once_read(other: str) -> None:

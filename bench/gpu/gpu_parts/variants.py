@@ -58,7 +58,7 @@ def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, variants: d
 
 def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[Shape]:
     """Yield the shapes of the products. int8: as for `linear._case`."""
-    from npuserve.kernels.triton.launch_linear import processors
+    from npuserve.kernels.triton.common import processors
     from npuserve.kernels.triton.linear_tiles import candidates, key
 
     shape = SHAPES[context.args.shape]

@@ -14,6 +14,7 @@ from torch.distributed import is_backend_available  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from npuserve.kernels import triton
+from npuserve.kernels.decoder_layers import register_cuda
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Fault
 from npuserve.npu.backends.cuda import errors as cuda_errors
@@ -74,6 +75,7 @@ class CudaBackend(StreamBackend):
         try:
             super().__init__(*self.open_device(place), place)
             self.chip: str = self._streams.get_device_name(self.device)
+            register_cuda(self.device)
         except RuntimeError as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise BackendError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ MORE = [
 ]
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
@@ -46,6 +50,7 @@ def error(tensor: Tensor, exact: Tensor) -> float:
     return float((tensor.double() - exact).norm() / exact.norm())
 
 
+@needs_compiler
 @pytest.mark.parametrize(
     "of", [pytest.param(of, id=of.name, marks=[pytest.mark.slow] * (of in MORE)) for of in (*CASES, *MORE)])
 def test_errors_are_those_of_the_golden_function_in_bfloat16(of: Case, folder: Path) -> None:
@@ -60,7 +65,8 @@ def test_errors_are_those_of_the_golden_function_in_bfloat16(of: Case, folder: P
             assert error(written, exact) <= 1.2 * error(rounded, exact) + 1e-4
 
 
-@pytest.mark.parametrize("blocks", [1, 70])
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, pytest.param(70, marks=pytest.mark.slow)])
 def test_any_number_of_blocks_serves(blocks: int, folder: Path) -> None:
     """One block waits for nobody; more blocks than tiles leave some without work."""
     of = case([40, 130], (8, 2, 64), (512, 512), 1)
@@ -68,6 +74,7 @@ def test_any_number_of_blocks_serves(blocks: int, folder: Path) -> None:
     assert error(emulation.run(folder, made(of), blocks), exact) < 0.01
 
 
+@needs_compiler
 def test_rows_of_no_slot_write_nothing(folder: Path) -> None:
     """Padding rows may have the slot -1, or no context."""
     of = case([33, 290])
