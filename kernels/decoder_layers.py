@@ -23,13 +23,14 @@ _SCHEMES: dict[str, Scheme | None] = {"": None, "int8": DYNAMIC, "float8": FLOAT
 
 def case(
     contexts: Sequence[int], heads: tuple[int, int, int] = (4, 2, 128), sizes: tuple[int, int] = (512, 1024),
-    layers: int = 2, scheme: str = "", norm: bool = True, benchmark: bool = False,
+    layers: int = 2, scheme: str = "", norm: bool = True, benchmark: bool = False, page: int = 32,
 ) -> Case:
     """Return a case.
 
     contexts: of each row. heads: query heads, KV heads, and their size. sizes: hidden and intermediate size.
+    page: tokens of a block of the cache.
     """
-    (q_heads, kv_heads, dim), (hidden, inner), rows, page = heads, sizes, len(contexts), 32
+    (q_heads, kv_heads, dim), (hidden, inner), rows = heads, sizes, len(contexts)
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[object, ...]:
         def gamma(size: int) -> Tensor:

@@ -16,31 +16,31 @@ struct Unit {
         filled = (context + each - 1) / each;
         begin = part * each, end = begin + each < context ? begin + each : context;
     }
-    DEVICE int which() const { return (row * KV_HEADS + head) * PASSES + pass; }
+    DEVICE int counter() const { return (row * KV_HEADS + head) * PASSES + pass; }
     // The key that this lane has a share of, `from` keys after the first of the unit.
     DEVICE int key(int from) const { return begin + from + thread() / 32 * KEYS + thread() % 32 / LANES; }
 };
 
 struct KeyValue { uint4 key, value; };
 
-// A lane's keys and values of the next two turns, and the blocks of the cache of the third: the number of a block is
-// loaded a turn before its keys.
+// A lane's keys and values of the next two iterations, and the blocks of the cache of the third: the number of a block is
+// loaded an iteration before its keys.
 struct Loaded {
     KeyValue now[TOGETHER], next[TOGETHER];
     int pages[TOGETHER];
 };
-DEVICE int load_page(const Block& own, const Unit& unit, int from) {
+DEVICE int load_page(const WarpState& own, const Unit& unit, int from) {
     const int key = unit.key(from);
     return key < unit.end ? own.step.tables[unit.row * own.step.table_stride + key / PAGE] : 0;
 }
-// Load what the cache has held since before this step; else 0.
+// Load a key and value of an earlier step; 0 for others.
 DEVICE KeyValue load_key(const Layer& layer, const Unit& unit, int from, int page) {
     const int key = unit.key(from);
     if (key >= unit.end || key == unit.context - 1) return {};
     const i64 at = ((i64(page) * PAGE + key % PAGE) * KV_HEADS + unit.head) * DIM + thread() % LANES * OWN;
     return {*reinterpret_cast<const uint4*>(layer.keys + at), *reinterpret_cast<const uint4*>(layer.values + at)};
 }
-DEVICE Loaded load_first(const Block& own, const Layer& layer, const Unit& unit) {
+DEVICE Loaded load_first(const WarpState& own, const Layer& layer, const Unit& unit) {
     Loaded made;
     int pages[2 * TOGETHER];
     for (int k = 0; k < 2 * TOGETHER; k++) pages[k] = load_page(own, unit, k * STRIDE);
@@ -59,9 +59,9 @@ struct Task {
     const u16* from;
     u16 *to, *cache;
     float gamma[2][PAIRS], cosine[PAIRS], sine[PAIRS];
-    bool normed, turned;
+    bool normed, rotated;
 };
-DEVICE Task task(const Block& own, const Layer& layer, const Unit& unit) {
+DEVICE Task task(const WarpState& own, const Layer& layer, const Unit& unit) {
     const Step& step = own.step;
     const int which = own.warp() - HEADS;   // 0 for the key, 1 for the value
     Task made = {};
@@ -81,7 +81,7 @@ DEVICE Task task(const Block& own, const Layer& layer, const Unit& unit) {
             made.cache = (which ? layer.values : layer.keys) + (slot * KV_HEADS + unit.head) * DIM;
     }
     made.normed = gamma != nullptr;
-    made.turned = which < 1;
+    made.rotated = which < 1;
     for (int i = 0; i < PAIRS; i++) {
         made.cosine[i] = angles[i], made.sine[i] = angles[DIM / 2 + i];
         for (int half = 0; half < 2 && made.normed; half++)
@@ -91,7 +91,7 @@ DEVICE Task task(const Block& own, const Layer& layer, const Unit& unit) {
 }
 
 // Normalize a head where there is a gamma, rotate it unless it is a value, and round it.
-DEVICE void prepare(const Block& own, const Task& task) {
+DEVICE void prepare(const WarpState& own, const Task& task) {
     if (task.from == nullptr) return;
     float x[2][PAIRS], sum = 0;
     for (int half = 0; half < 2; half++)
@@ -108,10 +108,10 @@ DEVICE void prepare(const Block& own, const Task& task) {
     for (int i = 0; i < PAIRS; i++) {
         float a = x[0][i], b = x[1][i];
         const int at = own.lane() * PAIRS + i;
-        if (task.turned) {
-            const float turned = multiplied(a, task.cosine[i]) - multiplied(b, task.sine[i]);
+        if (task.rotated) {
+            const float rotated = multiplied(a, task.cosine[i]) - multiplied(b, task.sine[i]);
             b = multiplied(b, task.cosine[i]) + multiplied(a, task.sine[i]);
-            a = turned;
+            a = rotated;
         }
         task.to[at] = u16(to_bf16(a, 0)), task.to[DIM / 2 + at] = u16(to_bf16(b, 0));
         if (task.cache != nullptr) task.cache[at] = task.to[at], task.cache[DIM / 2 + at] = task.to[DIM / 2 + at];
@@ -213,7 +213,7 @@ struct Running {
 };
 
 // Attend to the warp's keys of a unit. The results go to scratch.heads.
-DEVICE void attend(const Block& own, const Layer& layer, const Unit& unit, Loaded& loaded) {
+DEVICE void attend(const WarpState& own, const Layer& layer, const Unit& unit, Loaded& loaded) {
     constexpr float LOG2_E = 1.44269504f;
     Heads& heads = own.scratch.heads;
     const u16* fresh = heads.fresh[0] + own.lane() % LANES * OWN;
@@ -253,10 +253,10 @@ template <class Sum> DEVICE Merged merged(const Heads& heads, int count, int hea
 }
 
 // Merge the warps' sums of a unit and, in the block that arrives last, the parts of the context.
-DEVICE void merge(const Block& own, const Unit& unit, u32* counters) {
+DEVICE void merge(const WarpState& own, const Unit& unit, u32* counters) {
     constexpr int NUMBERS = HEADS * DIM, PART = HEADS * (DIM + 2);
     Heads& heads = own.scratch.heads;
-    float* parts = own.step.partial + i64(unit.which()) * SPLIT * PART;
+    float* parts = own.step.partial + i64(unit.counter()) * SPLIT * PART;
     float* mine = parts + unit.part * PART;
     float largest = 0;
     const auto store = [&](int at, const Merged& made) {
@@ -278,7 +278,7 @@ DEVICE void merge(const Block& own, const Unit& unit, u32* counters) {
     }
     if (unit.filled > 1) {
         own.sync();
-        if (thread() == 0) own.scratch.last = count(counters + ARRIVED + unit.which()) == u32(unit.filled - 1);
+        if (thread() == 0) own.scratch.last = count(counters + ARRIVED + unit.counter()) == u32(unit.filled - 1);
         own.sync();
         if (!own.scratch.last) return;
         for (int i = thread(); i < unit.filled * HEADS * 2; i += THREADS)
@@ -295,7 +295,7 @@ DEVICE void merge(const Block& own, const Unit& unit, u32* counters) {
 }
 
 // Write this step's keys and values to the cache, and compute `attended`.
-DEVICE void attention(const Block& own, const Layer& layer, u32* counters) {
+DEVICE void attention(const WarpState& own, const Layer& layer, u32* counters) {
     for (int index = block(); index < UNITS * SPLIT; index += BLOCKS) {
         const Unit unit(own.step, index);
         const bool filled = unit.begin < unit.end;
@@ -308,6 +308,5 @@ DEVICE void attention(const Block& own, const Layer& layer, u32* counters) {
         attend(own, layer, unit, loaded);
         own.sync();
         merge(own, unit, counters);
-        own.sync();
     }
 }

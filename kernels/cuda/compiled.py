@@ -50,8 +50,10 @@ def kernel(name: str, constants: tuple[tuple[str, int], ...], device: torch.devi
     return made
 
 
-def launch(made: Any, blocks: int, threads: int, shared: int, arguments: ctypes.Structure) -> None:
-    """Launch a kernel with one argument on the current stream. All its blocks run at the same time.
+def launch(
+    made: Any, device: torch.device, blocks: int, threads: int, shared: int, arguments: ctypes.Structure
+) -> None:
+    """Launch a kernel with one argument on the device's current stream. All its blocks run at the same time.
 
     Raises RuntimeError.
     """
@@ -61,7 +63,7 @@ def launch(made: Any, blocks: int, threads: int, shared: int, arguments: ctypes.
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
-    config.hStream = torch.cuda.current_stream().cuda_stream
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
     cooperative = driver.CUlaunchAttribute()
     cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     cooperative.value.cooperative = 1
@@ -114,7 +116,16 @@ def _compiled(name: str, sources: dict[str, bytes], options: list[str]) -> bytes
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return the values of a call of cuda.bindings. Raises RuntimeError if it failed."""
-    if result[0].value:
-        raise RuntimeError(f"CUDA: {result[0].name}")
+    """Return the values of a call of cuda.bindings.
+
+    Raises RuntimeError if it failed; the text of a driver's error is torch's, by which the backend knows faults.
+    """
+    from cuda.bindings import driver
+
+    code = result[0]
+    if isinstance(code, driver.CUresult) and code.value:
+        _, text = driver.cuGetErrorString(code)
+        raise RuntimeError(f"CUDA driver error: {text.decode() if text else code.name}")
+    if code.value:
+        raise RuntimeError(f"NVRTC: {code.name}")
     return result[1] if len(result) == 2 else result[1:]

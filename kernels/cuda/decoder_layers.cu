@@ -13,7 +13,7 @@
 #include "products.h"
 #include "weights.h"
 
-DEVICE void run(Block& own) {
+DEVICE void run(WarpState& own) {
     const Step& step = own.step;
     float inverse[ROWS];   // inverse root mean squares of the residual stream
 #pragma unroll 1
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * COPYING, 1) decoder_
     sync_block();
     if (thread() < THREADS) {
         take_registers<232>();
-        Block own{step, scratch, ring, {0, 0}};
+        WarpState own{step, scratch, ring, {0, 0}};
         run(own);
     } else {
         leave_registers<40>();

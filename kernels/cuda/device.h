@@ -72,7 +72,7 @@ DEVICE float load_l2(const float* from) { return __ldcg(from); }
 DEVICE u32 load_l2(const u32* from) { return __ldcg(from); }
 DEVICE u16 load_l2(const u16* from) { return __ldcg(from); }
 DEVICE void atomic_max(u32* to, u32 value) { atomicMax(to, value); }
-// Add 1 after all writes of the calling thread, and of those that it has synchronized with; return the old number.
+// Add 1 and return the old number. All earlier writes of the thread, and of threads synchronized with it, come first.
 DEVICE u32 count(u32* counter) {
     u32 old;
     asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(counter) : "memory");
@@ -88,8 +88,8 @@ DEVICE u32 load_acquire(const u32* from) {
 }
 
 // Tensor cores: add products of 16 rows of a weight and 8 rows of x, 32 bytes of each. A lane has 8 bytes of rows lane / 4
-// (w0, w2) and lane / 4 + 8 (w1, w3) of the weight, and of row lane / 4 of x. Its sums are those of these two rows, each
-// with rows 2 * (lane % 4) and the next of x.
+// (w0, w2) and lane / 4 + 8 (w1, w3) of the weight, and of row lane / 4 of x. The lane's sums are of these two rows of the
+// weight, each with rows 2 * (lane % 4) and 2 * (lane % 4) + 1 of x.
 DEVICE void multiply_bf16(float (&sums)[4], u32 w0, u32 w1, u32 w2, u32 w3, u32 x0, u32 x1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

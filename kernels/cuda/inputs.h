@@ -13,7 +13,7 @@ DEVICE uint4 normed(const uint4& x, const uint4& gamma, float inverse) {
 }
 
 // Set the scale of a row's quantized inputs. Inputs below about 1e-28 become 0.
-DEVICE void set_scale(const Block& own, int row, float largest) {
+DEVICE void set_scale(const WarpState& own, int row, float largest) {
     const float scale = divided(largest, own.step.levels);
     own.scratch.scale[row] = scale > 1e-30f ? scale : 1;
     own.scratch.inverse[row] = divided(1, own.scratch.scale[row]);
@@ -21,7 +21,7 @@ DEVICE void set_scale(const Block& own, int row, float largest) {
 
 // Wait for the residual stream, if another block writes it. Set inverse[i] to the inverse root mean square of row i, and
 // the scales of its norm.
-DEVICE void statistics(const Block& own, const u16* gamma, const u32* counter, float (&inverse)[ROWS]) {
+DEVICE void statistics(const WarpState& own, const u16* gamma, const u32* counter, float (&inverse)[ROWS]) {
     constexpr int VECTORS = HIDDEN / 8, COUNT = (VECTORS + THREADS - 1) / THREADS;
     Scratch& scratch = own.scratch;
     uint4 x[ROWS][COUNT] = {}, by[COUNT] = {};
@@ -73,7 +73,7 @@ DEVICE void statistics(const Block& own, const u16* gamma, const u32* counter, f
 }
 
 // Set the scales of inputs whose largest magnitudes other blocks have found.
-DEVICE void scales_of(const Block& own, const u32* largest) {
+DEVICE void scales_of(const WarpState& own, const u32* largest) {
     if (!BYTES) return;
     if (thread() < ROWS) set_scale(own, thread(), bits(load_l2(largest + thread())));
     own.sync();
@@ -104,23 +104,25 @@ DEVICE void hold(uint4 (&to)[HELD], const uint4& x) {
 
 // Load this warp's inputs of the stages from `begin` on. Where there are fewer rows than lanes, lanes share the work.
 // gamma: of the norm, or null. All loads are issued before the first is used.
-DEVICE void load_inputs(const Block& own, uint4 (&x)[SPAN * PIECES][HELD], const u16* from, const u16* gamma,
+DEVICE void load_inputs(const WarpState& own, uint4 (&x)[SPAN * PIECES][HELD], const u16* from, const u16* gamma,
                         const Sizes& sizes, int begin, const float (&inverse)[ROWS]) {
     constexpr int COUNT = SPAN * PIECES, SHARE = 8 / ROWS, SLOTS = (COUNT + SHARE - 1) / SHARE, VECTORS = EACH / 8;
     const int row = own.lane() / 4 % ROWS, share = own.lane() / 4 / ROWS, quarter = own.lane() % 4;
-    const u16* by = gamma != nullptr ? gamma : from;
-    uint4 pairs[SLOTS][VECTORS], gammas[SLOTS][VECTORS];
+    const auto column = [&](int slot) {
+        const int piece = slot * SHARE + share, offset = piece % PIECES * (64 / SIZE) + quarter * EACH;
+        const int made = (begin + piece / PIECES) * COLUMNS + own.warp() * WIDTH + offset;
+        return made < sizes.inputs ? made : 0;   // what lies beyond is not used
+    };
+    uint4 pairs[SLOTS][VECTORS], gammas[SLOTS][VECTORS] = {};
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) {
-        const int piece = slot * SHARE + share;
-        const int column = (begin + piece / PIECES) * COLUMNS + own.warp() * WIDTH + piece % PIECES * (64 / SIZE) + quarter * EACH;
-        const int inside = column < sizes.inputs ? column : 0;   // what lies beyond is not used
+    for (int slot = 0; slot < SLOTS; slot++)
 #pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-            pairs[slot][i] = load_vector(from + row * sizes.inputs + inside + 8 * i);
-            gammas[slot][i] = load_vector(by + inside + 8 * i);
-        }
-    }
+        for (int i = 0; i < VECTORS; i++) pairs[slot][i] = load_vector(from + row * sizes.inputs + column(slot) + 8 * i);
+    if (gamma != nullptr)
+#pragma unroll
+        for (int slot = 0; slot < SLOTS; slot++)
+#pragma unroll
+            for (int i = 0; i < VECTORS; i++) gammas[slot][i] = load_vector(gamma + column(slot) + 8 * i);
     float own_inverse = inverse[0];
     for (int i = 1; i < ROWS; i++) own_inverse = row == i ? inverse[i] : own_inverse;
     const float scale = BYTES ? own.scratch.scale[row] : 1, unit = BYTES ? own.scratch.inverse[row] : 1;

@@ -71,6 +71,7 @@ def form_of(weights: Sequence[Weight]) -> int | None:
     form = {torch.int8: 1, FLOAT8: 2}[first.values.dtype]
     for w in weights:
         if (not isinstance(w, QuantizedWeight) or not isinstance(w.values, Tensor) or w.zero is not None
+                or not w.values.is_contiguous()
                 or w.values.dtype != first.values.dtype or w.dtype != torch.bfloat16 or w.is_grouped
                 or w.inputs.scale is not None or w.inputs.has_zero or w.inputs.levels != first.inputs.levels):
             return None
@@ -86,7 +87,7 @@ def constants_of(
     """
     if rows not in COMPILED or head_dim not in (64, 128):
         return None
-    if not isinstance(keys, Tensor) or keys.dtype != torch.bfloat16:
+    if not isinstance(keys, Tensor) or keys.dtype != torch.bfloat16 or keys.shape[3] != head_dim:
         return None
     linears = [linear for x in layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
     form = form_of([linear.weight for linear in linears])
@@ -171,7 +172,7 @@ def decoder_layers(
         return None
     out = residual.clone()
     step, _ = arguments(constants, out, layers, caches, eps, cos_sin, positions, slots, metadata, scale)
-    compiled.launch(made, blocks, THREADS, shared, step)
+    compiled.launch(made, residual.device, blocks, THREADS, shared, step)
     return out
 
 

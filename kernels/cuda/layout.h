@@ -56,7 +56,7 @@ struct Sizes {
 constexpr int GROUP = Q_HEADS / KV_HEADS;                // query heads of a KV head
 constexpr int PASSES = (GROUP + 5) / 6;
 constexpr int HEADS = (GROUP + PASSES - 1) / PASSES;     // query heads of a unit: each has a warp that prepares it
-constexpr int UNITS = ROWS * KV_HEADS * PASSES;          // without the parts
+constexpr int UNITS = ROWS * KV_HEADS * PASSES;          // units of a context that is not split
 constexpr int SPLIT = BLOCKS / UNITS > 1 ? BLOCKS / UNITS : 1;   // parts of a context
 constexpr int MOST = SPLIT > WARPS ? SPLIT : WARPS;      // parts that are merged at a time
 constexpr int OWN = 8, LANES = DIM / OWN;                // numbers of a head that a lane has, lanes of a head
@@ -106,8 +106,9 @@ struct Scratch {
 };
 constexpr int RING = (sizeof(Scratch) + 127) / 128 * 128;   // first byte of the ring in shared memory
 constexpr int STAGES = (SHARED - RING) / STAGE < 64 ? (SHARED - RING) / STAGE : 64;
-constexpr int IN_FLIGHT = 3;   // stages that are copied at a time: with more, some blocks get less of the memory's rate
-static_assert(STAGES > IN_FLIGHT, "SHARED is too small");
+constexpr int IN_FLIGHT = (48 << 10) / (2 * TILE * COLUMNS * SIZE);   // stages that are copied at a time: with more bytes,
+                                                                      // some blocks get less of the memory's rate
+static_assert(STAGES > IN_FLIGHT && IN_FLIGHT > 0, "SHARED is too small");
 
 // Place in the ring. All warps pass over the stages in the same order.
 struct Place {
@@ -122,7 +123,7 @@ struct Place {
 };
 
 // State of a warp that multiplies.
-struct Block {
+struct WarpState {
     const Step& step;
     Scratch& scratch;
     u8* ring;
@@ -132,7 +133,7 @@ struct Block {
     DEVICE int warp() const { return thread() / 32; }
     DEVICE static void sync() { sync_first<THREADS>(); }
 
-    // Tell the other blocks that this one has finished an operation.
+    // Signal that this block has finished an operation.
     DEVICE void finished(u32* counter) const {
         sync();
         if (thread() == 0) signal(counter);

@@ -29,7 +29,7 @@ DEVICE void multiply(Sums& a, Sums& b, const uint4& first, const uint4& second, 
 }
 
 // Wait for a stage, and load this lane's numbers of its two tiles.
-DEVICE void load_stage(const Block& own, uint4 (&w)[PIECES][2], const Place& at) {
+DEVICE void load_stage(const WarpState& own, uint4 (&w)[PIECES][2], const Place& at) {
     wait_until([&] { return barrier_passed(&own.scratch.full[at.stage], at.parity); });
     const u8* from = own.ring + at.stage * STAGE + own.lane() / 4 * PITCH + own.warp() * WIDTH * SIZE + own.lane() % 4 * 16;
     for (int i = 0; i < PIECES; i++)
@@ -37,7 +37,7 @@ DEVICE void load_stage(const Block& own, uint4 (&w)[PIECES][2], const Place& at)
 }
 
 // Multiply the next `count` stages of the ring. A stage is loaded while the one before it is multiplied.
-DEVICE void add(Block& own, Sums (&sums)[2], const uint4 (&x)[SPAN * PIECES][HELD], int count) {
+DEVICE void add(WarpState& own, Sums (&sums)[2], const uint4 (&x)[SPAN * PIECES][HELD], int count) {
     uint4 w[2][PIECES][2];
     load_stage(own, w[0], own.place);
 #pragma unroll
@@ -60,7 +60,7 @@ struct Operands {
     float scale[2];
     u16 residual[OUTPUTS];
 };
-DEVICE Operands operands(const Block& own, const float* scale, int product, const Sizes& sizes, int tile) {
+DEVICE Operands operands(const WarpState& own, const float* scale, int product, const Sizes& sizes, int tile) {
     Operands made = {};
     const int column = tile * TILE + own.lane() % TILE;
     if (BYTES) {
@@ -75,7 +75,7 @@ DEVICE Operands operands(const Block& own, const float* scale, int product, cons
 }
 
 // Add the warps' sums of a kept tile, for the lane's output of a row.
-DEVICE float sum_of(const Block& own, int kept, int row) {
+DEVICE float sum_of(const WarpState& own, int kept, int row) {
     const auto& sums = own.scratch.sums[kept];
     Number sum = sums[0][row][own.lane() % TILE];
     for (int other = 1; other < WARPS; other++) sum = added(sum, sums[other][row][own.lane() % TILE]);
@@ -83,7 +83,7 @@ DEVICE float sum_of(const Block& own, int kept, int row) {
 }
 
 // Compute and store the `index`-th outputs of a batch.
-DEVICE void store(const Block& own, int product, const Sizes& sizes, u32* counters, int tile, int index,
+DEVICE void store(const WarpState& own, int product, const Sizes& sizes, u32* counters, int tile, int index,
                   const Operands& by) {
     const Step& step = own.step;
     for (int i = 0; i < OUTPUTS; i++) {
@@ -114,7 +114,7 @@ DEVICE void store(const Block& own, int product, const Sizes& sizes, u32* counte
 }
 
 // Keep a warp's sums of two tiles. begin: first stage of the part of K; sums of later parts are added.
-DEVICE void keep(const Block& own, int tile, int begin, const Sums (&sums)[2]) {
+DEVICE void keep(const WarpState& own, int tile, int begin, const Sums (&sums)[2]) {
     for (int i = 0; i < 4; i++) {
         const int row = own.lane() % 4 * 2 + i % 2;
         if (row >= ROWS) continue;
@@ -127,8 +127,8 @@ DEVICE void keep(const Block& own, int tile, int begin, const Sums (&sums)[2]) {
 }
 
 // Compute this block's outputs of a product. The warps' sums of a batch of tiles are kept in shared memory. Then each
-// warp adds those of one tile, in one order.
-DEVICE void compute(Block& own, int product, int layer, u32* counters, const u16* gamma, const float (&inverse)[ROWS]) {
+// warp adds the sums of one tile, in one order.
+DEVICE void compute(WarpState& own, int product, int layer, u32* counters, const u16* gamma, const float (&inverse)[ROWS]) {
     const Step& step = own.step;
     const Sizes sizes(product);
     const u16* from = product == OUTPUT ? step.attended : product == DOWN ? step.gated : step.residual;

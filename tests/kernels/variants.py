@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from npuserve.kernels import ascend, native
+import torch
+
+from npuserve.kernels import ascend, native, triton
+from npuserve.kernels.decoder_layers import register_cuda
 from npuserve.kernels.registry import GOLDEN, Implementation, Kernel
+
+if triton.available() and triton.DEVICE == "cuda":
+    register_cuda(torch.device("cuda", 0))
 
 ISAS = native.library().isas if native.available() else []
 
