@@ -88,10 +88,11 @@ async def test_refusal_throttle_flood_delays_refusals_only(tmp_path: Path) -> No
         assert {await one for one in flood} == {grpc.StatusCode.UNAUTHENTICATED}
         assert time.monotonic() - began >= 10 / 20
     async with running(folder, max_refusals_per_second=1) as server:
-        invalid = pb.GenerateRequest()
+        invalid, began = pb.GenerateRequest(), time.monotonic()
         flood = [server.inference.Generate(invalid) for _ in range(BURST + 20)]
         assert await flood[0].code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await server.inference.Generate(ask("a", 2))).text
-        assert not all(call.done() for call in flood)  # the last ones wait for up to MAX_SECONDS
+        # The last ones wait for MAX_SECONDS, unless the machine stood still for as long.
+        assert not all(call.done() for call in flood) or time.monotonic() - began >= MAX_SECONDS
         for call in flood:
             call.cancel()
