@@ -37,3 +37,8 @@ class LayerWeights:
     post_norm: Tensor
     gate_up: Linear
     down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """The linear layers in the order of their use."""
+        return self.qkv, self.o, self.gate_up, self.down

@@ -169,7 +169,7 @@ def _decoder_layers(
         attention = _paged_attention(q, keys, values, metadata, scale)
         moved += nbytes(layer) + attention.nbytes
         operations += attention.operations
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        for linear in layer.linears:
             operations += 2 * len(residual) * prod(linear.weight.shape)
             kind = "int8" if isinstance(linear.weight, QuantizedWeight) else _KINDS[linear.weight.dtype]
     return Cost(moved, operations, kind, cold=(1, 2))

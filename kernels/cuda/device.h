@@ -1,13 +1,14 @@
 // Instructions of Hopper that decoder_layers.cu uses, one function each. In tests, tests/kernels/cuda/emulated.h defines
 // the same functions for a CPU.
 #pragma once
-#ifndef EMULATED
 
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+
+#ifndef EMULATED
 
 #define DEVICE __device__ __forceinline__
 

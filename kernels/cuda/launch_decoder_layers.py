@@ -89,7 +89,7 @@ def constants_of(
         return None
     if not isinstance(keys, Tensor) or keys.dtype != torch.bfloat16 or keys.shape[3] != head_dim:
         return None
-    linears = [linear for x in layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
+    linears = [linear for x in layers for linear in x.linears]
     form = form_of([linear.weight for linear in linears])
     if form is None or any(linear.bias is not None for linear in linears):
         return None
@@ -137,7 +137,7 @@ def arguments(
     inputs = layers[0].qkv.inputs
     step.levels = inputs.levels if inputs else 1.0
     for to, layer, (keys, values) in zip(step.layers, layers, caches, strict=True):
-        for i, linear in enumerate((layer.qkv, layer.o, layer.gate_up, layer.down)):
+        for i, linear in enumerate(layer.linears):
             if isinstance(weight := linear.weight, QuantizedWeight):
                 to.scale[i] = weight.scale.data_ptr()
                 weight = weight.values

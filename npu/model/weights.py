@@ -62,7 +62,7 @@ class ModelWeights:
                 backend.prepare_weight(weight, table=weight is self.embedding)
 
     def _linear_weights(self) -> list[Weight]:
-        linears = [linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
+        linears = [linear for x in self.layers for linear in x.linears]
         return [linear.weight for linear in (*linears, self.lm_head)]
 
     def _fill_padding(self, vocabulary: int) -> None:

@@ -1,6 +1,5 @@
 // The kernel of kernels/cuda/decoder_layers.cu as a shared library for a CPU.
 #include "emulated.h"
-#define EMULATED
 #include "decoder_layers.cu"
 
 // Return 0, or 1 if the launch would never end.
@@ -9,4 +8,5 @@ extern "C" int launch(const Step* step) {
 }
 extern "C" int counters() { return COUNTERS; }
 extern "C" int partial() { return UNITS * SPLIT * HEADS * (DIM + 2); }
+extern "C" int threads() { return THREADS + 32 * COPYING; }
 extern "C" int size() { return sizeof(Step); }

@@ -12,11 +12,9 @@
 #include <cstring>
 #include <vector>
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+#define EMULATED
+#include "device.h"
+
 struct uint4 { u32 x, y, z, w; };
 
 #define DEVICE inline

@@ -41,6 +41,7 @@ def run(folder: Path, args: Sequence[Any], blocks: int = BLOCKS) -> Tensor:
     assert constants is not None
     made = library(folder, tuple(constants.items()))
     assert (made.counters(), made.partial()) == launch_decoder_layers.sizes(constants)
+    assert made.threads() == launch_decoder_layers.THREADS
     out = residual.clone()
     step, own = launch_decoder_layers.arguments(
         constants, out, layers, caches, eps, cos_sin, positions, slots, metadata, scale)

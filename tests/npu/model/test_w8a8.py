@@ -105,7 +105,7 @@ def test_w8a8_two_groups_and_ignored_layers(tmp_path, backend):
         scheme("dynamic asymmetric", ["Linear"]), ignore=("lm_head", "re:.*layers.1.self_attn.[qkv]_proj"))
     layers = Bench(tmp_path, backend).model.weights.layers
     static = [[linear.inputs is not None and linear.inputs.scale is not None
-               for linear in (x.qkv, x.o, x.gate_up, x.down)] for x in layers]
+               for linear in x.linears] for x in layers]
     assert static == [[False, False, False, True], [False, False, False, True], [False, True, False, True]]
     assert [x.qkv.inputs is None for x in layers] == [False, True, False]
     assert far(logits(tmp_path, backend), oracles(loaded(tmp_path))) < FLIPS

@@ -67,7 +67,7 @@ def int8_of(linear: Linear) -> QuantizedWeight:
 
 def storage(weights: ModelWeights) -> list[torch.Tensor]:
     """Return all stored tensors once."""
-    linears = [linear for x in weights.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
+    linears = [linear for x in weights.layers for linear in x.linears]
     found = [weights.embedding, weights.norm, *(() if weights.lm_head.weight is weights.embedding
                                                 else (weights.lm_head.weight,))]
     for x in weights.layers:
@@ -300,7 +300,7 @@ class Tiled(CpuBackend):
 def test_int8_weights_are_arranged_once_complete(tmp_path):
     backend = Tiled()
     weights = load(saved_w8a8(random_model("qwen3"), tmp_path), backend, "int8")
-    made = [linear.weight for x in weights.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
+    made = [linear.weight for x in weights.layers for linear in x.linears]
     arranged = [weight for weight, _ in backend.arranged]
     assert all(one is other for one, other in zip(arranged, [*made, weights.lm_head.weight], strict=True))
     assert [table for _, table in backend.arranged] == [False] * len(made) + [True]
@@ -350,7 +350,7 @@ def test_stored_bytes_int8_are_half_of_bfloat16():
 
 def test_int8_every_linear_layer_has_an_input_scheme(tmp_path):
     layer: LayerWeights = load(saved(random_model("llama"), tmp_path)).layers[0]
-    assert [linear.inputs for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)] == [None] * 4
+    assert [linear.inputs for linear in layer.linears] == [None] * 4
 
 
 @pytest.mark.parametrize(("changes", "dtype", "expected"), [
