@@ -238,42 +238,63 @@ DEVICE void attend(const WarpState& own, const Layer& layer, const Unit& unit, L
     running.store(heads);
 }
 
-// Merge the first `count` of heads.weights and the sums that go with them.
-struct Merged { float most, weight, sum; };
-template <class Sum> DEVICE Merged merged(const Heads& heads, int count, int head, Sum sum) {
-    Merged made = {NEVER, 0, 0};
-    for (int i = 0; i < count; i++) made.most = larger(made.most, heads.weights[i][head][0]);
-#pragma unroll 8
-    for (int i = 0; i < count; i++) {
-        const float largest = heads.weights[i][head][0], by = largest == NEVER ? 0 : exp2_of(largest - made.most);
-        made.weight = fma_of(by, heads.weights[i][head][1], made.weight);
-        made.sum = fma_of(by, sum(i), made.sum);
+// Merge `count` parts, of which `TOGETHER` are loaded at a time. weights_of: largest score of a part and the sum of its
+// weights. sums_of: four of its sums.
+struct Merged { float most, weight; float4 sum; };
+template <int TOGETHER, class Weights, class Sums> DEVICE Merged merged(int count, Weights weights_of, Sums sums_of) {
+    Merged made = {NEVER, 0, {0, 0, 0, 0}};
+#pragma unroll 1
+    for (int first = 0; first < count; first += TOGETHER) {
+        float2 weights[TOGETHER + 1];
+        float4 sums[TOGETHER + 1];
+        weights[TOGETHER] = {made.most, made.weight}, sums[TOGETHER] = made.sum;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            weights[i] = {NEVER, 0}, sums[i] = {0, 0, 0, 0};
+            if (first + i < count) weights[i] = weights_of(first + i), sums[i] = sums_of(first + i);
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) made.most = larger(made.most, weights[i].x);
+        made.weight = 0, made.sum = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i <= TOGETHER; i++) {
+            const float by = weights[i].x == NEVER ? 0 : exp2_of(weights[i].x - made.most);
+            made.weight = fma_of(by, weights[i].y, made.weight);
+            made.sum = {fma_of(by, sums[i].x, made.sum.x), fma_of(by, sums[i].y, made.sum.y),
+                        fma_of(by, sums[i].z, made.sum.z), fma_of(by, sums[i].w, made.sum.w)};
+        }
     }
     return made;
 }
 
 // Merge the warps' sums of a unit and, in the block that arrives last, the parts of the context.
 DEVICE void merge(const WarpState& own, const Unit& unit, u32* counters) {
-    constexpr int NUMBERS = HEADS * DIM, PART = HEADS * (DIM + 2);
+    constexpr int NUMBERS = HEADS * DIM, PART = HEADS * (DIM + 4);   // aligned to 16 bytes
+    static_assert(NUMBERS / 4 <= THREADS, "a thread merges four numbers");
     Heads& heads = own.scratch.heads;
     float* parts = own.step.partial + i64(unit.counter()) * SPLIT * PART;
     float* mine = parts + unit.part * PART;
+    const int at = 4 * thread(), head = at / DIM;   // of the unit
+    const bool inside = at < NUMBERS;
     float largest = 0;
-    const auto store = [&](int at, const Merged& made) {
-        const int head = unit.pass * HEADS + at / DIM;
-        if (head >= GROUP) return;
-        const u32 rounded = to_bf16(divided(made.sum, made.weight), 0);
-        own.step.attended[unit.row * Q_SIZE + (unit.head * GROUP + head) * DIM + at % DIM] = u16(rounded);
-        largest = larger(largest, magnitude(low(rounded)));
+    const auto store = [&](const Merged& made) {
+        const int stored = unit.pass * HEADS + head;
+        if (stored >= GROUP) return;
+        const u32 a = to_bf16(divided(made.sum.x, made.weight), divided(made.sum.y, made.weight));
+        const u32 b = to_bf16(divided(made.sum.z, made.weight), divided(made.sum.w, made.weight));
+        u16* to = own.step.attended + unit.row * Q_SIZE + (unit.head * GROUP + stored) * DIM + at % DIM;
+        *reinterpret_cast<uint2*>(to) = {a, b};
+        largest = larger(larger(magnitude(low(a)), magnitude(high(a))), larger(magnitude(low(b)), magnitude(high(b))));
     };
-    for (int at = thread(); at < NUMBERS; at += THREADS) {
-        const int head = at / DIM;
-        const Merged made = merged(heads, WARPS, head, [&](int i) { return heads.sums[i][head][at % DIM]; });
+    if (inside) {
+        const Merged made = merged<WARPS>(
+            WARPS, [&](int i) { return *reinterpret_cast<const float2*>(heads.weights[i][head]); },
+            [&](int i) { return *reinterpret_cast<const float4*>(heads.sums[i][head] + at % DIM); });
         if (unit.filled == 1) {
-            store(at, made);
+            store(made);
         } else {
-            mine[at] = made.sum;
-            if (at % DIM == 0) mine[NUMBERS + 2 * head] = made.most, mine[NUMBERS + 2 * head + 1] = made.weight;
+            *reinterpret_cast<float4*>(mine + at) = made.sum;
+            if (at % DIM == 0) *reinterpret_cast<float2*>(mine + NUMBERS + 2 * head) = {made.most, made.weight};
         }
     }
     if (unit.filled > 1) {
@@ -281,16 +302,15 @@ DEVICE void merge(const WarpState& own, const Unit& unit, u32* counters) {
         if (thread() == 0) own.scratch.last = count(counters + ARRIVED + unit.counter()) == u32(unit.filled - 1);
         own.sync();
         if (!own.scratch.last) return;
-        for (int i = thread(); i < unit.filled * HEADS * 2; i += THREADS)
-            heads.weights[i / (2 * HEADS)][i / 2 % HEADS][i % 2] =
-                load_l2(parts + i / (2 * HEADS) * PART + NUMBERS + i % (2 * HEADS));
-        own.sync();
-        for (int at = thread(); at < NUMBERS; at += THREADS)
-            store(at, merged(heads, unit.filled, at / DIM, [&](int i) { return load_l2(parts + i * PART + at); }));
+        if (inside)
+            store(merged<16>(
+                unit.filled,
+                [&](int i) { return load_l2(reinterpret_cast<const float2*>(parts + i * PART + NUMBERS) + head); },
+                [&](int i) { return load_l2(reinterpret_cast<const float4*>(parts + i * PART + at)); }));
     }
     if (BYTES) {
-        largest = largest_of_warp(largest);
-        if (own.lane() == 0) atomic_max(counters + LARGEST + unit.row, bits(largest));
+        const u32 most = largest_of_lanes(bits(largest));   // the bits of numbers without a sign have their order
+        if (own.lane() == 0) atomic_max(counters + LARGEST + unit.row, most);
     }
 }
 

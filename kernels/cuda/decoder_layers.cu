@@ -15,7 +15,6 @@
 
 DEVICE void run(WarpState& own) {
     const Step& step = own.step;
-    float inverse[ROWS];   // inverse root mean squares of the residual stream
 #pragma unroll 1
     for (int index = 0; index < LAYERS; index++) {
         const Layer& layer = step.layers[index];
@@ -30,13 +29,22 @@ DEVICE void run(WarpState& own) {
             const u32* before = product == QKV      ? counters - COUNTERS + AFTER_DOWN
                               : product == OUTPUT   ? counters + AFTER_ATTENTION
                               : product == GATE_UP ? counters + AFTER_OUTPUT : counters + AFTER_GATE_UP;
+            const Sizes sizes(product);
+            const u16* from = product == OUTPUT ? step.attended : product == DOWN ? step.gated : step.residual;
+            Vectors loaded;
+            Scales scales;
             if (gamma != nullptr) {
-                statistics(own, gamma, product == QKV && index == 0 ? nullptr : before, inverse);
+                Vectors gammas;   // they do not depend on other blocks
+                gammas.load(own, gamma, sizes, 0, 0);
+                if (product != QKV || index != 0) own.wait(before);
+                loaded.load(own, from, sizes, 0, sizes.inputs);
+                scales = normalize(own, loaded, gammas);
             } else {
                 own.wait(before);
-                scales_of(own, counters + LARGEST + (product == DOWN) * ROWS);
+                loaded.load(own, from, sizes, 0, sizes.inputs);
+                scales = scales_of(own, counters + LARGEST + (product == DOWN) * ROWS);
             }
-            compute(own, product, index, counters, gamma, inverse);
+            compute(own, product, sizes, index, counters, from, loaded, scales);
             own.finished(counters + (product == QKV      ? AFTER_QKV
                                    : product == OUTPUT   ? AFTER_OUTPUT
                                    : product == GATE_UP ? AFTER_GATE_UP : AFTER_DOWN));

@@ -36,6 +36,7 @@ DEVICE bool barrier_passed(u64* barrier, u32 parity) {
     return passed;
 }
 
+
 // Wait for a condition. A kernel that waits for seconds is wrong: it ends with an error instead of never.
 template <class Condition> DEVICE void wait_until(Condition condition) {
     u64 begin = 0, now;
@@ -65,11 +66,13 @@ template <int COUNT> DEVICE void leave_registers() { asm volatile("setmaxnreg.de
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE u32 shuffle(u32 value, int lane) { return __shfl_sync(0xFFFFFFFF, value, lane); }
 DEVICE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, value, lanes); }
+DEVICE u32 largest_of_lanes(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 DEVICE bool any_lane(bool value) { return __any_sync(0xFFFFFFFF, value); }
 
 // Global memory that other blocks write: read from the L2 cache.
 DEVICE uint4 load_vector(const u16* from) { return __ldcg(reinterpret_cast<const uint4*>(from)); }
-DEVICE float load_l2(const float* from) { return __ldcg(from); }
+DEVICE float2 load_l2(const float2* from) { return __ldcg(from); }
+DEVICE float4 load_l2(const float4* from) { return __ldcg(from); }
 DEVICE u32 load_l2(const u32* from) { return __ldcg(from); }
 DEVICE u16 load_l2(const u16* from) { return __ldcg(from); }
 DEVICE void atomic_max(u32* to, u32 value) { atomicMax(to, value); }
@@ -121,9 +124,10 @@ DEVICE u32 to_e4m3(float first, float second) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
     return both;
 }
-DEVICE u32 e4m3_to_f16(u32 both) {
-    u32 made;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(made) : "h"(u16(both)));
+DEVICE uint2 e4m3_to_f16(u32 four) {
+    uint2 made;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+        : "=r"(made.x), "=r"(made.y) : "r"(four));
     return made;
 }
 DEVICE u32 to_int8(float value) {
@@ -133,7 +137,11 @@ DEVICE u32 to_int8(float value) {
 }
 DEVICE float bits(u32 value) { return __uint_as_float(value); }
 DEVICE u32 bits(float value) { return __float_as_uint(value); }
-DEVICE float exp2_of(float value) { return exp2f(value); }
+DEVICE float exp2_of(float value) {
+    float made;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(value));
+    return made;
+}
 DEVICE float rsqrt_of(float value) { return rsqrtf(value); }
 DEVICE float fma_of(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }

@@ -12,71 +12,104 @@ DEVICE uint4 normed(const uint4& x, const uint4& gamma, float inverse) {
             normed(x.w, gamma.w, inverse)};
 }
 
-// Set the scale of a row's quantized inputs. Inputs below about 1e-28 become 0.
-DEVICE void set_scale(const WarpState& own, int row, float largest) {
-    const float scale = divided(largest, own.step.levels);
-    own.scratch.scale[row] = scale > 1e-30f ? scale : 1;
-    own.scratch.inverse[row] = divided(1, own.scratch.scale[row]);
+// Inputs that a lane has loaded: vectors of eight numbers, of the columns of its warp in a part of K.
+constexpr int IN_ROW = SPAN * WIDTH / 8;                  // vectors of a warp in a row
+constexpr int LOADED = (ROWS * IN_ROW + 31) / 32;         // vectors of a lane
+struct Vectors {
+    uint4 of[LOADED];
+
+    // Load the vectors of the stages from `begin` on. stride: numbers between rows.
+    DEVICE void load(const WarpState& own, const u16* from, const Sizes& sizes, int begin, int stride) {
+#pragma unroll
+        for (int i = 0; i < LOADED; i++) {
+            const int at = own.lane() + 32 * i, in_row = at % IN_ROW;
+            const int column = (begin + in_row / (WIDTH / 8)) * COLUMNS + own.warp() * WIDTH + in_row % (WIDTH / 8) * 8;
+            of[i] = row(own, i) < ROWS && column < sizes.inputs ? load_vector(from + row(own, i) * stride + column) : uint4{};
+        }
+    }
+    DEVICE static int row(const WarpState& own, int i) { return (own.lane() + 32 * i) / IN_ROW; }
+};
+
+// Numbers of each row. They are chosen by bits: by a condition, the compiler would load them from memory.
+struct OfRows {
+    float of[ROWS];
+    DEVICE float operator[](int row) const {
+        u32 made = bits(of[0]);
+        for (int i = 1; i < ROWS; i++) made ^= (made ^ bits(of[i])) & -u32(row == i);
+        return bits(made);
+    }
+};
+
+// Quantization of inputs: x / scale. Inputs below about 1e-28 become 0.
+struct Scales {
+    OfRows scale, inverse;
+    DEVICE void set(int row, float largest, float levels) {
+        const float made = divided(largest, levels);
+        scale.of[row] = made > 1e-30f ? made : 1;
+        inverse.of[row] = divided(1, scale.of[row]);
+    }
+};
+
+// Normalize the inputs. The warps of the block have whole rows. Return the scales of their quantization.
+DEVICE Scales normalize(const WarpState& own, Vectors& x, const Vectors& gamma) {
+    auto& reduced = own.scratch.reduced;
+    OfRows sums = {};
+    u32 largest[ROWS] = {};
+#pragma unroll
+    for (int i = 0; i < LOADED; i++) {
+        float sum = 0;
+        for (int j = 0; j < 4; j++) {
+            const u32 both = word(x.of[i], j);
+            sum = fma_of(high(both), high(both), fma_of(low(both), low(both), sum));
+        }
+        for (int row = 0; row < ROWS; row++) sums.of[row] += Vectors::row(own, i) == row ? sum : 0;
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        const float sum = sum_of_warp(sums.of[row]);
+        if (own.lane() == 0) reduced[0][own.warp()][row] = sum;
+    }
+    own.sync();
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        float sum = 0;
+        for (int i = 0; i < WARPS; i++) sum += reduced[0][i][row];
+        sums.of[row] = rsqrt_of(sum / HIDDEN + own.step.eps);
+    }
+#pragma unroll
+    for (int i = 0; i < LOADED; i++) {
+        const int own_row = Vectors::row(own, i);
+        x.of[i] = normed(x.of[i], gamma.of[i], sums[own_row]);
+        u32 most = 0;
+        for (int j = 0; j < 4; j++) {
+            const u32 both = word(x.of[i], j);
+            most = larger(most, larger(bits(magnitude(low(both))), bits(magnitude(high(both)))));
+        }
+        for (int row = 0; row < ROWS; row++) largest[row] = larger(largest[row], own_row == row ? most : 0u);
+    }
+    Scales made = {};
+    if (!BYTES) return made;
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        const u32 most = largest_of_lanes(largest[row]);
+        if (own.lane() == 0) reduced[1][own.warp()][row] = bits(most);
+    }
+    own.sync();
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+        float most = 0;
+        for (int i = 0; i < WARPS; i++) most = larger(most, reduced[1][i][row]);
+        made.set(row, most, own.step.levels);
+    }
+    return made;
 }
 
-// Wait for the residual stream, if another block writes it. Set inverse[i] to the inverse root mean square of row i, and
-// the scales of its norm.
-DEVICE void statistics(const WarpState& own, const u16* gamma, const u32* counter, float (&inverse)[ROWS]) {
-    constexpr int VECTORS = HIDDEN / 8, COUNT = (VECTORS + THREADS - 1) / THREADS;
-    Scratch& scratch = own.scratch;
-    uint4 x[ROWS][COUNT] = {}, by[COUNT] = {};
+// Return the scales of inputs whose largest magnitudes other blocks have found.
+DEVICE Scales scales_of(const WarpState& own, const u32* largest) {
+    Scales made = {};
     if (BYTES)
-        for (int i = 0; i < COUNT; i++)
-            if (thread() + i * THREADS < VECTORS) by[i] = reinterpret_cast<const uint4*>(gamma)[thread() + i * THREADS];
-    if (counter != nullptr) own.wait(counter);
-#pragma unroll
-    for (int row = 0; row < ROWS; row++)
-        for (int i = 0; i < COUNT; i++)
-            if (thread() + i * THREADS < VECTORS)
-                x[row][i] = load_vector(own.step.residual + row * HIDDEN + 8 * (thread() + i * THREADS));
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-        float sum = 0;
-        for (int i = 0; i < COUNT; i++)
-            for (int j = 0; j < 4; j++) {
-                const u32 both = word(x[row][i], j);
-                sum = fma_of(high(both), high(both), fma_of(low(both), low(both), sum));
-            }
-        sum = sum_of_warp(sum);
-        if (own.lane() == 0) scratch.reduced[0][own.warp()][row] = sum;
-    }
-    own.sync();
-    for (int row = 0; row < ROWS; row++) {
-        float sum = 0;
-        for (int i = 0; i < WARPS; i++) sum += scratch.reduced[0][i][row];
-        inverse[row] = rsqrt_of(sum / HIDDEN + own.step.eps);
-    }
-    if (!BYTES) return;
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-        float largest = 0;
-        for (int i = 0; i < COUNT; i++)
-            for (int j = 0; j < 4; j++) {
-                const u32 both = normed(word(x[row][i], j), word(by[i], j), inverse[row]);
-                largest = larger(largest, larger(magnitude(low(both)), magnitude(high(both))));
-            }
-        largest = largest_of_warp(largest);
-        if (own.lane() == 0) scratch.reduced[1][own.warp()][row] = largest;
-    }
-    own.sync();
-    if (thread() < ROWS) {
-        float largest = 0;
-        for (int i = 0; i < WARPS; i++) largest = larger(largest, scratch.reduced[1][i][thread()]);
-        set_scale(own, thread(), largest);
-    }
-    own.sync();
-}
-
-// Set the scales of inputs whose largest magnitudes other blocks have found.
-DEVICE void scales_of(const WarpState& own, const u32* largest) {
-    if (!BYTES) return;
-    if (thread() < ROWS) set_scale(own, thread(), bits(load_l2(largest + thread())));
-    own.sync();
+        for (int row = 0; row < ROWS; row++) made.set(row, bits(load_l2(largest + row)), own.step.levels);
+    return made;
 }
 
 // Quantize four numbers: x / scale, rounded once. The quotient by the reciprocal is corrected by its remainder
@@ -95,54 +128,30 @@ DEVICE u32 quantized(u32 first, u32 second, float scale, float inverse) {
 // Hold 16 bytes of inputs as the tensor cores take them.
 DEVICE void hold(uint4 (&to)[HELD], const uint4& x) {
     if (FORM == 2) {
-        to[0] = {e4m3_to_f16(x.x), e4m3_to_f16(x.x >> 16), e4m3_to_f16(x.y), e4m3_to_f16(x.y >> 16)};
-        to[HELD - 1] = {e4m3_to_f16(x.z), e4m3_to_f16(x.z >> 16), e4m3_to_f16(x.w), e4m3_to_f16(x.w >> 16)};
+        const uint2 a = e4m3_to_f16(x.x), b = e4m3_to_f16(x.y), c = e4m3_to_f16(x.z), d = e4m3_to_f16(x.w);
+        to[0] = {a.x, a.y, b.x, b.y}, to[HELD - 1] = {c.x, c.y, d.x, d.y};
     } else {
         to[0] = x;
     }
 }
 
-// Load this warp's inputs of the stages from `begin` on. Where there are fewer rows than lanes, lanes share the work.
-// gamma: of the norm, or null. All loads are issued before the first is used.
-DEVICE void load_inputs(const WarpState& own, uint4 (&x)[SPAN * PIECES][HELD], const u16* from, const u16* gamma,
-                        const Sizes& sizes, int begin, const float (&inverse)[ROWS]) {
-    constexpr int COUNT = SPAN * PIECES, SHARE = 8 / ROWS, SLOTS = (COUNT + SHARE - 1) / SHARE, VECTORS = EACH / 8;
-    const int row = own.lane() / 4 % ROWS, share = own.lane() / 4 / ROWS, quarter = own.lane() % 4;
-    const auto column = [&](int slot) {
-        const int piece = slot * SHARE + share, offset = piece % PIECES * (64 / SIZE) + quarter * EACH;
-        const int made = (begin + piece / PIECES) * COLUMNS + own.warp() * WIDTH + offset;
-        return made < sizes.inputs ? made : 0;   // what lies beyond is not used
-    };
-    uint4 pairs[SLOTS][VECTORS], gammas[SLOTS][VECTORS] = {};
+// Quantize the inputs, and hold them as the tensor cores take them. The lanes of a warp exchange them in shared memory.
+DEVICE void hold(const WarpState& own, uint4 (&x)[INPUTS][HELD], const Vectors& loaded, const Scales& scales) {
+    u8* inputs = own.scratch.inputs[own.warp()];
+    sync_warp();   // all lanes have read the inputs before
 #pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++)
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) pairs[slot][i] = load_vector(from + row * sizes.inputs + column(slot) + 8 * i);
-    if (gamma != nullptr)
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; slot++)
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) gammas[slot][i] = load_vector(gamma + column(slot) + 8 * i);
-    float own_inverse = inverse[0];
-    for (int i = 1; i < ROWS; i++) own_inverse = row == i ? inverse[i] : own_inverse;
-    const float scale = BYTES ? own.scratch.scale[row] : 1, unit = BYTES ? own.scratch.inverse[row] : 1;
-#pragma unroll
-    for (int slot = 0; slot < SLOTS; slot++) {
-        uint4(&pair)[VECTORS] = pairs[slot];
-        if (gamma != nullptr)
-#pragma unroll
-            for (int i = 0; i < VECTORS; i++) pair[i] = normed(pair[i], gammas[slot][i], own_inverse);
-        const uint4 &a = pair[0], &b = pair[VECTORS - 1];
-        uint4 made = a;
+    for (int i = 0; i < LOADED; i++) {
+        const int at = own.lane() + 32 * i, row = Vectors::row(own, i);
+        const uint4& full = loaded.of[i];
+        const float scale = scales.scale[row], inverse = scales.inverse[row];
+        if (row >= ROWS) continue;
         if (BYTES)
-            made = {quantized(a.x, a.y, scale, unit), quantized(a.z, a.w, scale, unit), quantized(b.x, b.y, scale, unit),
-                    quantized(b.z, b.w, scale, unit)};
-#pragma unroll
-        for (int i = 0; i < SHARE; i++) {
-            const int lane = (i * ROWS + row) * 4 + quarter;
-            const uint4 theirs = SHARE == 1 ? made : uint4{shuffle(made.x, lane), shuffle(made.y, lane),
-                                                           shuffle(made.z, lane), shuffle(made.w, lane)};
-            if (slot * SHARE + i < COUNT) hold(x[slot * SHARE + i], theirs);
-        }
+            reinterpret_cast<uint2*>(inputs)[at] = {quantized(full.x, full.y, scale, inverse),
+                                                    quantized(full.z, full.w, scale, inverse)};
+        else reinterpret_cast<uint4*>(inputs)[at] = full;
     }
+    sync_warp();
+    const u8* row = inputs + own.lane() / 4 % ROWS * INPUTS * 64 + own.lane() % 4 * 16;
+#pragma unroll
+    for (int piece = 0; piece < INPUTS; piece++) hold(x[piece], *reinterpret_cast<const uint4*>(row + piece * 64));
 }

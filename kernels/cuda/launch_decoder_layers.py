@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 ROWS = (1, 2)
 """Rows of a step that the kernel takes. With more, kernels one by one are faster (bench/RESULTS.md)."""
 
-COMPILED = (1, 2, 4, 8)
-"""Rows for which the kernel can be compiled."""
+MAX_HIDDEN = 5120
+"""Numbers of a row whose norm the kernel computes in registers."""
 
 THREADS = 384
 """Threads of a block."""
@@ -85,7 +85,7 @@ def constants_of(
 
     blocks: multiprocessors of the device. shared: bytes of shared memory that a block may have.
     """
-    if rows not in COMPILED or head_dim not in (64, 128):
+    if rows not in ROWS or head_dim not in (64, 128):
         return None
     if not isinstance(keys, Tensor) or keys.dtype != torch.bfloat16 or keys.shape[3] != head_dim:
         return None
@@ -97,7 +97,7 @@ def constants_of(
     hidden, inner = layers[0].qkv.weight.shape[1], layers[0].down.weight.shape[1]
     inputs = hidden, inner, heads * head_dim
     columns = 1024 if form and not any(n % 1024 for n in inputs) else 512  # of a stage
-    if any(n % columns for n in inputs):
+    if hidden > MAX_HIDDEN or any(n % columns for n in inputs):
         return None
     return {"ROWS": rows, "BLOCKS": blocks, "SHARED": shared, "LAYERS": len(layers), "HIDDEN": hidden,
             "INTERMEDIATE": inner, "Q_HEADS": heads, "KV_HEADS": kv_heads, "DIM": head_dim, "PAGE": keys.shape[1],
@@ -110,7 +110,7 @@ def sizes(constants: dict[str, int]) -> tuple[int, int]:
     passes = -(-group // 6)
     units = constants["ROWS"] * constants["KV_HEADS"] * passes
     split = max(1, constants["BLOCKS"] // units)
-    return 5 + 2 * constants["ROWS"] + units, units * split * -(-group // passes) * (constants["DIM"] + 2)
+    return 5 + 2 * constants["ROWS"] + units, units * split * -(-group // passes) * (constants["DIM"] + 4)
 
 
 def arguments(
@@ -161,7 +161,7 @@ def decoder_layers(
     Raises RuntimeError if the launch fails.
     """
     rows = len(residual)
-    if (rows not in ROWS or not residual.is_cuda or residual.dtype != torch.bfloat16
+    if (not residual.is_cuda or residual.dtype != torch.bfloat16
             or metadata.host_cu_seqlens_q != list(range(rows + 1))):
         return None
     blocks, shared = processors(residual.device), shared_memory(residual.device)

@@ -1,7 +1,7 @@
 // Sizes, arguments and memory of decoder_layers.cu.
 //
 // Constants of a compilation (see launch_decoder_layers.py):
-// ROWS: rows of the step: 1, 2, 4 or 8. BLOCKS: blocks of the grid. SHARED: bytes of shared memory of a block.
+// ROWS: rows of the step: 1 or 2. BLOCKS: blocks of the grid. SHARED: bytes of shared memory of a block.
 // LAYERS, HIDDEN, INTERMEDIATE, Q_HEADS, KV_HEADS, DIM: of the model. PAGE: tokens of a block of the KV cache.
 // COLUMNS: columns of a stage. FORM: 0 for weights in bfloat16, 1 for int8, 2 for float8 (e4m3).
 #pragma once
@@ -18,9 +18,9 @@ constexpr int PITCH = COLUMNS * SIZE + 64;   // bytes between the rows of a stag
 constexpr int STAGE = 2 * TILE * PITCH;
 constexpr int WIDTH = COLUMNS / WARPS;       // columns of a warp
 constexpr int PIECES = WIDTH * SIZE / 64;    // pieces of a warp in a stage: 64 bytes of each row, 16 of each lane
-constexpr int EACH = 16 / SIZE;              // numbers of a lane in a piece
 constexpr int HELD = FORM == 2 ? 2 : 1;      // vectors in which a lane holds its inputs of a piece; float8 as float16
-constexpr int SPAN = BYTES ? 5 : 10;         // stages of a tile whose inputs registers hold
+constexpr int SPAN = (BYTES ? 10 : 20) / PIECES;   // stages of a tile whose inputs registers hold
+constexpr int INPUTS = SPAN * PIECES;        // pieces of these
 constexpr int KEPT = 8;                      // tiles whose sums are kept until they are added
 
 // Products of a layer, and the operations after which blocks wait for each other.
@@ -58,7 +58,6 @@ constexpr int PASSES = (GROUP + 5) / 6;
 constexpr int HEADS = (GROUP + PASSES - 1) / PASSES;     // query heads of a unit: each has a warp that prepares it
 constexpr int UNITS = ROWS * KV_HEADS * PASSES;          // units of a context that is not split
 constexpr int SPLIT = BLOCKS / UNITS > 1 ? BLOCKS / UNITS : 1;   // parts of a context
-constexpr int MOST = SPLIT > WARPS ? SPLIT : WARPS;      // parts that are merged at a time
 constexpr int OWN = 8, LANES = DIM / OWN;                // numbers of a head that a lane has, lanes of a head
 constexpr int KEYS = 32 / LANES, STRIDE = KEYS * WARPS;  // keys that a warp, and a block, read side by side
 constexpr int TOGETHER = 2;                              // keys of a lane between two maxima
@@ -74,7 +73,7 @@ struct Layer {
 struct Step {
     Layer layers[LAYERS];
     u16 *residual, *qkv, *attended, *gated;   // [ROWS, HIDDEN], QKV_SIZE, Q_SIZE, INTERMEDIATE; bfloat16
-    float* partial;               // [UNITS * SPLIT, HEADS * (DIM + 2)]
+    float* partial;               // [UNITS * SPLIT, HEADS * (DIM + 4)]
     u32* counters;                // [LAYERS, COUNTERS], 0 before the launch
     const float* cos_sin;         // [positions, DIM]
     const i64 *positions, *slots; // [ROWS]
@@ -92,23 +91,30 @@ struct alignas(16) Heads {
     u16 queries[HEADS][DIM];              // bfloat16
     u16 fresh[2][DIM];                    // this token's key and value
     float sums[WARPS][HEADS][DIM];
-    float weights[MOST][HEADS][2];        // largest score and sum of the weights, of warps or parts
+    float weights[WARPS][HEADS][2];       // largest score and sum of the weights
 };
+constexpr int MOST_STAGES = 32;
 struct Scratch {
-    u64 full[64], empty[64];              // barriers of the stages
+    u64 full[MOST_STAGES], empty[MOST_STAGES];   // barriers of the stages
     float reduced[2][WARPS][ROWS];
-    float scale[ROWS], inverse[ROWS];     // of quantized inputs, and 1 / scale
     u32 last;
     union {
-        Number sums[KEPT][WARPS][ROWS][TILE];
+        struct {
+            Number sums[KEPT][WARPS][ROWS][TILE];
+            u8 inputs[WARPS][ROWS * INPUTS * 64];   // see `hold`
+        };
         Heads heads;
     };
 };
 constexpr int RING = (sizeof(Scratch) + 127) / 128 * 128;   // first byte of the ring in shared memory
-constexpr int STAGES = (SHARED - RING) / STAGE < 64 ? (SHARED - RING) / STAGE : 64;
-constexpr int IN_FLIGHT = (48 << 10) / (2 * TILE * COLUMNS * SIZE);   // stages that are copied at a time: with more bytes,
-                                                                      // some blocks get less of the memory's rate
-static_assert(STAGES > IN_FLIGHT && IN_FLIGHT > 0, "SHARED is too small");
+constexpr int STAGES = (SHARED - RING) / STAGE < MOST_STAGES ? (SHARED - RING) / STAGE : MOST_STAGES;
+
+// Stages of two tiles that are copied at a time. With more bytes, some blocks get less of the memory's rate than others.
+// While blocks wait for each other the ring is filled, and less than the memory's rate keeps their signals fast.
+DEVICE constexpr int stages_of(int bytes) { return bytes / (2 * TILE * COLUMNS * SIZE); }
+constexpr int IN_FLIGHT = stages_of(48 << 10), FILLING = stages_of(32 << 10), FILLING_IN_ATTENTION = stages_of(16 << 10);
+static_assert(ROWS <= 2 && HIDDEN <= SPAN * COLUMNS, "registers hold the inputs of a norm");
+static_assert(STAGES > 2 * IN_FLIGHT && FILLING_IN_ATTENTION > 0, "SHARED is too small");
 
 // Place in the ring. All warps pass over the stages in the same order.
 struct Place {
@@ -150,11 +156,8 @@ DEVICE float high(u32 pair) { return bits(pair & 0xFFFF0000); }
 DEVICE float magnitude(float x) { return bits(bits(x) & 0x7FFFFFFF); }
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
 DEVICE u32 word(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
+DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 DEVICE float sum_of_warp(float x) {
     for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
-    return x;
-}
-DEVICE float largest_of_warp(float x) {
-    for (int lanes = 16; lanes; lanes /= 2) x = larger(x, shuffle_xor(x, lanes));
     return x;
 }

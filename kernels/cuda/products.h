@@ -20,10 +20,9 @@ DEVICE void multiply(Sums& a, Sums& b, const uint4& first, const uint4& second, 
         multiply_int8(b.whole, first.z, second.z, first.w, second.w, x[0].z, x[0].w);
     } else {   // in float16: Hopper has no float8 products of this shape
         for (int i = 0; i < 4; i++) {
-            const u32 one = word(first, i), two = word(second, i);
+            const uint2 one = e4m3_to_f16(word(first, i)), two = e4m3_to_f16(word(second, i));
             const uint4& by = x[HELD == 2 ? i / 2 : 0];
-            multiply_f16(i % 2 ? b.real : a.real, e4m3_to_f16(one), e4m3_to_f16(two), e4m3_to_f16(one >> 16),
-                         e4m3_to_f16(two >> 16), word(by, i % 2 * 2), word(by, i % 2 * 2 + 1));
+            multiply_f16(i % 2 ? b.real : a.real, one.x, two.x, one.y, two.y, word(by, i % 2 * 2), word(by, i % 2 * 2 + 1));
         }
     }
 }
@@ -37,7 +36,7 @@ DEVICE void load_stage(const WarpState& own, uint4 (&w)[PIECES][2], const Place&
 }
 
 // Multiply the next `count` stages of the ring. A stage is loaded while the one before it is multiplied.
-DEVICE void add(WarpState& own, Sums (&sums)[2], const uint4 (&x)[SPAN * PIECES][HELD], int count) {
+DEVICE void add(WarpState& own, Sums (&sums)[2], const uint4 (&x)[INPUTS][HELD], int count) {
     uint4 w[2][PIECES][2];
     load_stage(own, w[0], own.place);
 #pragma unroll
@@ -46,19 +45,17 @@ DEVICE void add(WarpState& own, Sums (&sums)[2], const uint4 (&x)[SPAN * PIECES]
         own.place.advance();
         if (each + 1 < SPAN && each + 1 < count) load_stage(own, w[(each + 1) % 2], own.place);
 #pragma unroll
-        for (int i = 0; i < PIECES; i++)
-            multiply(sums[0], sums[1], w[each % 2][i][0], w[each % 2][i][1], x[each * PIECES + i]);
+        for (int i = 0; i < PIECES; i++) multiply(sums[0], sums[1], w[each % 2][i][0], w[each % 2][i][1], x[each * PIECES + i]);
         sync_warp();
         if (own.lane() == 0) barrier_arrive(empty);
         if (each + 1 >= count) break;
     }
 }
 
-// What the outputs of a tile are computed with; a lane has up to two outputs.
-constexpr int OUTPUTS = (ROWS * TILE + 31) / 32;
+// What a lane's output of a tile is computed with. Lanes have an output of row lane / TILE, if there is such a row.
 struct Operands {
     float scale[2];
-    u16 residual[OUTPUTS];
+    u16 residual;
 };
 DEVICE Operands operands(const WarpState& own, const float* scale, int product, const Sizes& sizes, int tile) {
     Operands made = {};
@@ -67,10 +64,8 @@ DEVICE Operands operands(const WarpState& own, const float* scale, int product, 
         made.scale[0] = scale[column];
         if (sizes.gated) made.scale[1] = scale[column + INTERMEDIATE];
     }
-    if (product == OUTPUT || product == DOWN)
-        for (int i = 0; i < OUTPUTS; i++)
-            if (own.lane() / TILE + 4 * i < ROWS)
-                made.residual[i] = load_l2(own.step.residual + (own.lane() / TILE + 4 * i) * HIDDEN + column);
+    if ((product == OUTPUT || product == DOWN) && own.lane() / TILE < ROWS)
+        made.residual = load_l2(own.step.residual + own.lane() / TILE * HIDDEN + column);
     return made;
 }
 
@@ -84,32 +79,30 @@ DEVICE float sum_of(const WarpState& own, int kept, int row) {
 
 // Compute and store the `index`-th outputs of a batch.
 DEVICE void store(const WarpState& own, int product, const Sizes& sizes, u32* counters, int tile, int index,
-                  const Operands& by) {
+                  const Operands& by, const Scales& scales) {
     const Step& step = own.step;
-    for (int i = 0; i < OUTPUTS; i++) {
-        const int row = own.lane() / TILE + 4 * i, column = tile * TILE + own.lane() % TILE;
-        const bool inside = row < ROWS;
-        const int at = inside ? row : 0;
-        const float scale = BYTES ? own.scratch.scale[at] : 1;
-        float value = sum_of(own, index << sizes.gated, at);
-        if (BYTES) value = value * scale * by.scale[0];
-        u16* to = product == QKV ? step.qkv : step.residual;
-        if (sizes.gated) {
-            constexpr float LOG2_E = 1.44269504f;
-            float up = sum_of(own, index * 2 + 1, at);
-            if (BYTES) up = up * scale * by.scale[1];
-            value = value / (1 + exp2_of(-LOG2_E * value)) * up;
-            to = step.gated;
-        } else if (product != QKV) {
-            value = low(to_bf16(value, 0)) + low(by.residual[i]);
-        }
-        const u32 made = to_bf16(value, 0);
-        if (inside) to[row * sizes.outputs + column] = u16(made);
-        if (BYTES && sizes.gated) {
-            float largest = inside ? magnitude(low(made)) : 0;
-            for (int lanes = 1; lanes < TILE; lanes *= 2) largest = larger(largest, shuffle_xor(largest, lanes));
-            if (inside && own.lane() % TILE == 0) atomic_max(counters + LARGEST + ROWS + row, bits(largest));
-        }
+    const int row = own.lane() / TILE, column = tile * TILE + own.lane() % TILE;
+    const bool inside = row < ROWS;
+    const int at = inside ? row : 0;
+    const float scale = scales.scale[at];
+    float value = sum_of(own, index << sizes.gated, at);
+    if (BYTES) value = value * scale * by.scale[0];
+    u16* to = product == QKV ? step.qkv : step.residual;
+    if (sizes.gated) {
+        constexpr float LOG2_E = 1.44269504f;
+        float up = sum_of(own, index * 2 + 1, at);
+        if (BYTES) up = up * scale * by.scale[1];
+        value = value / (1 + exp2_of(-LOG2_E * value)) * up;
+        to = step.gated;
+    } else if (product != QKV) {
+        value = low(to_bf16(value, 0)) + low(by.residual);
+    }
+    const u32 made = to_bf16(value, 0);
+    if (inside) to[row * sizes.outputs + column] = u16(made);
+    if (BYTES && sizes.gated) {
+        float largest = inside ? magnitude(low(made)) : 0;
+        for (int lanes = 1; lanes < TILE; lanes *= 2) largest = larger(largest, shuffle_xor(largest, lanes));
+        if (inside && own.lane() % TILE == 0) atomic_max(counters + LARGEST + ROWS + row, bits(largest));
     }
 }
 
@@ -126,13 +119,12 @@ DEVICE void keep(const WarpState& own, int tile, int begin, const Sums (&sums)[2
     }
 }
 
-// Compute this block's outputs of a product. The warps' sums of a batch of tiles are kept in shared memory. Then each
-// warp adds the sums of one tile, in one order.
-DEVICE void compute(WarpState& own, int product, int layer, u32* counters, const u16* gamma, const float (&inverse)[ROWS]) {
+// Compute this block's outputs of a product. loaded: inputs of the first part of K. The warps' sums of a batch of tiles
+// are kept in shared memory. Then each warp adds the sums of one tile, in one order.
+DEVICE void compute(WarpState& own, int product, const Sizes& sizes, int layer, u32* counters, const u16* from,
+                    Vectors& loaded, const Scales& scales) {
     const Step& step = own.step;
-    const Sizes sizes(product);
-    const u16* from = product == OUTPUT ? step.attended : product == DOWN ? step.gated : step.residual;
-    uint4 x[SPAN * PIECES][HELD] = {};
+    uint4 x[INPUTS][HELD] = {};
     int held = -1;   // part of K of which x holds the inputs
 #pragma unroll 1
     for (int base = sizes.first(layer); base < sizes.tiles; base += BLOCKS * sizes.batch()) {
@@ -141,8 +133,12 @@ DEVICE void compute(WarpState& own, int product, int layer, u32* counters, const
         const Operands by = stores ? operands(own, step.layers[layer].scale[product], product, sizes, mine) : Operands{};
 #pragma unroll 1
         for (int begin = 0; begin < sizes.stages; begin += sizes.span) {
-            if (held != begin) load_inputs(own, x, from, gamma, sizes, begin, inverse);
-            held = begin;
+            if (held != begin) {
+                hold(own, x, loaded, scales);
+                held = begin;
+                const int next = begin + sizes.span < sizes.stages ? begin + sizes.span : 0;
+                if (next != begin) loaded.load(own, from, sizes, next, sizes.inputs);   // while this part is multiplied
+            }
 #pragma unroll 1
             for (int tile = 0; tile < KEPT && sizes.has(base, tile); tile += 2) {
                 Sums sums[2] = {};
@@ -151,7 +147,7 @@ DEVICE void compute(WarpState& own, int product, int layer, u32* counters, const
             }
         }
         own.sync();
-        if (stores) store(own, product, sizes, counters, mine, own.warp(), by);
+        if (stores) store(own, product, sizes, counters, mine, own.warp(), by, scales);
         own.sync();
     }
 }

@@ -41,16 +41,19 @@ DEVICE void copy_weights(const Step& step, Scratch& scratch, u8* ring) {
     u8* own = ring + index * PITCH + offset;
     Cursor now;
     Place place{0, 0};
+    int product = QKV, copied = 0;   // stages of the product
     while (now.next()) {
+        if (now.product != product) product = now.product, copied = 0;
         const i64 pitch = i64(now.sizes.inputs) * SIZE;
         const bool two = now.sizes.has(now.base, now.tile + 1);   // a last tile is alone
         const u8* first = now.row(step.layers, 0, index) + offset;
         const u8* second = now.row(step.layers, 1, index) + offset;
 #pragma unroll 1
-        for (int left = now.sizes.count(now.begin); left; left--) {
-            const Place before = place.earlier(IN_FLIGHT);
-            wait_until([&] { return barrier_passed(&scratch.empty[place.stage], place.parity ^ 1); });
+        for (int left = now.sizes.count(now.begin); left; left--, copied++) {
+            const int in_flight = copied >= STAGES ? IN_FLIGHT : product == OUTPUT ? FILLING_IN_ATTENTION : FILLING;
+            const Place before = place.earlier(two ? in_flight : 2 * in_flight);
             wait_until([&] { return barrier_passed(&scratch.full[before.stage], before.parity); });
+            wait_until([&] { return barrier_passed(&scratch.empty[place.stage], place.parity ^ 1); });
             u8* to = own + place.stage * STAGE;
 #pragma unroll
             for (int i = 0; i < TILE; i += AT_ONCE) copy_to_shared(to + i * PITCH, first + i * pitch);

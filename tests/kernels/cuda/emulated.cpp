@@ -7,6 +7,6 @@ extern "C" int launch(const Step* step) {
     return !emulated::launch(BLOCKS, THREADS + 32 * COPYING, SHARED, [&] { decoder_layers(*step); });
 }
 extern "C" int counters() { return COUNTERS; }
-extern "C" int partial() { return UNITS * SPLIT * HEADS * (DIM + 2); }
+extern "C" int partial() { return UNITS * SPLIT * HEADS * (DIM + 4); }
 extern "C" int threads() { return THREADS + 32 * COPYING; }
 extern "C" int size() { return sizeof(Step); }

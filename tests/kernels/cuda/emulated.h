@@ -15,7 +15,10 @@
 #define EMULATED
 #include "device.h"
 
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 
 #define DEVICE inline
 #define __global__
@@ -190,13 +193,19 @@ inline u32 bits(float value) { u32 made; std::memcpy(&made, &value, 4); return m
 inline float bits(u32 value) { float made; std::memcpy(&made, &value, 4); return made; }
 inline u32 shuffle(u32 value, int lane) { return emulated::exchange(value)[lane][0]; }
 inline float shuffle_xor(float value, int lanes) { return bits(shuffle(bits(value), (thread() % 32) ^ lanes)); }
+inline u32 largest_of_lanes(u32 value) {
+    const auto* values = emulated::exchange(value);
+    for (int lane = 0; lane < 32; lane++) value = std::max(value, values[lane][0]);
+    return value;
+}
 inline bool any_lane(bool value) {
     const auto* values = emulated::exchange(value);
     return std::any_of(values, values + 32, [](const u32 (&each)[4]) { return each[0]; });
 }
 
 inline uint4 load_vector(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
-inline float load_l2(const float* from) { return *from; }
+inline float2 load_l2(const float2* from) { return *from; }
+inline float4 load_l2(const float4* from) { return *from; }
 inline u32 load_l2(const u32* from) { return *from; }
 inline u16 load_l2(const u16* from) { return *from; }
 inline void atomic_max(u32* to, u32 value) { *to = std::max(*to, value); }
@@ -238,7 +247,10 @@ inline u32 f16_of_e4m3(u32 byte) {   // every number of e4m3 is one of f16
     }
     return made | (byte & 0x80) << 8;
 }
-inline u32 e4m3_to_f16(u32 both) { return f16_of_e4m3(both & 0xFF) | f16_of_e4m3(both >> 8 & 0xFF) << 16; }
+inline uint2 e4m3_to_f16(u32 four) {
+    return {f16_of_e4m3(four & 0xFF) | f16_of_e4m3(four >> 8 & 0xFF) << 16,
+            f16_of_e4m3(four >> 16 & 0xFF) | f16_of_e4m3(four >> 24) << 16};
+}
 inline u32 to_int8(float value) { return u8(int8_t(std::min(127.f, std::max(-128.f, std::nearbyint(value))))); }
 inline float exp2_of(float value) { return std::exp2(value); }
 inline float rsqrt_of(float value) { return 1 / std::sqrt(value); }

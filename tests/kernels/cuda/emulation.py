@@ -15,7 +15,7 @@ from npuserve.kernels.cuda import launch_decoder_layers
 from npuserve.kernels.cuda.compiled import FOLDER
 
 HERE = Path(__file__).parent
-BLOCKS, SHARED = 5, 140_000
+BLOCKS, SHARED = 5, 200_000
 """Blocks of the grid, and bytes of shared memory of each: enough for a few stages."""
 
 

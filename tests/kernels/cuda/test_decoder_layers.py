@@ -22,17 +22,18 @@ CASES = [
     case([700]),
     case([33, 290], scheme="int8"),
     case([33, 290], scheme="float8"),
-    case([5, 1, 33, 70, 32, 64, 300, 2]),
+    case([70, 5]),
 ]
 MORE = [
     *(each for each in decoder_layers.cases if not each.benchmark and each.name not in {x.name for x in CASES}),
-    *(case([1, 64, 97, 128], scheme=scheme) for scheme in ("", "int8", "float8")),
-    *(case([5, 1, 33, 70, 32, 64, 300, 2], scheme=scheme) for scheme in ("int8", "float8")),
+    *(case(contexts, scheme=scheme) for scheme in ("", "int8", "float8") for contexts in ([1, 64], [97, 128])),
+    case([600, 31], sizes=(5120, 512), layers=1),
     case([3], (4, 1, 128), (1024, 2560), 1),
     case([40], (8, 1, 64), (1024, 512)),
     case([40, 200], (16, 2, 64), (512, 512), 1, page=16),
     case([40], (56, 8, 64), (512, 512), 1, page=128),
     case([40], sizes=(512, 5632), layers=1),
+    case([40], sizes=(5120, 1024), layers=1, scheme="float8"),
     case([40, 7], (4, 2, 128), (512, 5632), 1, "int8"),
 ]
 
@@ -114,9 +115,10 @@ def in_float32(layer: LayerWeights) -> Linear:
     (case([3, 3, 3]), {}),
     (case([3], (4, 2, 32)), {}),
     (case([3], sizes=(520, 1024)), {}),
+    (case([3], sizes=(5632, 512), layers=1), {}),
     (case([3]), {"qkv": with_bias}),
     (case([3]), {"o": in_float32}),
-], ids=["three rows", "heads of 32", "columns", "bias", "float32"])
+], ids=["three rows", "heads of 32", "columns", "hidden size", "bias", "float32"])
 def test_steps_that_it_does_not_take(of: Case, changes: dict[str, Any]) -> None:
     assert without(of, **changes) is None
 

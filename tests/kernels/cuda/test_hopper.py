@@ -51,13 +51,6 @@ def test_registers_hold_everything_and_code_fits_the_instruction_cache(form: str
     assert sum("USETMAXREG" in each for each in instructions) == 2
 
 
-@pytest.mark.parametrize("rows", sorted(set(launch_decoder_layers.COMPILED) - set(launch_decoder_layers.ROWS)))
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.slow
-def test_other_rows_compile(form: str, rows: int) -> None:
-    assert cubin(form, rows)
-
-
 def test_error_of_the_compiler_is_raised() -> None:
     with pytest.raises(RuntimeError, match=r"decoder_layers\.cu cannot be compiled: (?s:.)*SHARED is too small"):
         compiled.machine_code("decoder_layers", "sm_90a", tuple({
