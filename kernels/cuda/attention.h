@@ -228,7 +228,7 @@ DEVICE void attend(const WarpState& own, const Layer& layer, const Unit& unit, L
             loaded.pages[k] = load_page(own, unit, from + (3 * TOGETHER + k) * STRIDE);
             const int key = unit.key(from + k * STRIDE);
             inside[k] = key < unit.end;
-            if (key == unit.context - 1)
+            if (inside[k] && key == unit.context - 1)   // other parts have not prepared it
                 loaded.now[k] = {*reinterpret_cast<const uint4*>(fresh), *reinterpret_cast<const uint4*>(fresh + DIM)};
         }
         running.add(loaded.now, inside, own.step.scale * LOG2_E);

@@ -229,6 +229,7 @@ inline u32 rounded_bf16(float value) {
 }
 inline u32 to_bf16(float first, float second) { return rounded_bf16(first) | rounded_bf16(second) << 16; }
 inline u32 rounded_e4m3(float value) {
+    if (std::isnan(value)) return 0x7F;
     const float size = std::min(std::fabs(value), 448.f);
     const float step = std::ldexp(1.f, std::max(std::ilogb(std::max(size, 1e-30f)), -6) - 3);
     const float near = std::nearbyint(size / step) * step;
@@ -239,6 +240,7 @@ inline u32 rounded_e4m3(float value) {
 }
 inline u32 to_e4m3(float first, float second) { return rounded_e4m3(first) | rounded_e4m3(second) << 8; }
 inline u32 f16_of_e4m3(u32 byte) {   // every number of e4m3 is one of f16
+    if ((byte & 0x7F) == 0x7F) return 0x7E00;   // NaN
     const float size = std::fabs(emulated::of_e4m3(byte));
     u32 made = 0;
     if (size > 0) {
