@@ -142,8 +142,9 @@ class EngineMetrics:
     def _count(self, step: Step, result: StepResult, launched: float, collected: float, busy: bool) -> None:
         decodes = [row.is_decode for row in step.rows].count(True)
         phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
-        # It began when the step before ended, if it had to wait.
-        began = max(launched, self._ended)
+        # It began when the step before ended, if it had to wait. A step of single kernels begins while the host is
+        # still launching them.
+        began = max(min(launched, collected - result.device_seconds), self._ended)
         if self._busy:
             HOST_GAP.observe(began - self._ended)
         self._ended = min(began + result.device_seconds, collected)

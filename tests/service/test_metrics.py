@@ -198,6 +198,12 @@ def test_host_gap_with_overlapping_steps_is_zero(
     assert lengths == [0.5, 0.5, 0.75]
 
 
+def test_step_that_the_device_computes_during_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps, lengths = stepped(monkeypatch, (101.0, 0.25, 101.25), (102.25, 1.0, 102.5), (103.25, 1.0, 103.5))
+    assert gaps == [0.25, 0.0]
+    assert lengths == [0.25, 1.0, 1.0]
+
+
 def test_host_gap_without_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stepped(monkeypatch, (101.0, 0.5, 101.5), (105.0, 0.5, 105.5), busy=False) == ([], [0.5, 0.5])
 
