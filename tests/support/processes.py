@@ -15,12 +15,18 @@ MOUNT_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 """Prefix of a command that runs with mounts of its own."""
 
 
+_GIVEN: set[int] = set()
+
+
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of 127.0.0.1 that is free now. Each call returns another one."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port not in _GIVEN:
+            _GIVEN.add(port)
+            return port
 
 
 def until(condition: Callable[[], Any], describe: Callable[[], object] = lambda: "", seconds: float = 30) -> Any:
