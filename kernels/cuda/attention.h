@@ -238,26 +238,26 @@ DEVICE void attend(const WarpState& own, const Layer& layer, const Unit& unit, L
     running.store(heads);
 }
 
-// Merge `count` parts, of which `TOGETHER` are loaded at a time. weights_of: largest score of a part and the sum of its
+// Merge `count` parts, of which `AT_ONCE` are loaded at a time. weights_of: largest score of a part and the sum of its
 // weights. sums_of: four of its sums.
 struct Merged { float most, weight; float4 sum; };
-template <int TOGETHER, class Weights, class Sums> DEVICE Merged merged(int count, Weights weights_of, Sums sums_of) {
+template <int AT_ONCE, class Weights, class Sums> DEVICE Merged merged(int count, Weights weights_of, Sums sums_of) {
     Merged made = {NEVER, 0, {0, 0, 0, 0}};
 #pragma unroll 1
-    for (int first = 0; first < count; first += TOGETHER) {
-        float2 weights[TOGETHER + 1];
-        float4 sums[TOGETHER + 1];
-        weights[TOGETHER] = {made.most, made.weight}, sums[TOGETHER] = made.sum;
+    for (int first = 0; first < count; first += AT_ONCE) {
+        float2 weights[AT_ONCE + 1];
+        float4 sums[AT_ONCE + 1];
+        weights[AT_ONCE] = {made.most, made.weight}, sums[AT_ONCE] = made.sum;
 #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) {
+        for (int i = 0; i < AT_ONCE; i++) {
             weights[i] = {NEVER, 0}, sums[i] = {0, 0, 0, 0};
             if (first + i < count) weights[i] = weights_of(first + i), sums[i] = sums_of(first + i);
         }
 #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) made.most = larger(made.most, weights[i].x);
+        for (int i = 0; i < AT_ONCE; i++) made.most = larger(made.most, weights[i].x);
         made.weight = 0, made.sum = {0, 0, 0, 0};
 #pragma unroll
-        for (int i = 0; i <= TOGETHER; i++) {
+        for (int i = 0; i <= AT_ONCE; i++) {
             const float by = weights[i].x == NEVER ? 0 : exp2_of(weights[i].x - made.most);
             made.weight = fma_of(by, weights[i].y, made.weight);
             made.sum = {fma_of(by, sums[i].x, made.sum.x), fma_of(by, sums[i].y, made.sum.y),

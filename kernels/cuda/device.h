@@ -36,7 +36,6 @@ DEVICE bool barrier_passed(u64* barrier, u32 parity) {
     return passed;
 }
 
-
 // Wait for a condition. A kernel that waits for seconds is wrong: it ends with an error instead of never.
 template <class Condition> DEVICE void wait_until(Condition condition) {
     u64 begin = 0, now;
@@ -64,7 +63,6 @@ template <int THREADS> DEVICE void sync_first() { asm volatile("bar.sync 1, %0;"
 template <int COUNT> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 DEVICE void sync_warp() { __syncwarp(); }
-DEVICE u32 shuffle(u32 value, int lane) { return __shfl_sync(0xFFFFFFFF, value, lane); }
 DEVICE float shuffle_xor(float value, int lanes) { return __shfl_xor_sync(0xFFFFFFFF, value, lanes); }
 DEVICE u32 largest_of_lanes(u32 value) { return __reduce_max_sync(0xFFFFFFFF, value); }
 DEVICE bool any_lane(bool value) { return __any_sync(0xFFFFFFFF, value); }

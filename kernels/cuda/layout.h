@@ -155,8 +155,8 @@ DEVICE float low(u32 pair) { return bits(pair << 16); }
 DEVICE float high(u32 pair) { return bits(pair & 0xFFFF0000); }
 DEVICE float magnitude(float x) { return bits(bits(x) & 0x7FFFFFFF); }
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
-DEVICE u32 word(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
 DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+DEVICE u32 word(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
 DEVICE float sum_of_warp(float x) {
     for (int lanes = 16; lanes; lanes /= 2) x += shuffle_xor(x, lanes);
     return x;
