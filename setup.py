@@ -37,7 +37,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "
 LINK_FLAGS = ("-Wl,-z,defs",) if sys.platform == "linux" else ()
 """Missing functions are link errors."""
 
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mprefer-vector-width=512")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mprfchw",
+          "-mprefer-vector-width=512")
 X86 = {
     "avx512_amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),

@@ -1,249 +1,54 @@
-// Products with bfloat16 weights that are packed losslessly in 12.25 bits a number.
-//
-// The upper byte of a number, its sign and seven bits of its exponent, has few values among neighbours. The lower byte
-// is stored unchanged. The upper byte is stored as a code of four bits, an index into a table of 16. The exponents of
-// trained weights have two to three bits of information. DFloat11 (arXiv:2504.11651) also relies on this, with codes of
-// variable length. K is a multiple of 8.
-//
-// Packed: [N / 16] panels of [K / 128] blocks, of which the last may be shorter. A block is 64 bytes of Header, then
-// for every 4 words of 16 columns (tile.h) 64 bytes of codes and twice 64 lower bytes. Position of words 2 j, 2 j + 1:
-//
-//   lower bytes     line j; the first word's 8 even bytes of quarter q at 16 q, the second word's at 16 q + 8
-//   codes           bits 4 j to 4 j + 3 of the bytes at the same positions
+// Products with compact bfloat16 weights; see compact.h for their form.
 //
 //   linear_compact, linear_swiglu_compact, linear_argmax_compact     as in linear.cpp
 //   pack_compact    p: dense [T, K], packed, failed [1] int32: set to 1 if a block cannot be packed; that block is
 //                      unchanged                                                    n: T, K, row of the first
 //   unpack_compact  p: packed, dense [T, K], row numbers [T] int64                  n: T, K
-#include <algorithm>
-
+#include "gemm/compact.h"
 #include "gemm/epilogue.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-constexpr int64_t GROUP_WORDS = 4, GROUP_BYTES = 3 * 64;
-constexpr int64_t BLOCK_WORDS = COMPACT_BLOCK / 2, PANEL_WORD_BYTES = 64;
-
-// Header of a block. Upper bytes missing from the table are coded as its first entry and listed as exceptions.
-struct Header {
-    static constexpr int MAX_EXCEPTIONS = 11;
-    uint8_t table[16];
-    uint32_t exceptions;
-    struct {
-        uint16_t index;  // of the number among the block's words
-        uint8_t upper, unused;
-    } exception[MAX_EXCEPTIONS];
-};
-static_assert(sizeof(Header) == COMPACT_HEADER_BYTES, "one cache line");
-constexpr int64_t BLOCK_BYTES = sizeof(Header) + BLOCK_WORDS / GROUP_WORDS * GROUP_BYTES;
-
-INLINE const Header &header(const char *block) { return *reinterpret_cast<const Header *>(block); }
-
-INLINE int64_t compact_bytes(int64_t words) {
-    return ceil_div(words, BLOCK_WORDS) * int64_t(sizeof(Header)) + words / GROUP_WORDS * GROUP_BYTES;
-}
-int64_t compact_panel_bytes(int64_t k) { return compact_bytes(k / 2); }
-
-// Repeats a table in every 16 bytes of a register.
-INLINE ivec spread_table(const char *table) {
-    ivec t;
-    for (int i = 0; i < WIDTH / 4; i++) std::memcpy(reinterpret_cast<char *>(&t) + i * 16, table, 16);
-    return t;
-}
-
-// Expands part i of words 2 j and 2 j + 1 of a group.
-template <int J>
-INLINE void expand_part(const char *group, ivec table, int i, ivec &first, ivec &second) {
-    typedef uint16_t pairs __attribute__((vector_size(WIDTH * 4)));
-    ivec codes = load_words(group, i), lower = load_words(group + 64 + J * 64, i);
-    codes = (ivec)((pairs)codes >> (4 * J)) & 0x0F0F0F0F;
-#if defined(__AVX512BW__)
-    __m512i upper = _mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
-    first = (ivec)_mm512_unpacklo_epi8((__m512i)lower, upper);
-    second = (ivec)_mm512_unpackhi_epi8((__m512i)lower, upper);
-#elif defined(__AVX2__)
-    __m256i upper = _mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
-    first = (ivec)_mm256_unpacklo_epi8((__m256i)lower, upper);
-    second = (ivec)_mm256_unpackhi_epi8((__m256i)lower, upper);
-#elif defined(__aarch64__)
-    uint8x16_t upper = vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
-    first = (ivec)vzip1q_u8((uint8x16_t)lower, upper);
-    second = (ivec)vzip2q_u8((uint8x16_t)lower, upper);
-#else
-    uint8_t t[16], c[16], l[16], out[32];
-    std::memcpy(t, &table, 16), std::memcpy(c, &codes, 16), std::memcpy(l, &lower, 16);
-    for (int n = 0; n < 16; n++) out[n * 2] = l[n], out[n * 2 + 1] = t[c[n]];
-    std::memcpy(&first, out, 16), std::memcpy(&second, out + 16, 16);
-#endif
-}
-
-// Calls put(word, part, numbers) for the words of groups, ignoring exceptions.
-template <class Put>
-INLINE void each_group(const char *group, ivec table, int64_t words, const Put &put) {
-    for (int64_t w = 0; w < words; w += GROUP_WORDS, group += GROUP_BYTES)
-        EACH(i) {
-            ivec first, second;
-            expand_part<0>(group, table, i, first, second);
-            put(w, i, first), put(w + 1, i, second);
-            expand_part<1>(group, table, i, first, second);
-            put(w + 2, i, first), put(w + 3, i, second);
-        }
-}
-
-// Calls put(word, part, numbers) for the words of a block, ignoring exceptions.
-template <class Put>
-INLINE void each_word(const char *block, int64_t words, const Put &put) {
-    each_group(block + sizeof(Header), spread_table(block), words, put);
-}
-
-// Unpacks the words of a block to plain words.
-void expand(const char *block, int64_t words, char *out) {
-    each_word(block, words, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
-        *reinterpret_cast<ivec_u *>(out + word * PANEL_WORD_BYTES + i * WIDTH * 4) = numbers;
-    });
-    const Header &head = header(block);
-    for (uint32_t e = 0; e < head.exceptions; e++) out[head.exception[e].index * 2 + 1] = char(head.exception[e].upper);
-}
-
-// Unpacks the words of a block to float32, the even number of each word before the odd one.
-void expand_wide(const char *block, int64_t words, char *out) {
-    each_word(block, words, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
-        char *to = out + word * 2 * PANEL_WORD_BYTES + i * WIDTH * 4;
-        *reinterpret_cast<ivec_u *>(to) = numbers << 16;
-        *reinterpret_cast<ivec_u *>(to + PANEL_WORD_BYTES) = numbers & int32_t(0xFFFF0000u);
-    });
-    const Header &head = header(block);
-    for (uint32_t e = 0; e < head.exceptions; e++) {
-        int index = head.exception[e].index, number = (index / 32 * 2 + index % 2) * LANES + index % 32 / 2;
-        out[number * 4 + 3] = char(head.exception[e].upper);
-    }
-}
-
-// Packs `words` words of plain panels as a block. Returns false and writes nothing if too many upper bytes are rare.
-bool compress(const char *plain, int64_t words, char *block) {
-    constexpr int HISTOGRAMS = 4;  // separate counters, since neighbours are alike and an increment would wait for the one before
-    uint32_t counts[HISTOGRAMS][256] = {}, times[256];
-    for (int64_t i = 0; i < words * 32; i += HISTOGRAMS)
-        for (int h = 0; h < HISTOGRAMS; h++) counts[h][uint8_t(plain[(i + h) * 2 + 1])]++;
-    uint8_t values[256], code[256] = {};
-    int different = 0;
-    for (int v = 0; v < 256; v++) {
-        times[v] = 0;
-        for (int h = 0; h < HISTOGRAMS; h++) times[v] += counts[h][v];
-        if (times[v]) values[different++] = uint8_t(v);
-    }
-    std::stable_sort(values, values + different, [&](uint8_t a, uint8_t b) { return times[a] > times[b]; });
-    uint32_t rare = 0;
-    for (int i = 16; i < different; i++) rare += times[values[i]];
-    if (rare > Header::MAX_EXCEPTIONS) return false;
-
-    Header head = {};
-    for (int i = 0; i < std::min(different, 16); i++) head.table[i] = values[i], code[values[i]] = uint8_t(i);
-    char *group = block + sizeof(Header);
-    for (int64_t w = 0; w < words; w += GROUP_WORDS, group += GROUP_BYTES) {
-        const char *word = plain + w * PANEL_WORD_BYTES;
-        uint8_t codes[2][64], lower[2][64];
-        for (int j = 0; j < 2; j++)
-            for (int q = 0; q < 4; q++)
-                for (int v = 0; v < 2; v++)
-                    for (int i = 0; i < 8; i++) {
-                        uint16_t number;
-                        std::memcpy(&number, word + (2 * j + v) * PANEL_WORD_BYTES + q * 16 + i * 2, 2);
-                        lower[j][q * 16 + v * 8 + i] = uint8_t(number);
-                        codes[j][q * 16 + v * 8 + i] = code[number >> 8];
-                    }
-        for (int index = 0; index < 64; index++) codes[0][index] = uint8_t(codes[0][index] | codes[1][index] << 4);
-        std::memcpy(group, codes[0], 64);
-        std::memcpy(group + 64, lower, 128);
-    }
-    if (different > 16)
-        for (int64_t i = 0; i < words * 32; i++) {
-            uint8_t upper = uint8_t(plain[i * 2 + 1]);
-            if (head.table[code[upper]] != upper) head.exception[head.exceptions++] = {uint16_t(i), upper, 0};
-        }
-    std::memcpy(block, &head, sizeof head);
-    return true;
-}
-
-#if defined(__AMX_TILE__)
-struct Compact;
-template <>
-struct StepsOf<Compact> {
-    static constexpr bool EXPANDS = true;
-    static INLINE void expand_step(const char *panel, int64_t step, int64_t words, char *to) {
-        constexpr int64_t STEPS = BLOCK_WORDS / TILE_WORDS, AHEAD = 2048;
-        const char *block = panel + step / STEPS * BLOCK_BYTES;
-        int64_t within = step % STEPS, count = std::min(TILE_WORDS, words - step * TILE_WORDS);
-        const char *group = block + sizeof(Header) + within * (TILE_WORDS / GROUP_WORDS) * GROUP_BYTES;
-        for (int64_t line = 0; line < 13; line++) __builtin_prefetch(group + AHEAD + line * 64, 0, 2);
-        each_group(group, spread_table(block), count, [&](int64_t word, int i, ivec numbers) __attribute__((always_inline)) {
-            *reinterpret_cast<ivec_u *>(to + word * PANEL_WORD_BYTES + i * WIDTH * 4) = numbers;
-        });
-        if (count < TILE_WORDS) std::memset(to + count * PANEL_WORD_BYTES, 0, size_t((TILE_WORDS - count) * PANEL_WORD_BYTES));
-        const Header &head = header(block);
-        for (uint32_t e = 0; __builtin_expect(e < head.exceptions, 0); e++) {
-            int64_t index = head.exception[e].index - within * TILE_BYTES / 2;
-            if (index >= 0 && index < TILE_BYTES / 2) to[index * 2 + 1] = char(head.exception[e].upper);
-        }
-    }
-};
-#endif
-
-// Tile of packed panels that are multiplied by no other rows.
-struct CompactTile : OnceTile<DotBFloat16> {
+// Product of a tile of packed panels. Two words at a time are unpacked in registers, if they fit there.
+struct CompactTile : Tile<DotBFloat16> {
     typedef DotBFloat16 Dot;
+
+    // True if two words fit the registers beside the accumulators.
+    template <int R>
+    static constexpr bool IN_REGISTERS = WIDTH == LANES || R <= 2;
+
+    // Multiplies a block of each panel; from: its words of the first row of x. ahead, packed_ahead: what to prefetch
+    // beside plain words (tile.h) and beside the lines of packed ones.
+    template <int R, int P, class Ahead, class PackedAhead>
+    INLINE void multiply(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t count, Ahead &ahead,
+                         PackedAhead &packed_ahead) const {
+        uint32_t exceptions = 0;
+        for (int p = 0; p < P; p++) exceptions |= header(block[p]).exceptions;
+        if (!IN_REGISTERS<R> || __builtin_expect(exceptions != 0, 0)) {
+            alignas(64) char own[P * BLOCK_WORDS * PANEL_WORD_BYTES];
+            const char *w[P];
+            for (int p = 0; p < P; p++) {
+                char *to = own + p * BLOCK_WORDS * PANEL_WORD_BYTES;
+                expand(block[p], count, to);
+                w[p] = to;
+            }
+            tile<Dot, R, P>(acc, from, x_stride, w, count, ahead);
+            return;
+        }
+        ivec table[P];
+        for (int p = 0; p < P; p++) table[p] = spread_table(block[p]);
+        for (int64_t at = sizeof(Header), k = 0; k < count; k += GROUP_WORDS, at += GROUP_BYTES) {
+            packed_ahead(k, 0);
+            pair<R, P, 0>(acc, from + k * X_BYTES, block, at, table);
+            packed_ahead(k, 1);
+            pair<R, P, 1>(acc, from + k * X_BYTES, block, at, table);
+            packed_ahead(k, 2);
+        }
+    }
     static constexpr int64_t X_BYTES = Steps<Dot>::X_BYTES;
 
-    template <int R, int P>
-    __attribute__((noinline)) void run() const {
-        Dot::Acc acc[R][P];
-        load(acc);
-        const char *block[P];
-        for (int p = 0; p < P; p++) block[p] = panels[p];
-        alignas(64) char own[P * BLOCK_WORDS * PANEL_WORD_BYTES];
-        for (int64_t done = 0; done < words; done += BLOCK_WORDS) {
-            int64_t n = std::min(BLOCK_WORDS, words - done), left = words - done - n;
-            const char *soon[P], *from = x + done * X_BYTES;
-            uint32_t exceptions = 0;
-            for (int p = 0; p < P; p++) {
-                soon[p] = left ? block[p] + BLOCK_BYTES : next[p];
-                exceptions |= header(block[p]).exceptions;
-            }
-            if (!IN_REGISTERS<R> || __builtin_expect(exceptions != 0, 0)) {
-                const char *w[P];
-                for (int p = 0; p < P; p++) {
-                    char *to = own + p * BLOCK_WORDS * PANEL_WORD_BYTES;
-                    expand(block[p], n, to);
-                    w[p] = to;
-                }
-                tile<Dot, R, P, P, false>(acc, from, x_stride, w, PANEL_WORD_BYTES, n, soon, BLOCK_BYTES / BLOCK_WORDS);
-            } else {
-                whole<R, P>(acc, from, block, n, soon);
-            }
-            for (int p = 0; p < P; p++) block[p] += BLOCK_BYTES;
-        }
-        store(acc);
-    }
-
-    // Multiplies a block of each panel without exceptions, two words at a time in registers.
-    template <int R, int P>
-    INLINE void whole(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t n,
-                      const char *const (&soon)[P]) const {
-        ivec table[P];
-        for (int p = 0; p < P; p++) {
-            table[p] = spread_table(block[p]);
-            if (FETCH<R>) __builtin_prefetch(soon[p], 0, 2);
-        }
-        for (int64_t at = sizeof(Header), k = 0; k < n; k += GROUP_WORDS, at += GROUP_BYTES)
-            _Pragma("GCC unroll 3") for (int line = 0; line < GROUP_BYTES; line += 64) {
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
-                    if (FETCH<R>) __builtin_prefetch(soon[p] + at + line, 0, 2);
-                if (line == 0) pair<R, P, 0>(acc, from + k * X_BYTES, block, at, table);
-                if (line == 64) pair<R, P, 1>(acc, from + k * X_BYTES, block, at, table);
-            }
-    }
-
+  private:
     template <int R, int P, int J>
     INLINE void pair(Dot::Acc (&acc)[R][P], const char *from, const char *const (&block)[P], int64_t at,
                      const ivec (&table)[P]) const {
@@ -262,24 +67,90 @@ struct CompactTile : OnceTile<DotBFloat16> {
         _Pragma("GCC unroll 2") for (int v = 0; v < 2; v++)
             tile_step<Dot>(acc, from + (2 * J + v) * X_BYTES, x_stride, word[v]);
     }
+};
 
-    // True if two words fit the registers beside the accumulators.
-    template <int R>
-    static constexpr bool IN_REGISTERS = WIDTH == LANES || R <= 2;
+// Prefetch of the lines of blocks beside the lines of other blocks, unless FETCH is false.
+template <int P, bool FETCH>
+struct FollowLines {
+    const char *const (&block)[P];
+    INLINE void operator()(int64_t k, int line) {
+        if (!FETCH) return;
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+            if (line == 0 && k == 0) __builtin_prefetch(block[p], 0, 2);
+            __builtin_prefetch(block[p] + sizeof(Header) + k / GROUP_WORDS * GROUP_BYTES + line * 64, 0, 2);
+        }
+    }
+};
 
-    // With few rows the hardware prefetcher follows the panels; see OnceTile.
-    template <int R>
-    static constexpr bool FETCH = R > 2;
+// The same for a SpreadFetch, beside every EVERY-th word.
+struct SpreadBesideLines {
+    SpreadFetch &fetch;
+    INLINE void operator()(int64_t k, int line) {
+        if (line == 0 && k % SpreadFetch::EVERY == 0) fetch(k);
+    }
+};
+
+// Tile of packed panels that are multiplied by no other rows; next as in OnceTile.
+struct CompactOnceTile : CompactTile {
+    const char *const *next;
+
+    template <int R, int P>
+    __attribute__((noinline)) void run() const {
+        Dot::Acc acc[R][P];
+        start(acc);
+        const char *block[P], *soon[P];
+        for (int p = 0; p < P; p++) block[p] = panels[p];
+        for (int64_t done = 0; done < words; done += BLOCK_WORDS) {
+            int64_t count = std::min(BLOCK_WORDS, words - done);
+            for (int p = 0; p < P; p++) soon[p] = done + count < words ? block[p] + BLOCK_BYTES : next[p];
+            Follow<P> ahead = {{}, BLOCK_BYTES / BLOCK_WORDS};
+            std::copy(soon, soon + P, ahead.at);
+            FollowLines<P, OnceTile<Dot>::FETCH<R>> packed_ahead = {soon};
+            multiply<R, P>(acc, x + done * X_BYTES, block, count, ahead, packed_ahead);
+            for (int p = 0; p < P; p++) block[p] += BLOCK_BYTES;
+        }
+        store(acc);
+    }
+};
+
+// Tile of packed panels in the cache; ahead as in BlockTile.
+struct CompactBlockTile : CompactTile {
+    SpreadFetch ahead;
+
+    template <int R, int P>
+    __attribute__((noinline)) void run() const {
+        Dot::Acc acc[R][P];
+        start(acc);
+        SpreadFetch fetch = ahead;
+        SpreadBesideLines lines = {fetch};
+        fetch.start(words);
+        const char *block[P];
+        for (int p = 0; p < P; p++) block[p] = panels[p];
+        for (int64_t done = 0; done < words; done += BLOCK_WORDS) {
+            multiply<R, P>(acc, x + done * X_BYTES, block, std::min(BLOCK_WORDS, words - done), fetch, lines);
+            for (int p = 0; p < P; p++) block[p] += BLOCK_BYTES;
+        }
+        store(acc);
+    }
 };
 
 // Panels of compact weights; the interface is described at Plain (product.h).
 struct Compact {
     typedef DotBFloat16 Dot;
-    static constexpr bool EXPANDS = true;
-    static bool expands(bool) { return true; }
+    // True if up to MAX_UNPACKED_ROWS rows unpack each panel for each tile, in registers. With more rows, panels are
+    // expanded once.
+    static constexpr bool UNPACKS = BF16_DOT && CompactTile::IN_REGISTERS<ONCE_ROWS>;
+    static constexpr int64_t MAX_UNPACKED_ROWS = UNPACKS ? 48 : 0;
+    static constexpr bool EXPANDS = !UNPACKS;
+    typedef CompactOnceTile Once;
+    template <class TileDot, bool EXPANDED>
+    using Block = std::conditional_t<EXPANDED, BlockTile<TileDot>, CompactBlockTile>;
+    static bool unpacks(int64_t rows) { return rows <= MAX_UNPACKED_ROWS; }
+    static bool expands(int64_t rows) { return !unpacks(rows); }
     // Many words at once, since every block loads and stores all accumulators. Expanded panels stay in the second-level
     // cache.
-    static int64_t block(bool, int64_t words) {
+    static int64_t block(int64_t rows, int64_t words) {
+        if (unpacks(rows)) return words;
         constexpr int64_t MOST = Inner<Dot>::WORDS > 1 ? BLOCK_WORDS : 1536;
         return ceil_div(words, ceil_div(words, MOST) * BLOCK_WORDS) * BLOCK_WORDS;
     }
@@ -296,7 +167,6 @@ struct Compact {
                 NPUSERVE_ISA::expand(block, n, out + done * WORD_BYTES);
         }
     }
-    static INLINE void once(int rows, int p, const OnceTile<Dot> &tile) { with_tile(rows, p, CompactTile{tile}); }
 };
 
 struct CompactFloats : Floats<BFloat16> {

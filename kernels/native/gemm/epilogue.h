@@ -83,8 +83,8 @@ Split split_of(const Call &call, bool paired = false) {
 #if defined(__AMX_TILE__)
     if (BY_TILES<typename Of::Dot>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
 #endif
-    bool whole = Of::Panels::block(call.rows <= Split::NARROW_ROWS, words) >= words;
-    return Split(call.rows, words, call.op.n[2], call.threads, paired, whole);
+    bool whole = Of::Panels::block(call.rows, words) >= words, unpacks = Of::Panels::unpacks(call.rows);
+    return Split(call.rows, words, call.op.n[2], call.threads, paired, whole, unpacks);
 }
 
 // Work and memory of a unit, with tiles or with vectors.
@@ -106,6 +106,13 @@ INLINE void run_product(const Call &call, const Split &split, int64_t unit, cons
     UnitOf<Of, Take>(call, split, unit, take, memory).run();
 }
 
+// Prefetches n numbers of some rows for writing. Outputs of many rows are in no cache, and stores would wait.
+template <class T>
+INLINE void prefetch_outputs(T *out, int64_t columns, int rows, int64_t n) {
+    for (int r = 0; r < rows; r++, out += columns)
+        for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(out + i, 1, 3);
+}
+
 template <class Of>
 struct Store {
     typedef typename Of::Out D;
@@ -114,6 +121,9 @@ struct Store {
     Of value;
     typename D::type *out;
     int64_t columns;
+    INLINE void prefetch(int64_t row, int rows, int64_t column, int64_t n) const {
+        prefetch_outputs(out + row * columns + column, columns, rows, n);
+    }
     INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *acc, int stride, int64_t n) const {
         auto made = value.columns(column, n);
         for (int i = 0; i < rows; i++)
@@ -139,6 +149,9 @@ struct StoreSwiglu {
     Of value;
     typename D::type *out;
     int64_t columns;  // columns of out
+    INLINE void prefetch(int64_t row, int rows, int64_t column, int64_t n) const {
+        prefetch_outputs(out + row * columns + column / 2, columns, rows, n / 2);
+    }
     INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *accs, int stride, int64_t n) const {
         auto gates = value.columns(column, n), ups = value.columns(columns + column, n);
         for (int i = 0; i < rows; i++) {
@@ -167,6 +180,7 @@ struct KeepLargest {
     int32_t *ids;  // [rows, 16]
     int64_t counting, first_row;
     Masks masks;
+    INLINE void prefetch(int64_t, int, int64_t, int64_t) const {}
     INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *acc, int stride, int64_t n) const {
         auto made = value.columns(column, n);
         for (int i = 0; i < rows; i++) {

@@ -29,7 +29,8 @@ int64_t words_of(int64_t k) {
     return ceil_div<int64_t>(k, Dot::PER_WORD);
 }
 
-// Tile: acc[r][p] += x . w, where acc[r][p] is at acc[r * acc_stride + p].
+// Tile: acc[r][p] += x . w, where acc[r][p] is at acc[r * acc_stride + p]. fresh: the sums begin at zero instead of the
+// accumulators' values.
 template <class Dot>
 struct Tile {
     typedef typename Dot::Acc Acc;
@@ -38,11 +39,17 @@ struct Tile {
     const char *const *panels;
     Acc *acc;
     int acc_stride;
+    bool fresh;
 
     template <int R, int P>
-    INLINE void load(Acc (&to)[R][P]) const {
-        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) to[r][p] = acc[r * acc_stride + p];
+    INLINE void start(Acc (&to)[R][P]) const {
+        if (fresh) {
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) to[r][p] = Dot::start();
+        } else {
+            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) to[r][p] = acc[r * acc_stride + p];
+        }
     }
     template <int R, int P>
     INLINE void store(const Acc (&from)[R][P]) const {
@@ -58,47 +65,43 @@ struct OnceTile : Tile<Dot> {
 
     // With few rows the hardware prefetcher follows the panels and is faster than software prefetch. With more rows it
     // does not reach far enough ahead.
-    static constexpr int FOLLOWED_ROWS = 2;
+    template <int R>
+    static constexpr bool FETCH = R > 2;
     static constexpr int64_t AHEAD = 2048;  // bytes
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
-        this->load(acc);
-        const char *w[P], *ahead[P], *x = this->x;
-        int64_t words = this->words, x_stride = this->x_stride;
-        for (int p = 0; p < P; p++) w[p] = this->panels[p], ahead[p] = w[p] + AHEAD;
-        constexpr int FETCHED = R > FOLLOWED_ROWS ? P : 0;
-        int64_t last = FETCHED ? std::min(words, AHEAD / 64) : 0;
-        tile<Dot, R, P, FETCHED, false>(acc, x, x_stride, w, 64, words - last, ahead);
-        if (last) {
-            for (int p = 0; p < P; p++) w[p] += (words - last) * 64;
-            tile<Dot, R, P, FETCHED, false>(acc, x + (words - last) * Steps<Dot>::X_BYTES, x_stride, w, 64, last, next);
+        this->start(acc);
+        const char *w[P], *x = this->x;
+        int64_t words = this->words, last = FETCH<R> ? std::min(words, AHEAD / PANEL_WORD_BYTES) : 0;
+        Follow<FETCH<R> ? P : 0> ahead = {{}, PANEL_WORD_BYTES};
+        for (int p = 0; p < P; p++) w[p] = this->panels[p];
+        if constexpr (FETCH<R>)
+            for (int p = 0; p < P; p++) ahead.at[p] = w[p] + AHEAD;
+        tile<Dot, R, P>(acc, x, this->x_stride, w, words - last, ahead);
+        if constexpr (FETCH<R>) {
+            for (int p = 0; p < P; p++) w[p] += (words - last) * PANEL_WORD_BYTES, ahead.at[p] = next[p];
+            tile<Dot, R, P>(acc, x + (words - last) * Steps<Dot>::X_BYTES, this->x_stride, w, last, ahead);
         }
         this->store(acc);
     }
 };
 
-// Tile of panels in the cache. next: two runs of bytes, next_stride a word, to prefetch for this thread; each may be
-// null. fresh: the sums begin at zero instead of the accumulators' values.
+// Tile of panels in the cache. ahead: what this thread needs next.
 template <class Dot>
 struct BlockTile : Tile<Dot> {
-    const char *const *next;
-    int64_t next_stride;
-    bool fresh;
+    SpreadFetch ahead;
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
         typename Dot::Acc acc[R][P];
-        if (fresh) {
-            _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
-        } else {
-            this->load(acc);
-        }
+        this->start(acc);
         const char *w[P];
         for (int p = 0; p < P; p++) w[p] = this->panels[p];
-        tile<Dot, R, P, 2, true>(acc, this->x, this->x_stride, w, 64, this->words, next, next_stride);
+        SpreadFetch fetch = ahead;
+        fetch.start(this->words);
+        tile<Dot, R, P>(acc, this->x, this->x_stride, w, this->words, fetch);
         this->store(acc);
     }
 };
@@ -122,23 +125,29 @@ INLINE void with_tile(int r, int p, const Function &f) {
 
 // Panels of plain words. Interface of a form of weights:
 //
-//   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied
-//   expands      true if they are expanded for few rows (Split::NARROW_ROWS) or for many
-//   block        maximum words of a block for few or many rows and this number of words
+//   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied by several tiles
+//   expands      true if they are expanded for this number of rows
+//   unpacks      true if tiles unpack blocks in registers for this number of rows
+//   block        maximum words of a block for this number of rows and of words
 //   panel_bytes  bytes of a panel
 //   at, bytes    address of a panel's block from word `first` on, bytes of a block of that many words
 //   expand       writes that block to `out` as words of Inner
-//   once         runs a tile of panels that are multiplied by no other rows
+//   Once         tile of panels that are multiplied by no other rows
+//   Block        tile of panels in the cache, expanded or not
 template <class D>
 struct Plain {
     typedef D Dot;
     static constexpr bool EXPANDS = false;
+    typedef OnceTile<Dot> Once;
+    template <class TileDot, bool EXPANDED>
+    using Block = BlockTile<TileDot>;
     // With few rows, words are multiplied unexpanded: each tile widens them in registers.
-    static bool expands(bool few) { return Inner<Dot>::WORDS > 1 && !few; }
-    static int64_t block(bool few, int64_t) {
+    static bool expands(int64_t rows) { return Inner<Dot>::WORDS > 1 && rows > Split::NARROW_ROWS; }
+    static bool unpacks(int64_t) { return false; }
+    static int64_t block(int64_t rows, int64_t) {
         if (!Steps<Dot>::COPIES) return INT64_MAX;
         if (Steps<Dot>::X_BYTES == 4) return 1024;  // the copy of x is small, and each block loads all accumulators
-        return few ? 512 : expands(few) ? 64 : 128;
+        return rows <= Split::NARROW_ROWS ? 512 : expands(rows) ? 64 : 128;
     }
     static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * 64; }
     static INLINE const char *at(const char *panel, int64_t first) { return panel + first * 64; }
@@ -152,7 +161,6 @@ struct Plain {
             }
         }
     }
-    static INLINE void once(int rows, int p, const OnceTile<Dot> &tile) { with_tile(rows, p, tile); }
 };
 
 // Layout of the memory of a unit, apart from its own variables.
@@ -167,9 +175,9 @@ struct UnitLayout {
     UnitLayout(const Call &call, const Split &split) {
         int64_t k = call.op.n[1], words = words_of<Dot>(k);
         copies = k % Dot::PER_WORD || (split.few ? Steps<Dot>::COPIES : Steps<typename InPlace<Dot>::type>::COPIES);
-        block = split.whole ? words : Panels::block(split.few, words);
+        block = split.whole ? words : Panels::block(call.rows, words);
         x = copies ? MARK + rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
-        panels = !split.once && Panels::expands(split.few) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
+        panels = !split.once && Panels::expands(call.rows) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
         int64_t kept = split.whole ? split.tile_rows * split.tile_panels : split.rows_per_unit * split.panels_per_unit;
         accumulators = kept * int64_t(sizeof(typename Dot::Acc));
     }
@@ -179,8 +187,9 @@ struct UnitLayout {
 };
 
 // Unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose accumulators
-// are `stride` apart. With Take::PAIRED, panels p of the first and the second half of the columns are adjacent in a
-// tile. `take` then gets both accumulators. memory: UnitLayout::bytes() bytes, aligned to 64.
+// are `stride` apart. take.prefetch(row, rows, column, n) prefetches the memory that this will write. With
+// Take::PAIRED, panels p of the first and the second half of the columns are adjacent in a tile. `take` then gets both
+// accumulators. memory: UnitLayout::bytes() bytes, aligned to 64.
 template <class Of, class Take>
 struct Unit {
     typedef typename Of::Dot Dot;
@@ -252,18 +261,17 @@ struct Unit {
             int64_t following = panel + p < end ? panel + p : later;
             const char *panels[MAX_PANELS], *next[MAX_PANELS];
             for (int64_t j = 0; j < p; j++) panels[j] = address(panel + j), next[j] = address(following + j);
-            std::memset(static_cast<void *>(acc), 0, size_t(rows * p) * sizeof(Acc));
             for (int j = 0, some; j < p; j += some) {
                 some = std::min(int(p) - j, most);
-                Panels::once(int(rows), some, OnceTile<Dot>{{x_of(0, 0, words), x_stride(words), words, panels + j,
-                                                             acc + j, int(p)}, next + j});
+                with_tile(int(rows), some, typename Panels::Once{
+                    {x_of(0, 0, words), x_stride(words), words, panels + j, acc + j, int(p), true}, next + j});
             }
             put(panel, int(p), 0, rows, acc);
         }
     }
 
     INLINE void blocks() const {
-        bool expands = Panels::EXPANDS || Panels::expands(split.few);
+        bool expands = Panels::EXPANDS || Panels::expands(call.rows);
         for (int64_t begin = 0, count; begin < words; begin += count) {
             count = std::min(layout.block, words - begin);
             if (layout.copies) count == words ? copy_all() : copy(begin, count);
@@ -309,16 +317,18 @@ struct Unit {
         }
         int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows), inner = count * PER;
         // The tiles prefetch the next panels, in equal pieces if there are enough tiles.
-        int64_t pieces = std::max<int64_t>(1, tiles / p), piece = ceil_div(Panels::bytes(count), pieces);
+        int64_t pieces = std::max<int64_t>(1, tiles / p), lines = ceil_div(Panels::bytes(count), 64 * pieces);
         for (int64_t r = 0, tile = 0; r < rows; tile++) {
             int here = int(ceil_div(rows - r, tiles - tile)), most = widest_tile(here);
             Acc *sums = split.whole ? acc : acc_of(panel) + r * p;
+            if (split.whole && !split.few) take.prefetch(row + r, here, panel * LANES, p * LANES);
             for (int j = 0, some; j < p; j += some) {
                 some = std::min(p - j, most);
-                const char *runs[2] = {j == 0 && tile < pieces * p ? soon[tile % p] + tile / p * piece : nullptr,
-                                       j == 0 && tile + tiles < p ? soon[tile + tiles] : nullptr};
-                with_tile(here, some, BlockTile<TileDot>{{x_of(r, begin, count), x_stride(count), inner, w + j,
-                                                          sums + j, p}, runs, ceil_div(piece, inner), begin == 0});
+                SpreadFetch ahead = {{}, j == 0 && tile < pieces * p ? lines : 0};
+                ahead.at[0] = ahead.at[1] = soon[tile % p] + tile / p * lines * 64;
+                if (tile + tiles < p) ahead.at[1] = soon[tile + tiles];
+                with_tile(here, some, typename Panels::template Block<TileDot, EXPANDS>{
+                    {x_of(r, begin, count), x_stride(count), inner, w + j, sums + j, p, begin == 0}, ahead});
             }
             if (split.whole) put(panel, p, r, here, sums);
             r += here;

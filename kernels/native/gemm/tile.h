@@ -11,6 +11,37 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
+constexpr int64_t PANEL_WORD_BYTES = 64;
+
+// Prefetches of the words that are needed next, into the second-level cache: the first level has too few outstanding
+// loads for the memory's speed.
+//
+// Follow: A lines beside each word, each in a run of its own. stride: bytes of a run from word to word.
+template <int A>
+struct Follow {
+    static constexpr int64_t EVERY = 1;
+    const char *at[A > 0 ? A : 1];
+    int64_t stride;
+    INLINE void operator()(int64_t k) {
+        _Pragma("GCC unroll 4") for (int a = 0; a < A; a++) __builtin_prefetch(at[a] + k * stride, 0, 2);
+    }
+};
+
+// SpreadFetch: two runs of `lines` lines, equal if there is only one, spread over the words of a tile. A prefetch beside
+// each word would cost up to a twentieth of a tile on Zen 4.
+struct SpreadFetch {
+    static constexpr int64_t EVERY = 8;
+    const char *at[2];
+    int64_t lines, each = 0;  // lines that are left, and those of a call
+
+    INLINE void start(int64_t words) { each = words < EVERY ? 0 : ceil_div(lines, words / EVERY); }
+    INLINE void operator()(int64_t) {
+        for (int64_t i = each < lines ? each : lines; i > 0; i--)
+            for (auto &line : at) __builtin_prefetch(line, 0, 2), line += 64;
+        lines -= each;
+    }
+};
+
 // Steps S and later of one word of panel p. w: its address, or the word itself in registers.
 template <class Dot, int R, int P, int S = 0, class Word>
 INLINE void panel_step(typename Dot::Acc (&acc)[R][P], int p, const char *x, int64_t x_stride, const Word &w) {
@@ -47,9 +78,8 @@ template <class Dot, int R, int P>
 constexpr bool BY_WORD_PAIRS = std::is_same<Dot, DotInt8>::value && R >= 4 && P == 1;
 
 // Sums of `tile` over pairs of words; returns the number of words done. For integers the order does not matter.
-template <int R, int A, bool SOME>
-INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, const char *w, int64_t w_stride,
-                               int64_t words, const char *const *ahead, int64_t ahead_stride) {
+template <int R, class Ahead>
+INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, const char *w, int64_t words, Ahead &ahead) {
     constexpr int PAIRS = (R + 1) / 2, LAST = R - 1;  // an odd last row is paired with itself
     int32x4_t sums[PAIRS][2 * PARTS];                 // of two rows: two columns of the first, two of the second
     _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) EACH(i) {
@@ -58,19 +88,16 @@ INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, 
     }
     int64_t k = 0;
     for (; k + 2 <= words; k += 2) {
-        _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
-            if (!SOME || ahead[a]) {
-                __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
-                __builtin_prefetch(ahead[a] + (k + 1) * ahead_stride, 0, 2);
-            }
+        _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++)
+            if ((k + i) % Ahead::EVERY == 0) ahead(k + i);
         int8x16_t rows[PAIRS];
         _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) {
             const int8_t *first = reinterpret_cast<const int8_t *>(x + k * 4) + 2 * q * x_stride;
             rows[q] = vcombine_s8(vld1_s8(first), vld1_s8(2 * q < LAST ? first + x_stride : first));
         }
         EACH(i) {
-            int32x4_t a = (int32x4_t)load_words(w + k * w_stride, i);
-            int32x4_t b = (int32x4_t)load_words(w + (k + 1) * w_stride, i);
+            int32x4_t a = (int32x4_t)load_words(w + k * PANEL_WORD_BYTES, i);
+            int32x4_t b = (int32x4_t)load_words(w + (k + 1) * PANEL_WORD_BYTES, i);
             int8x16_t low = (int8x16_t)vzip1q_s32(a, b), high = (int8x16_t)vzip2q_s32(a, b);
             _Pragma("GCC unroll 3") for (int q = 0; q < PAIRS; q++) {
                 sums[q][2 * i] = vmmlaq_s32(sums[q][2 * i], rows[q], low);
@@ -88,24 +115,29 @@ INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, 
 #endif
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * w_stride. ahead: A runs of the words that are needed next, ahead_stride bytes apart. They are prefetched
-// into the second-level cache: the first level has too few outstanding loads for the memory's speed. With SOME, entries
-// may be null.
-template <class Dot, int R, int P, int A, bool SOME>
-INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P],
-                 int64_t w_stride, int64_t words, const char *const *ahead, int64_t ahead_stride = 64) {
+// w[p] + k * PANEL_WORD_BYTES. ahead(k) is called before every Ahead::EVERY-th word; see Follow, SpreadFetch.
+template <class Dot, int R, int P, class Ahead>
+INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P], int64_t words,
+                 Ahead &ahead) {
     int64_t k = 0;
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-    if constexpr (BY_WORD_PAIRS<Dot, R, P>)
-        k = tile_word_pairs<R, A, SOME>(acc, x, x_stride, w[0], w_stride, words, ahead, ahead_stride);
-#endif
-    for (; k < words; k++) {
-        _Pragma("GCC unroll 4") for (int a = 0; a < A; a++)
-            if (!SOME || ahead[a]) __builtin_prefetch(ahead[a] + k * ahead_stride, 0, 2);
+    auto step = [&]() __attribute__((always_inline)) {
         const char *word[P];
-        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) word[p] = w[p] + k * w_stride;
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) word[p] = w[p] + k * PANEL_WORD_BYTES;
         tile_step<Dot>(acc, x + k * Steps<Dot>::X_BYTES, x_stride, word);
+        k++;
+    };
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (BY_WORD_PAIRS<Dot, R, P>) k = tile_word_pairs<R>(acc, x, x_stride, w[0], words, ahead);
+#endif
+    if constexpr (Ahead::EVERY == 1) {
+        while (k < words) ahead(k), step();
+        return;
     }
+    for (int64_t end = k + Ahead::EVERY; end <= words; end += Ahead::EVERY) {
+        ahead(k);
+        _Pragma("GCC unroll 1") while (k < end) step();
+    }
+    while (k < words) step();
 }
 
 // Panels of a tile of `rows` rows: as many as `accumulators` allows, and at most `widest`.
