@@ -137,10 +137,10 @@ struct CompactBlockTile : CompactTile {
 // Panels of compact weights; the interface is described at Plain (product.h).
 struct Compact {
     typedef DotBFloat16 Dot;
-    // True if up to MAX_UNPACKED_ROWS rows unpack each panel for each tile, in registers. With more rows, panels are
-    // expanded once.
+    // True if each tile of up to MAX_UNPACKED_ROWS rows unpacks its panels in registers. With more rows, panels are
+    // expanded once, which takes less time than four times.
     static constexpr bool UNPACKS = BF16_DOT && CompactTile::IN_REGISTERS<ONCE_ROWS>;
-    static constexpr int64_t MAX_UNPACKED_ROWS = UNPACKS ? 48 : 0;
+    static constexpr int64_t MAX_UNPACKED_ROWS = UNPACKS ? 3 * ONCE_ROWS : 0;
     static constexpr bool EXPANDS = !UNPACKS;
     typedef CompactOnceTile Once;
     template <class TileDot, bool EXPANDED>
