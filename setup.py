@@ -37,6 +37,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "
 LINK_FLAGS = ("-Wl,-z,defs",) if sys.platform == "linux" else ()
 """Missing functions are link errors."""
 
+# -mprfchw: a prefetch for writing also takes a line from other processors' caches. Not in avx2, which older processors
+# run.
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mprfchw",
           "-mprefer-vector-width=512")
 X86 = {

@@ -281,7 +281,11 @@ def argmax_calls(
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
     words = 0 if masks[0] is None else masks[0].shape[1]
-    merge = "argmax_of_units_int8" if isinstance(weight, QuantizedWeight) else "argmax_of_units"
+    merge = "argmax_of_units"
+    if isinstance(weight, QuantizedWeight):
+        merge += "_int8"
+    elif isinstance(weight, PackedWeight):
+        merge = weight.op(merge)
     return [
         *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=masks),
         (merge, weight.dtype, [best, places, ids, pairs], [len(x), k, n, first])]

@@ -5,7 +5,7 @@ sets have a vector instruction for two products, or widen to float32 in register
 fastest set depends on the processor. The whole process runs on one set, so that a row's results are the same in every
 batch.
 
-Form of bfloat16 weights: plain, or compact (gemm/compact.cpp). Compact weights have a quarter less bytes to read and
+Form of bfloat16 weights: plain, or compact (gemm/compact.h). Compact weights have a quarter less bytes to read and
 are unpacked for each product. Both forms give the same results.
 """
 

@@ -152,6 +152,7 @@ SIGNATURES: dict[str, Signature] = {
     "linear_argmax_compact": (*_product(_BEST), *_MASKS),
     "argmax_of_units": (*_MERGED, *_PAIRS),
     "argmax_of_units_int8": (*_MERGED, *_PAIRS),
+    "argmax_of_units_compact": (*_MERGED, *_PAIRS),
     "pack": _PACK,
     "pack_compact": _PACK,
     "unpack": _UNPACK,

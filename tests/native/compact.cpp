@@ -99,7 +99,7 @@ static void linear_argmax() {
         Masks masks(call, size.rows, counting);
         const std::vector<int64_t> sizes = {size.rows, k, n, counting, masks.words};
         call.add("linear_argmax_compact/bfloat16", {x, made, bias, best, ids, masks.bits, masks.of_row}, sizes);
-        call.add("argmax_of_units/bfloat16", {best, ids, out}, sizes);
+        call.add("argmax_of_units_compact/bfloat16", {best, ids, out}, sizes);
         call.add("linear_argmax/bfloat16",
                  {x, packed(call, dense.data, n, k), bias, best, ids, masks.bits, masks.of_row}, sizes);
         call.add("argmax_of_units/bfloat16", {best, ids, same}, sizes);
@@ -113,7 +113,7 @@ std::vector<Test> compact_tests() {
     return {{{"pack_compact/bfloat16", "unpack_compact/bfloat16"}, pack},
             {{"linear_compact/bfloat16"}, linear},
             {{"linear_swiglu_compact/bfloat16"}, linear_swiglu},
-            {{"linear_argmax_compact/bfloat16"}, linear_argmax}};
+            {{"linear_argmax_compact/bfloat16", "argmax_of_units_compact/bfloat16"}, linear_argmax}};
 }
 
 }  // namespace golden

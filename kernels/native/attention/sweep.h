@@ -156,18 +156,18 @@ struct Scores {
     template <int R, int P>
     ONE_TILE void run() const {
         Fetch next = ahead;
-        int64_t row = this->row;
-        const char *w = keys.at + panel * panel_stride, *x = q + row * row_bytes;
-        float *to = scores + row * SPLIT + keys.first + panel * LANES;
-        for (int64_t tile = 0; tile < tiles; tile++, row += R, x += R * row_bytes, to += R * SPLIT) {
+        const char *w = keys.at + panel * panel_stride;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t first = row + tile * R;
+            float *to = scores + first * SPLIT + keys.first + panel * LANES;
             typename Dot::Acc acc[R][P];
             for (int r = 0; r < R; r++)
                 for (int p = 0; p < P; p++) acc[r][p] = Dot::start();
             next.begin_tile();
-            multiply<Dot, R, P>(acc, x, row_bytes, w, stride, panel_stride, words, next);
+            multiply<Dot, R, P>(acc, q + first * row_bytes, row_bytes, w, stride, panel_stride, words, next);
             for (int r = 0; r < R; r++)
                 for (int p = 0; p < P; p++)
-                    store(to + r * SPLIT + p * LANES, C::score(acc[r][p], q_scales[row + r], keys.scales + (panel + p) * LANES));
+                    store(to + r * SPLIT + p * LANES, C::score(acc[r][p], q_scales[first + r], keys.scales + (panel + p) * LANES));
         }
         ahead = next;
     }
@@ -194,17 +194,17 @@ struct Weighted {
     ONE_TILE void run() const {
         typedef typename Dot::Acc Acc;
         constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
-        int64_t row = this->row;
-        for (int64_t tile = 0; tile < tiles; tile++, row += R) {
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t first = row + tile * R;
+            const char *x = weights + first * row_bytes;
+            float *to = out + first * padded_dim + panel * LANES;
             Acc acc[R][P];
-            const char *x = weights + row * row_bytes;
-            float *to = out + row * padded_dim + panel * LANES;
             for (int r = 0; r < R; r++)
                 for (int p = 0; p < P; p++) {
                     acc[r][p] = Dot::start();
                     if (begin > 0) std::memcpy(&acc[r][p], to + r * padded_dim + p * LANES, sizeof(Acc));
                 }
-            int64_t see = visible.by(row + R - 1);
+            int64_t see = visible.by(first + R - 1);
             Fetch next = ahead;
             next.begin_tile();
             for (int64_t i = begin; i < end && values[i].first < see; i++) {
@@ -219,7 +219,7 @@ struct Weighted {
                     if (end < runs)
                         std::memcpy(lanes, &acc[r][p], sizeof(Acc));
                     else
-                        merging.put(row + r, lanes, C::weighted(acc[r][p], weight_scales[row + r]));
+                        merging.put(first + r, lanes, C::weighted(acc[r][p], weight_scales[first + r]));
                 }
         }
     }

@@ -1,6 +1,6 @@
 // Products with compact bfloat16 weights; see compact.h for their form.
 //
-//   linear_compact, linear_swiglu_compact, linear_argmax_compact     as in linear.cpp
+//   linear_compact, linear_swiglu_compact, linear_argmax_compact, argmax_of_units_compact     as in linear.cpp
 //   pack_compact    p: dense [T, K], packed, failed [1] int32: set to 1 if a block cannot be packed; that block is
 //                      unchanged                                                    n: T, K, row of the first
 //   unpack_compact  p: packed, dense [T, K], row numbers [T] int64                  n: T, K
@@ -69,24 +69,24 @@ struct CompactTile : Tile<DotBFloat16> {
     }
 };
 
-// Prefetch of the lines of blocks beside the lines of other blocks, unless FETCH is false.
+// Prefetch of the lines of the next blocks beside the lines of other blocks, unless FETCH is false.
 template <int P, bool FETCH>
-struct FollowLines {
-    const char *const (&block)[P];
+struct LinePrefetch {
+    const char *const (&next)[P];
     INLINE void operator()(int64_t k, int line) {
         if (!FETCH) return;
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
-            if (line == 0 && k == 0) __builtin_prefetch(block[p], 0, 2);
-            __builtin_prefetch(block[p] + sizeof(Header) + k / GROUP_WORDS * GROUP_BYTES + line * 64, 0, 2);
+            if (line == 0 && k == 0) __builtin_prefetch(next[p], 0, 2);
+            __builtin_prefetch(next[p] + sizeof(Header) + k / GROUP_WORDS * GROUP_BYTES + line * 64, 0, 2);
         }
     }
 };
 
-// The same for a SpreadFetch, beside every EVERY-th word.
-struct SpreadBesideLines {
-    SpreadFetch &fetch;
+// Calls a SpreadPrefetch before every EVERY-th word of packed blocks.
+struct SpreadLinePrefetch {
+    SpreadPrefetch &fetch;
     INLINE void operator()(int64_t k, int line) {
-        if (line == 0 && k % SpreadFetch::EVERY == 0) fetch(k);
+        if (line == 0 && k % SpreadPrefetch::EVERY == 0) fetch(k);
     }
 };
 
@@ -103,9 +103,9 @@ struct CompactOnceTile : CompactTile {
         for (int64_t done = 0; done < words; done += BLOCK_WORDS) {
             int64_t count = std::min(BLOCK_WORDS, words - done);
             for (int p = 0; p < P; p++) soon[p] = done + count < words ? block[p] + BLOCK_BYTES : next[p];
-            Follow<P> ahead = {{}, BLOCK_BYTES / BLOCK_WORDS};
+            RunPrefetch<P> ahead = {{}, BLOCK_BYTES / BLOCK_WORDS};
             std::copy(soon, soon + P, ahead.at);
-            FollowLines<P, OnceTile<Dot>::FETCH<R>> packed_ahead = {soon};
+            LinePrefetch<P, OnceTile<Dot>::FETCH<R>> packed_ahead = {soon};
             multiply<R, P>(acc, x + done * X_BYTES, block, count, ahead, packed_ahead);
             for (int p = 0; p < P; p++) block[p] += BLOCK_BYTES;
         }
@@ -115,14 +115,14 @@ struct CompactOnceTile : CompactTile {
 
 // Tile of packed panels in the cache; ahead as in BlockTile.
 struct CompactBlockTile : CompactTile {
-    SpreadFetch ahead;
+    SpreadPrefetch ahead;
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
         Dot::Acc acc[R][P];
         start(acc);
-        SpreadFetch fetch = ahead;
-        SpreadBesideLines lines = {fetch};
+        SpreadPrefetch fetch = ahead;
+        SpreadLinePrefetch lines = {fetch};
         fetch.start(words);
         const char *block[P];
         for (int p = 0; p < P; p++) block[p] = panels[p];
@@ -137,8 +137,8 @@ struct CompactBlockTile : CompactTile {
 // Panels of compact weights; the interface is described at Plain (product.h).
 struct Compact {
     typedef DotBFloat16 Dot;
-    // True if each tile of up to MAX_UNPACKED_ROWS rows unpacks its panels in registers. With more rows, panels are
-    // expanded once, which takes less time than four times.
+    // True if each tile of up to MAX_UNPACKED_ROWS rows unpacks its panels in registers. More rows are at least four
+    // tiles, and expanding the panels once takes less time.
     static constexpr bool UNPACKS = BF16_DOT && CompactTile::IN_REGISTERS<ONCE_ROWS>;
     static constexpr int64_t MAX_UNPACKED_ROWS = UNPACKS ? 3 * ONCE_ROWS : 0;
     static constexpr bool EXPANDS = !UNPACKS;
@@ -234,6 +234,7 @@ extern const Kernel COMPACT[] = {
     KERNEL("linear_compact/bfloat16", Linear<CompactFloats>),
     KERNEL("linear_swiglu_compact/bfloat16", LinearSwiglu<CompactFloats>),
     KERNEL("linear_argmax_compact/bfloat16", LinearArgmax<CompactFloats>),
+    KERNEL("argmax_of_units_compact/bfloat16", ArgmaxOfUnits<CompactFloats>),
     KERNEL("pack_compact/bfloat16", PackCompact),
     KERNEL("unpack_compact/bfloat16", UnpackCompact),
     {nullptr, nullptr, nullptr},

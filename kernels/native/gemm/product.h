@@ -75,7 +75,7 @@ struct OnceTile : Tile<Dot> {
         this->start(acc);
         const char *w[P], *x = this->x;
         int64_t words = this->words, last = FETCH<R> ? std::min(words, AHEAD / PANEL_WORD_BYTES) : 0;
-        Follow<FETCH<R> ? P : 0> ahead = {{}, PANEL_WORD_BYTES};
+        RunPrefetch<FETCH<R> ? P : 0> ahead = {{}, PANEL_WORD_BYTES};
         for (int p = 0; p < P; p++) w[p] = this->panels[p];
         if constexpr (FETCH<R>)
             for (int p = 0; p < P; p++) ahead.at[p] = w[p] + AHEAD;
@@ -91,7 +91,7 @@ struct OnceTile : Tile<Dot> {
 // Tile of panels in the cache. ahead: what this thread needs next.
 template <class Dot>
 struct BlockTile : Tile<Dot> {
-    SpreadFetch ahead;
+    SpreadPrefetch ahead;
 
     template <int R, int P>
     __attribute__((noinline)) void run() const {
@@ -99,7 +99,7 @@ struct BlockTile : Tile<Dot> {
         this->start(acc);
         const char *w[P];
         for (int p = 0; p < P; p++) w[p] = this->panels[p];
-        SpreadFetch fetch = ahead;
+        SpreadPrefetch fetch = ahead;
         fetch.start(this->words);
         tile<Dot, R, P>(acc, this->x, this->x_stride, w, this->words, fetch);
         this->store(acc);
@@ -126,7 +126,7 @@ INLINE void with_tile(int r, int p, const Function &f) {
 // Panels of plain words. Interface of a form of weights:
 //
 //   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied by several tiles
-//   expands      true if they are expanded for this number of rows
+//   expands      true if blocks are expanded for this number of rows
 //   unpacks      true if tiles unpack blocks in registers for this number of rows
 //   block        maximum words of a block for this number of rows and of words
 //   panel_bytes  bytes of a panel
@@ -149,9 +149,9 @@ struct Plain {
         if (Steps<Dot>::X_BYTES == 4) return 1024;  // the copy of x is small, and each block loads all accumulators
         return rows <= Split::NARROW_ROWS ? 512 : expands(rows) ? 64 : 128;
     }
-    static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * 64; }
-    static INLINE const char *at(const char *panel, int64_t first) { return panel + first * 64; }
-    static INLINE int64_t bytes(int64_t words) { return words * 64; }
+    static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * PANEL_WORD_BYTES; }
+    static INLINE const char *at(const char *panel, int64_t first) { return panel + first * PANEL_WORD_BYTES; }
+    static INLINE int64_t bytes(int64_t words) { return words * PANEL_WORD_BYTES; }
     static INLINE void expand(const char *block, int64_t words, char *out) {
         if constexpr (Inner<Dot>::WORDS > 1) {
             typedef Steps<Dot> By;
@@ -177,17 +177,18 @@ struct UnitLayout {
         copies = k % Dot::PER_WORD || (split.few ? Steps<Dot>::COPIES : Steps<typename InPlace<Dot>::type>::COPIES);
         block = split.whole ? words : Panels::block(call.rows, words);
         x = copies ? MARK + rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
-        panels = !split.once && Panels::expands(call.rows) ? split.tile_panels * block * Inner<Dot>::WORDS * 64 : 0;
+        panels = !split.once && Panels::expands(call.rows) ? split.tile_panels * block * INNER_BYTES : 0;
         int64_t kept = split.whole ? split.tile_rows * split.tile_panels : split.rows_per_unit * split.panels_per_unit;
         accumulators = kept * int64_t(sizeof(typename Dot::Acc));
     }
     int64_t bytes() const { return x + panels + accumulators; }
+    static constexpr int64_t INNER_BYTES = Inner<Dot>::WORDS * PANEL_WORD_BYTES;
     static constexpr int64_t MARK = 64;  // bytes before the copy of x; they hold its row
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
 };
 
 // Unit of a product. take(row, rows, column, accumulators, stride, n) stores n columns of some rows, whose accumulators
-// are `stride` apart. take.prefetch(row, rows, column, n) prefetches the memory that this will write. With
+// are `stride` apart. take.prefetch(row, rows, column, n) prefetches the memory that `take` will write. With
 // Take::PAIRED, panels p of the first and the second half of the columns are adjacent in a tile. `take` then gets both
 // accumulators. memory: UnitLayout::bytes() bytes, aligned to 64.
 template <class Of, class Take>
@@ -310,7 +311,7 @@ struct Unit {
             w[j] = Panels::at(address(panel + j), begin);
             soon[j] = Panels::at(address(following + j), next_begin);
             if constexpr (EXPANDS) {
-                char *to = expanded + j * layout.block * PER * 64;
+                char *to = expanded + j * layout.block * layout.INNER_BYTES;
                 Panels::expand(w[j], count, to);
                 w[j] = to;
             }
@@ -324,7 +325,7 @@ struct Unit {
             if (split.whole && !split.few) take.prefetch(row + r, here, panel * LANES, p * LANES);
             for (int j = 0, some; j < p; j += some) {
                 some = std::min(p - j, most);
-                SpreadFetch ahead = {{}, j == 0 && tile < pieces * p ? lines : 0};
+                SpreadPrefetch ahead = {{}, j == 0 && tile < pieces * p ? lines : 0};
                 ahead.at[0] = ahead.at[1] = soon[tile % p] + tile / p * lines * 64;
                 if (tile + tiles < p) ahead.at[1] = soon[tile + tiles];
                 with_tile(here, some, typename Panels::template Block<TileDot, EXPANDS>{

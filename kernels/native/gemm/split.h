@@ -14,9 +14,9 @@ constexpr int TILE_ACC = 5;
 #else
 constexpr int TILE_ACC = MAX_ACC;
 #endif
-constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;  // maximum rows of a tile with panels used once
-// Maximum rows of a tile whose panels are used by several tiles, for few rows and for many. The rows of a tile share
-// the widening of bfloat16 in registers.
+// Maximum rows of a tile: with panels used once or unpacked by each tile, and with panels that several tiles share, for
+// few rows and for many. The rows of a tile share the widening of bfloat16 in registers.
+constexpr int ONCE_ROWS = TILE_ACC >= 24 ? TILE_ACC / 2 : TILE_ACC;
 constexpr int FEW_ROWS = BF16_DOT && ONCE_ROWS > 8 ? 8 : ONCE_ROWS;
 constexpr int MANY_ROWS = TILE_ACC < 6 ? TILE_ACC : 6;
 constexpr int MAX_PANELS = 4;
@@ -33,7 +33,8 @@ struct Split {
 
     Split() {}
 
-    // one_block: a tile may multiply all of K at once. unpacks: tiles unpack panels, so high tiles save time.
+    // one_block: a tile may multiply all of K at once. unpacks: tiles unpack panels; tiles of more rows unpack each panel
+    // less often.
     Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired, bool one_block, bool unpacks) {
         panels = ceil_div<int64_t>(columns, LANES);
         once = rows <= ONCE_ROWS, whole = once || one_block;

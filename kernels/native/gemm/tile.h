@@ -16,9 +16,9 @@ constexpr int64_t PANEL_WORD_BYTES = 64;
 // Prefetches of the words that are needed next, into the second-level cache: the first level has too few outstanding
 // loads for the memory's speed.
 //
-// Follow: A lines beside each word, each in a run of its own. stride: bytes of a run from word to word.
+// RunPrefetch: A lines beside each word, each in a run of its own. stride: bytes of a run from word to word.
 template <int A>
-struct Follow {
+struct RunPrefetch {
     static constexpr int64_t EVERY = 1;
     const char *at[A > 0 ? A : 1];
     int64_t stride;
@@ -27,12 +27,12 @@ struct Follow {
     }
 };
 
-// SpreadFetch: two runs of `lines` lines, equal if there is only one, spread over the words of a tile. A prefetch beside
-// each word would cost up to a twentieth of a tile on Zen 4.
-struct SpreadFetch {
+// SpreadPrefetch: two runs of `lines` lines, spread over the words of a tile. If there is one run, both addresses are equal.
+// A prefetch beside each word would cost up to a twentieth of a tile on Zen 4.
+struct SpreadPrefetch {
     static constexpr int64_t EVERY = 8;
     const char *at[2];
-    int64_t lines, each = 0;  // lines that are left, and those of a call
+    int64_t lines, each = 0;  // lines left; lines prefetched by a call
 
     INLINE void start(int64_t words) { each = words < EVERY ? 0 : ceil_div(lines, words / EVERY); }
     INLINE void operator()(int64_t) {
@@ -115,7 +115,8 @@ INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, 
 #endif
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * PANEL_WORD_BYTES. ahead(k) is called before every Ahead::EVERY-th word; see Follow, SpreadFetch.
+// w[p] + k * PANEL_WORD_BYTES. ahead(k) is called before each group of Ahead::EVERY words; see RunPrefetch and
+// SpreadPrefetch.
 template <class Dot, int R, int P, class Ahead>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P], int64_t words,
                  Ahead &ahead) {
@@ -131,13 +132,13 @@ INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
 #endif
     if constexpr (Ahead::EVERY == 1) {
         while (k < words) ahead(k), step();
-        return;
+    } else {
+        for (int64_t end = k + Ahead::EVERY; end <= words; end += Ahead::EVERY) {
+            ahead(k);
+            _Pragma("GCC unroll 1") while (k < end) step();  // unrolled, the code of all tiles would be eight times as long
+        }
+        while (k < words) step();
     }
-    for (int64_t end = k + Ahead::EVERY; end <= words; end += Ahead::EVERY) {
-        ahead(k);
-        _Pragma("GCC unroll 1") while (k < end) step();
-    }
-    while (k < words) step();
 }
 
 // Panels of a tile of `rows` rows: as many as `accumulators` allows, and at most `widest`.

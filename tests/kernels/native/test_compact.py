@@ -65,6 +65,22 @@ def test_compact_products_equal_plain_products(isa, n, k, rare):
             assert same(gated(x, compact, bias), gated(x, plain, bias)), rows
 
 
+@pytest.mark.parametrize("rare", [0.0, 0.001])
+@pytest.mark.parametrize(("n", "k", "rows"), [
+    (1024, 64, (8, 13, 24, 32, 36, 37, 64, 70)),  # units of several tiles
+    (160, 4096, (13, 36, 37, 70)),  # K in more than one block
+])
+def test_compact_argmax_finds_the_last_column_of_many(isa, n, k, rows, rare):
+    weight = numbers(n, k, rare)
+    weight[-1] = 1.0
+    plain, compact = (PackedWeight.pack(weight, compact=form) for form in (False, True))
+    product, chosen = (x.implementations["cpu"].function for x in (linear, linear_argmax))
+    for count in rows:
+        x = torch.rand(count, k, generator=torch.Generator().manual_seed(count)).bfloat16()
+        assert chosen(x, compact, None, n).tolist() == [[n - 1]] * count, count
+        assert same(product(x, compact, None), product(x, plain, None)), count
+
+
 def test_compact_write_into_middle_of_panels(isa):
     weight = numbers(70, 264, 0.001)
     packed = PackedWeight.allocate(70, 264, torch.bfloat16, compact=True)
