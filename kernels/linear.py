@@ -207,6 +207,14 @@ def linear_argmax(
     return greedy(logits, vocabulary)
 
 
+def _op(name: str, weight: Weight) -> str:
+    """Return the name of the native op for weights of this form."""
+    if isinstance(weight, QuantizedWeight):
+        return f"{name}_int8"
+    assert isinstance(weight, PackedWeight)
+    return weight.op(name)
+
+
 def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int,
              more: Sequence[Tensor | None] = ()) -> list[native.Call]:
     """Return the calls of a native product whose results go to `out`.
@@ -219,7 +227,7 @@ def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
     shape = [len(x), k, n, *sizes]
     if not isinstance(weight, QuantizedWeight):
         assert isinstance(weight, PackedWeight)
-        return [(weight.op(name), weight.dtype, [_floats(x), weight.words, *p, *more], shape)]
+        return [(_op(name, weight), weight.dtype, [_floats(x), weight.words, *p, *more], shape)]
     assert isinstance(weight.values, PackedWeight)
     calls: list[native.Call] = []
     if not isinstance(x, Quantized):
@@ -230,7 +238,7 @@ def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
         row_sums = native.empty(len(x), dtype=torch.int32)
         calls.append(("row_sums", torch.int8, [x.values, row_sums], [len(x), k]))
     p += [x.scale, weight.scale, weight.sums, x.zero, weight.zero, row_sums]
-    return [*calls, (f"{name}_int8", weight.dtype, [x.values, weight.values.words, *p, *more], shape)]
+    return [*calls, (_op(name, weight), weight.dtype, [x.values, weight.values.words, *p, *more], shape)]
 
 
 @native.implementation(linear, adapt=packed)
@@ -281,14 +289,9 @@ def argmax_calls(
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
     words = 0 if masks[0] is None else masks[0].shape[1]
-    merge = "argmax_of_units"
-    if isinstance(weight, QuantizedWeight):
-        merge += "_int8"
-    elif isinstance(weight, PackedWeight):
-        merge = weight.op(merge)
     return [
         *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=masks),
-        (merge, weight.dtype, [best, places, ids, pairs], [len(x), k, n, first])]
+        (_op("argmax_of_units", weight), weight.dtype, [best, places, ids, pairs], [len(x), k, n, first])]
 
 
 def _ascend_linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:

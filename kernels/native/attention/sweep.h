@@ -194,6 +194,7 @@ struct Weighted {
     ONE_TILE void run() const {
         typedef typename Dot::Acc Acc;
         constexpr int64_t row_bytes = SPLIT * int64_t(sizeof(typename C::X));
+        Fetch next = ahead;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = row + tile * R;
             const char *x = weights + first * row_bytes;
@@ -205,14 +206,12 @@ struct Weighted {
                     if (begin > 0) std::memcpy(&acc[r][p], to + r * padded_dim + p * LANES, sizeof(Acc));
                 }
             int64_t see = visible.by(first + R - 1);
-            Fetch next = ahead;
             next.begin_tile();
             for (int64_t i = begin; i < end && values[i].first < see; i++) {
                 int64_t words = ceil_div<int64_t>(std::min(see - values[i].first, values[i].tokens), PER_WORD);
                 multiply<Dot, R, P>(acc, x + values[i].first / PER_WORD * Dot::X_BYTES, row_bytes,
                                 values[i].at + panel * Dot::PANEL, stride, Dot::PANEL, words, next);
             }
-            ahead = next;
             for (int r = 0; r < R; r++)
                 for (int p = 0; p < P; p++) {
                     float *lanes = to + r * padded_dim + p * LANES;
@@ -222,6 +221,7 @@ struct Weighted {
                         merging.put(first + r, lanes, C::weighted(acc[r][p], weight_scales[first + r]));
                 }
         }
+        ahead = next;
     }
 };
 
@@ -232,12 +232,11 @@ INLINE void for_tiles(int64_t rows, int64_t panels, Functor f) {
     int most_rows = By::rows(rows, panels), most = By::panels(most_rows);
     for (int64_t panel = 0; panel < panels; panel += most)
         for (f.row = 0; f.row < rows; f.row += most_rows * f.tiles) {
-            f.tiles = 1;
             int here = By::PADS ? most_rows : int(std::min<int64_t>(most_rows, rows - f.row));
             f.panel = panel;
-            int64_t end = std::min<int64_t>({panel + most, panels, panel + f.panels(here)});
-            if (end == std::min<int64_t>(panel + most, panels) && By::fitting(here, end - panel) == end - panel)
-                f.tiles = std::max<int64_t>(1, (rows - f.row) / most_rows);
+            int64_t whole = std::min<int64_t>(panel + most, panels), end = std::min(whole, panel + f.panels(here));
+            // Later rows see no fewer panels.
+            f.tiles = end == whole ? std::max<int64_t>(1, (rows - f.row) / most_rows) : 1;
             for (int some; f.panel < end; f.panel += some) {
                 some = By::fitting(here, end - f.panel);
                 By::with(here, some, f);

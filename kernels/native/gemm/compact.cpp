@@ -13,6 +13,7 @@ namespace NPUSERVE_ISA {
 // Product of a tile of packed panels. Two words at a time are unpacked in registers, if they fit there.
 struct CompactTile : Tile<DotBFloat16> {
     typedef DotBFloat16 Dot;
+    static constexpr int64_t X_BYTES = Steps<Dot>::X_BYTES;
 
     // True if two words fit the registers beside the accumulators.
     template <int R>
@@ -46,7 +47,6 @@ struct CompactTile : Tile<DotBFloat16> {
             packed_ahead(k, 2);
         }
     }
-    static constexpr int64_t X_BYTES = Steps<Dot>::X_BYTES;
 
   private:
     template <int R, int P, int J>
