@@ -29,8 +29,10 @@ SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
 ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "tables.cpp")
 """Sources that are compiled once. Every other source is compiled once for each instruction set."""
-WITHOUT_TILES = ("ranks.cpp", "rope.cpp", "rowwise.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
-"""Sources that are not compiled for avx512_amx, whose table has their kernels of avx512_bf16 (runtime/isa.cpp)."""
+_ROWS = ("ranks.cpp", "rope.cpp", "rowwise.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
+LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "attention.cpp", "compact.cpp")}
+"""Instruction set -> sources that are not compiled for it, since its table has the kernels of a narrower set
+(runtime/isa.cpp)."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",
          "-Wno-unknown-pragmas", "-pthread")
@@ -45,6 +47,7 @@ X86 = {
     "avx512_amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512_bf16": (*AVX512, "-mavx512bf16"),
     "avx512_vnni": AVX512,
+    "avx2_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
     "avx2": ("-mavx2", "-mfma"),
 }
 if sys.platform != "linux":
@@ -166,7 +169,7 @@ def compile_objects(
     for file in files:
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()
-                      if name != "avx512_amx" or file.name not in WITHOUT_TILES]
+                      if file.name not in LEFT_OUT.get(name, ())]
     kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
     common = hashlib.sha256(run([*compiler, "--version"]).encode())
     for file in sources(folder, "*.h"):

@@ -233,11 +233,7 @@ def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
     if not isinstance(x, Quantized):
         x, call = native_quantize(x, weight.inputs)
         calls.append(call)
-    row_sums = None
-    if weight.zero is not None:
-        row_sums = native.empty(len(x), dtype=torch.int32)
-        calls.append(("row_sums", torch.int8, [x.values, row_sums], [len(x), k]))
-    p += [x.scale, weight.scale, weight.sums, x.zero, weight.zero, row_sums]
+    p += [x.scale, weight.scale, weight.sums, x.zero, weight.zero, x.sums]
     return [*calls, (_op(name, weight), weight.dtype, [x.values, weight.values.words, *p, *more], shape)]
 
 

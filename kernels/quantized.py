@@ -62,11 +62,13 @@ class Quantized:
     values: int8 or FLOAT8 [..., K].
     scale: [...]; [T] float32 of activations [T, K], or [T, ceil(K / GROUP)] by columns (stride 1 between rows).
     zero: int32 [...], or None for 0; -128 to 127 for activations.
+    sums: int32 [T], the sum of each row's values, for the native products; None for other backends.
     """
 
     values: Tensor
     scale: Tensor
     zero: Tensor | None = None
+    sums: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -161,14 +163,17 @@ def with_levels(case: Case, levels: float) -> Case:
 
 
 def packed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a case's arguments with the weight (the second) packed for the native kernels."""
-    weight = args[1]
-    return args[0], weight.packed() if isinstance(weight, QuantizedWeight) else PackedWeight.pack(weight), *args[2:]
+    """Return a case's arguments for the native kernels: the weight (the second) packed, and int8 x with its sums."""
+    x, weight, *rest = args
+    if isinstance(x, Quantized):
+        x = replace(x, sums=x.values.sum(dim=1, dtype=torch.int32))
+    return x, weight.packed() if isinstance(weight, QuantizedWeight) else PackedWeight.pack(weight), *rest
 
 
 def native_int8(shape: Sequence[int], scheme: Scheme) -> tuple[Quantized, list[Tensor | None]]:
     """Return an uninitialized output [T, K] of a native kernel, and the tensors that the kernel takes for it."""
     rows, columns = shape
     zero = native.empty(rows, dtype=torch.int32) if scheme.has_zero else None
-    out = Quantized(native.empty(rows, columns, dtype=torch.int8), native.empty(rows, dtype=torch.float32), zero)
-    return out, [out.values, out.scale, out.zero, scheme.scale, scheme.zero]
+    out = Quantized(native.empty(rows, columns, dtype=torch.int8), native.empty(rows, dtype=torch.float32), zero,
+                    native.empty(rows, dtype=torch.int32))
+    return out, [out.values, out.scale, out.zero, out.sums, scheme.scale, scheme.zero]

@@ -227,35 +227,17 @@ def test_the_native_kernels_that_are_tested_are_those_of_the_tree(library: Path,
     assert native.library().source.split()[0] == setup_py.digest(library.parent)
 
 
+ISAS = ["avx512_amx", "avx512_bf16", "avx512_vnni", "avx2_vnni", "avx2", "neon_bf16", "neon_dotprod", "neon"]
 PIECES = {
     "pool.cpp": "",
     "tables.cpp": """
         const char *isas[] = {
-            #ifdef HAS_avx512_amx
-            "avx512_amx",
-            #endif
-            #ifdef HAS_avx512_bf16
-            "avx512_bf16",
-            #endif
-            #ifdef HAS_avx512_vnni
-            "avx512_vnni",
-            #endif
-            #ifdef HAS_avx2
-            "avx2",
-            #endif
-            #ifdef HAS_neon_bf16
-            "neon_bf16",
-            #endif
-            #ifdef HAS_neon_dotprod
-            "neon_dotprod",
-            #endif
-            #ifdef HAS_neon
-            "neon",
-            #endif
+            ISAS
             "portable"};
         #pragma GCC visibility push(default)
         extern "C" const char *widest() { return isas[0]; }
-        extern "C" const char *source() { return NPUSERVE_SOURCE; }""",
+        extern "C" const char *source() { return NPUSERVE_SOURCE; }""".replace(
+            "ISAS", "".join(f'#ifdef HAS_{isa}\n"{isa}",\n#endif\n' for isa in ISAS)),
     "group.cpp": '#include "group.h"\nnamespace NPUSERVE_ISA { int number() { return NUMBER; } }',
     "group.h": "#define NUMBER 1",
 }

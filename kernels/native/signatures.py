@@ -64,7 +64,7 @@ _INT8_SCALES: Signature = (
     Argument("sums", INT32, lambda n: n[2]),
     Argument("x_zero", INT32, _rows, optional=True),
     Argument("zero", INT32, lambda n: n[2], optional=True),
-    Argument("row_sums", INT32, _rows, optional=True),
+    Argument("x_sums", INT32, _rows),
 )
 _LINEAR: Signature = (Argument("out", None, lambda n: n[0] * n[2]), None)
 _SWIGLU: Signature = (Argument("out", None, lambda n: n[0] * (n[2] // 2)), None)
@@ -126,8 +126,8 @@ def _int8(optional: bool) -> Signature:
     """Return the arguments of an int8 output [T, H]. optional: the op may write its output without quantization."""
     return (
         Argument("values", INT8, _matrix, optional), Argument("scale", FLOAT32, _rows, optional),
-        Argument("zero", INT32, _rows, optional=True), Argument("static_scale", FLOAT32, _one, optional=True),
-        Argument("static_zero", INT32, _one, optional=True))
+        Argument("zero", INT32, _rows, optional=True), Argument("sums", INT32, _rows, optional),
+        Argument("static_scale", FLOAT32, _one, optional=True), Argument("static_zero", INT32, _one, optional=True))
 
 
 # n: T, Vp, vocabulary, top.
@@ -171,7 +171,6 @@ SIGNATURES: dict[str, Signature] = {
         _X, Argument("residual", None, _matrix), *_NORMED, Argument("sum", None, _matrix), *_int8(True)),
     "swiglu": (Argument("gate_up", None, lambda n: 2 * n[0] * n[1]), Argument("out", None, _matrix)),
     "quantize": (_X, *_int8(False)),
-    "row_sums": (_X, Argument("out", INT32, _rows)),
     "rank_share": (_X, _REGION),
     "rank_arrive": (_REGION,),
     "rank_sum": (_REGION, Argument("out", None, _matrix)),

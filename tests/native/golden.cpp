@@ -26,6 +26,11 @@ void fail(const char *format, ...) {
     complaint = text;
 }
 
+bool adds_128() {
+    std::string set = npuserve_isa(isa);
+    return set == "avx512_bf16" || set == "avx512_vnni" || set == "avx2_vnni";
+}
+
 void set_threads(int threads) {
     static int now = 0;
     if (now != threads && npuserve_set_threads(threads, nullptr) != 0) fail("no %d threads", threads);

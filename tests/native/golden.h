@@ -2,6 +2,7 @@
 // repeated with the same rows in other pieces and on other threads, and must write the same bits.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -181,6 +182,9 @@ struct Test {
 };
 std::vector<Test> product_tests(), compact_tests(), cache_tests(), row_tests(), vocabulary_tests(), rank_tests();
 
+// True if the instruction set under test multiplies unsigned by signed bytes: its panels hold int8 plus 128.
+bool adds_128();
+
 // [N, K] in the form of the products: panels of 16 rows, words of 32 bits.
 template <class T>
 Array<uint32_t> packed(Memory &memory, const T *dense, int64_t n, int64_t k) {
@@ -188,10 +192,12 @@ Array<uint32_t> packed(Memory &memory, const T *dense, int64_t n, int64_t k) {
     int64_t words = (k + PER_WORD - 1) / PER_WORD, panels = (n + 15) / 16;
     Array<uint32_t> made = memory.read<uint32_t>(panels * words * 16);
     std::memset(made.data, 0, size_t(made.size) * 4);
+    uint32_t bits = sizeof(T) == 1 && adds_128() ? 0x80808080 : 0;
     for (int64_t row = 0; row < n; row++)
-        for (int64_t i = 0; i < k; i++) {
-            int64_t word = (row / 16 * words + i / PER_WORD) * 16 + row % 16;
-            reinterpret_cast<T *>(made.data + word)[i % PER_WORD] = dense[row * k + i];
+        for (int64_t i = 0; i < words; i++) {
+            uint32_t &word = made[(row / 16 * words + i) * 16 + row % 16];
+            std::memcpy(&word, dense + row * k + i * PER_WORD, size_t(std::min(PER_WORD, k - i * PER_WORD)) * sizeof(T));
+            word ^= bits;
         }
     return made;
 }

@@ -158,7 +158,7 @@ struct Int8s {
         Array<int32_t> none = {nullptr, 0};
         call.add(typed<T>(kernel),
                  {x, panels, bias, third, fourth, x_scale, w_scale, w_sum, zeros ? x_zero : none,
-                  zeros ? w_zero : none, zeros ? x_sum : none, masks ? masks->bits : none,
+                  zeros ? w_zero : none, x_sum, masks ? masks->bits : none,
                   masks ? masks->of_row : none},
                  {size.rows, size.k, size.n, counting, masks ? masks->words : 0});
     }

@@ -11,7 +11,7 @@ static const Size SIZES[] = {{1, 1}, {2, 5}, {3, 16}, {9, 31}, {20, 100}, {7, 51
 // Row quantized to int8 by the float32 operations of `quantize` (quantize.py). Scale and zero are given, or computed.
 struct Quantized {
     float scale;
-    int32_t zero = 0;
+    int32_t zero = 0, sum = 0;
     std::vector<int8_t> values;
 };
 struct Scheme {
@@ -38,25 +38,26 @@ Quantized quantized(const T *row, int64_t size, Scheme by) {
     for (int64_t i = 0; i < size; i++) {
         float whole = std::nearbyint(number(row[i]) / made.scale) + float(made.zero);
         made.values.push_back(int8_t(std::min(std::max(whole, -128.0f), 127.0f)));
+        made.sum += made.values.back();
     }
     return made;
 }
 
-// The five pointers of an int8 output, and its comparison with rows of T.
+// The six pointers of an int8 output, and its comparison with rows of T.
 struct Int8Out {
     int64_t rows, size;
     Scheme by;
     Array<int8_t> values;
     Array<float> scale, fixed;
-    Array<int32_t> zero, fixed_zero;
+    Array<int32_t> zero, sums, fixed_zero;
     Int8Out(Memory &memory, Size of, Scheme by)
         : rows(of.rows), size(of.columns), by(by), values(memory.written<int8_t>(rows * size, size)),
           scale(memory.written<float>(rows, 1)), fixed(memory.read<float>(1)), zero(memory.written<int32_t>(rows, 1)),
-          fixed_zero(memory.read<int32_t>(1)) {
+          sums(memory.written<int32_t>(rows, 1)), fixed_zero(memory.read<int32_t>(1)) {
         fixed[0] = FIXED_SCALE, fixed_zero[0] = FIXED_ZERO;
     }
     std::vector<const void *> after(std::vector<const void *> p) const {
-        p.insert(p.end(), {values, scale, by.zeros ? zero.data : nullptr, by.fixed ? fixed.data : nullptr,
+        p.insert(p.end(), {values, scale, by.zeros ? zero.data : nullptr, sums, by.fixed ? fixed.data : nullptr,
                            by.fixed && by.zeros ? fixed_zero.data : nullptr});
         return p;
     }
@@ -66,6 +67,7 @@ struct Int8Out {
             Quantized want = quantized(numbers + row * size, size, by);
             equal("values", values.data + row * size, want.values);
             near("scale", row, scale[row], want.scale, 0);
+            near("sum", row, sums[row], want.sum, 0);
             if (by.zeros) near("zero", row, zero[row], want.zero, 0);
         }
     }
@@ -164,19 +166,6 @@ void embedding() {
     }
 }
 
-static void row_sums() {
-    for (Size size : SIZES) {
-        Program call(size.rows);
-        Array<int8_t> x = call.integers<int8_t>(size.rows * size.columns, size.columns, -128, 127);
-        Array<int32_t> out = call.written<int32_t>(size.rows, 1);
-        call.add("row_sums/int8", {x, out}, {size.rows, size.columns});
-        call.run();
-        std::vector<int32_t> want(size_t(size.rows), 0);
-        for (int64_t i = 0; i < size.rows * size.columns; i++) want[size_t(i / size.columns)] += x[i];
-        equal("sums", out.data, want);
-        call.repeat();
-    }
-}
 
 static void ids() {
     const int64_t ROWS = 33, WIDTH = 3;
@@ -203,7 +192,6 @@ std::vector<Test> row_tests() {
             {{"swiglu/bfloat16"}, swiglu<bf16>},
             {{"quantize/float32"}, quantize<float>},
             {{"quantize/bfloat16"}, quantize<bf16>},
-            {{"row_sums/int8"}, row_sums},
             {{"embedding/float32"}, embedding<float>},
             {{"embedding/bfloat16"}, embedding<bf16>},
             {{"take_ids/int64", "keep_ids/int64"}, ids}};

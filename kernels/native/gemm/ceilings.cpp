@@ -73,11 +73,9 @@ typedef PeakFloat32 PeakBFloat16;
 #endif
 struct PeakInt8 {
     typedef ivec Vector;
-#if defined(__AVX512VNNI__)
+#if BYTE_DOT
     static constexpr int64_t PRODUCTS = 4 * WIDTH;
-    static INLINE void step(ivec &acc, ivec a, ivec b) {
-        acc = (ivec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-    }
+    static INLINE void step(ivec &acc, ivec a, ivec b) { acc = dot_bytes(acc, a, b); }
 #elif defined(__AVX2__)
     static constexpr int64_t PRODUCTS = 2 * WIDTH;
     static INLINE void step(ivec &acc, ivec a, ivec b) { acc += (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b); }

@@ -78,18 +78,38 @@ struct DotBFloat16 {
 #endif
 };
 
+// 1 if the set has an instruction that multiplies unsigned by signed bytes. `dot_bytes` is acc + w . x over the four bytes
+// of each lane; w is unsigned.
+#if defined(__AVX512VNNI__)
+#define BYTE_DOT 1
+INLINE ivec dot_bytes(ivec acc, ivec w, ivec x) { return (ivec)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x); }
+#elif defined(__AVXVNNI__)
+#define BYTE_DOT 1
+INLINE ivec dot_bytes(ivec acc, ivec w, ivec x) {
+#if defined(NPUSERVE_EVEX)  // tests on processors that know this instruction in the encoding of AVX-512 only
+    asm("vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(x));
+    return acc;
+#else
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#endif
+}
+#else
+#define BYTE_DOT 0
+#endif
+
 // int8 times int8, exact in int32.
 struct DotInt8 {
     static constexpr int PER_WORD = 4;
     typedef I Acc;
     static INLINE Acc start() { return Acc{}; }
-#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
-    // The instruction multiplies unsigned by signed bytes: x is copied plus 128, and the epilogue subtracts 128 times
-    // the sum of the weights.
-    static constexpr int X_OFFSET = 128;
+    // With BYTE_DOT panels hold the weights plus W_OFFSET, and the epilogue subtracts W_OFFSET times the sum of x.
+#if BYTE_DOT && !defined(__AMX_INT8__)
+    static constexpr int W_OFFSET = 128;
 #else
-    static constexpr int X_OFFSET = 0;
+    static constexpr int W_OFFSET = 0;
 #endif
+    // What differs between a word of weights and a panel's word: to add 128 to a byte is to change its highest bit.
+    static constexpr uint32_t W_BITS = W_OFFSET ? 0x80808080u : 0;
 };
 
 // Product of activations and weights of a dtype.
@@ -158,12 +178,6 @@ struct Steps {
     }
 };
 
-// Product of the same words that reads x in place, for many rows: converting each word takes less time than copying x.
-template <class Dot>
-struct InPlace {
-    typedef Dot type;
-};
-
 #if !BF16_DOT
 // The even number, then the odd one; x in float32.
 template <>
@@ -202,40 +216,26 @@ struct Steps<DotBFloat16> {
 };
 #endif
 
-#if defined(__AVX512VNNI__)
+#if BYTE_DOT
 template <>
 struct Steps<DotInt8> {
     static constexpr int COUNT = 1;
     static constexpr int64_t X_BYTES = 4;
-    static constexpr bool COPIES = true;
-    typedef __m512i W, X;
+    static constexpr bool COPIES = false;
+    typedef I W;
+    typedef ivec X;
     template <int>
     static INLINE W get(const char *w) {
-        return (__m512i)load_words(w, 0);
+        W r;
+        EACH(i) r.v[i] = load_words(w, i);
+        return r;
     }
     template <int>
     static INLINE X spread(const char *x) {
-        return (__m512i)broadcast(x);
+        return broadcast(x);
     }
-    static INLINE void step(I &acc, W w, X x) { acc.v[0] = (ivec)_mm512_dpbusd_epi32((__m512i)acc.v[0], x, w); }
-    static void copy(const int8_t *x, int64_t count, char *to) {
-        for (int64_t i = 0; i < count; i++) to[i] = char(x[i] ^ 0x80);
-    }
-};
-
-// Adds 128 to the numbers of x in registers.
-struct DotInt8InPlace : DotInt8 {};
-template <>
-struct Steps<DotInt8InPlace> : Steps<DotInt8> {
-    static constexpr bool COPIES = false;
-    template <int>
-    static INLINE X spread(const char *x) {
-        return (__m512i)(broadcast(x) ^ int32_t(0x80808080u));
-    }
-};
-template <>
-struct InPlace<DotInt8> {
-    typedef DotInt8InPlace type;
+    static INLINE void step(I &acc, W w, X x) { EACH(i) acc.v[i] = dot_bytes(acc.v[i], w.v[i], x); }
+    static void copy(const int8_t *x, int64_t count, char *to) { std::memcpy(to, x, size_t(count)); }
 };
 #elif defined(__AVX2__)
 // Bytes 0 and 2 of each word as pairs of 16 bits, then 1 and 3; x is in the same pairs.

@@ -52,12 +52,12 @@ struct Int8s {
         const float *x_scale;
         bool plain;  // no zeros and no bias
         F scale, bias;
-        I sum, offset, zeros;
+        I sum, zeros;
         // The exact sum of (x - x_zero) * (w - w_zero), times both scales, plus bias.
         INLINE F operator()(int64_t row, const Dot::Acc &acc) const {
-            if (plain) return to_float(acc - offset) * (scale * set1(x_scale[row]));
+            I total = Dot::W_OFFSET ? acc - of.x_sum[row] * Dot::W_OFFSET : acc;
+            if (plain) return to_float(total) * (scale * set1(x_scale[row]));
             int32_t zero = of.x_zero ? of.x_zero[row] : 0;
-            I total = acc - offset;
             if (of.x_zero) total = total - sum * zero;
             if (of.w_zero) total = total - zeros * (of.x_sum[row] - int32_t(of.k) * zero);
             F x = to_float(total) * (scale * set1(x_scale[row]));
@@ -65,14 +65,12 @@ struct Int8s {
         }
     };
     INLINE Columns columns(int64_t column, int64_t n) const {
-        I sum = get_n(w_sum + column, n);
         return {*this,
                 x_scale,
                 !x_zero && !w_zero && !bias,
                 get_n<Float32>(w_scale + column, n),
                 bias ? get_n<D>(bias + column, n) : zero(),
-                sum,
-                sum * Dot::X_OFFSET,
+                x_zero ? get_n(w_sum + column, n) : I{},
                 w_zero ? get_n(w_zero + column, n) : I{}};
     }
 };

@@ -19,13 +19,19 @@
 //
 // The first four also exist with the suffix _int8, for int8 x and weights. More pointers follow from p[5] on. The first
 // are x_scale [T] float32, and scale [N] float32 and sum [N] int32 of each weight row. Then follow int32 zeros [T] of x
-// or null, and int32 zeros [N] of weight rows or null. If weight rows have zeros, int32 sums [T] of x's rows follow.
+// or null, int32 zeros [N] of weight rows or null, and the int32 sums [T] of x's rows.
 #include <algorithm>
 
 #include "gemm/epilogue.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
+
+// See DotInt8::W_BITS.
+template <class Dot>
+constexpr uint32_t PACKED_BITS = 0;
+template <>
+constexpr uint32_t PACKED_BITS<DotInt8> = DotInt8::W_BITS;
 
 template <class T, class Dot>
 struct Pack {
@@ -48,7 +54,7 @@ struct Pack {
                     std::memcpy(line, in, sizeof(line));
                 else
                     std::memcpy(line, in, bytes);
-                for (int64_t i = 0; i < count; i++) out[(w + i) * LANES + r % LANES] = line[i];
+                for (int64_t i = 0; i < count; i++) out[(w + i) * LANES + r % LANES] = line[i] ^ PACKED_BITS<Dot>;
             }
         }
     }
@@ -65,9 +71,13 @@ struct Unpack {
             int64_t row = op.at<int64_t>(2)[i];
             const uint32_t *in = op.at<uint32_t>(0) + row / LANES * words * LANES + row % LANES;
             T *out = op.at<T>(1) + i * k;
-            for (int64_t w = 0; w < whole; w++) std::memcpy(out + w * Dot::PER_WORD, in + w * LANES, 4);
-            if (whole < words)
-                std::memcpy(out + whole * Dot::PER_WORD, in + whole * LANES, size_t(k % Dot::PER_WORD) * sizeof(T));
+            for (int64_t w = 0; w < words; w++) {
+                uint32_t word = in[w * LANES] ^ PACKED_BITS<Dot>;
+                if (w < whole)
+                    std::memcpy(out + w * Dot::PER_WORD, &word, sizeof word);
+                else
+                    std::memcpy(out + w * Dot::PER_WORD, &word, size_t(k % Dot::PER_WORD) * sizeof(T));
+            }
         }
     }
 };
@@ -85,7 +95,10 @@ struct EmbeddingInt8 {
         F scale = set1(op.at<float>(3)[row]), zero = set1(zeros ? float(zeros[row]) : 0.0f);
         by_lanes(k, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
             int8_t line[LANES] = {};
-            for (int64_t j = 0; j < n; j += 4) std::memcpy(line + j, in + (i + j) / 4 * LANES, 4);
+            for (int64_t j = 0; j < n; j += 4) {
+                uint32_t word = in[(i + j) / 4 * LANES] ^ DotInt8::W_BITS;
+                std::memcpy(line + j, &word, sizeof word);
+            }
             put_n<D>(out + i, (to_float(line) - zero) * scale, n);
         });
     }

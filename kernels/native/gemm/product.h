@@ -146,7 +146,6 @@ struct Plain {
     static bool unpacks(int64_t) { return false; }
     static int64_t block(int64_t rows, int64_t) {
         if (!Steps<Dot>::COPIES) return INT64_MAX;
-        if (Steps<Dot>::X_BYTES == 4) return 1024;  // the copy of x is small, and each block loads all accumulators
         return rows <= Split::NARROW_ROWS ? 512 : expands(rows) ? 64 : 128;
     }
     static int64_t panel_bytes(int64_t k) { return words_of<Dot>(k) * PANEL_WORD_BYTES; }
@@ -174,7 +173,7 @@ struct UnitLayout {
 
     UnitLayout(const Call &call, const Split &split) {
         int64_t k = call.op.n[1], words = words_of<Dot>(k);
-        copies = k % Dot::PER_WORD || (split.few ? Steps<Dot>::COPIES : Steps<typename InPlace<Dot>::type>::COPIES);
+        copies = Steps<Dot>::COPIES || k % Dot::PER_WORD;
         block = split.whole ? words : Panels::block(call.rows, words);
         x = copies ? MARK + rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
         panels = !split.once && Panels::expands(call.rows) ? split.tile_panels * block * INNER_BYTES : 0;
@@ -280,12 +279,8 @@ struct Unit {
                 p = tile_panels(panel);
                 if (expands)
                     block<typename Inner<Dot>::type, true>(begin, count, panel, int(p));
-                else if constexpr (!Panels::EXPANDS) {
-                    if (layout.copies)
-                        block<Dot, false>(begin, count, panel, int(p));
-                    else
-                        block<typename InPlace<Dot>::type, false>(begin, count, panel, int(p));
-                }
+                else if constexpr (!Panels::EXPANDS)
+                    block<Dot, false>(begin, count, panel, int(p));
             }
         }
         if (split.whole) return;

@@ -12,10 +12,10 @@
 //                          the largest logit and its first column                      n: T, Vp, vocabulary
 //   greedy_merge        p: best, ids, out [T] int64                                    n: T, Vp, vocabulary
 //   quantize            p: x [T, K], int8                                              n: T, K        f: levels
-//   row_sums            p: x [T, K] int8, out [T] int32                                n: T, K
 //
-// "int8" is five pointers: values [T, K], scale [T] float32, zero [T] int32 or null, static scale or null, static zero
-// or null. Null zeros stand for no zeros. levels: divisor of the largest magnitude in a scale without a zero.
+// "int8" is six pointers: values [T, K], scale [T] float32, zero [T] int32 or null, sums of the values [T] int32, static
+// scale or null, static zero or null. Null zeros stand for no zeros. levels: divisor of the largest magnitude in a scale
+// without a zero.
 #include <algorithm>
 
 #include "runtime/vec.h"
@@ -59,11 +59,11 @@ template <class D>
 INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename D::type *x, int64_t size) {
     int8_t *out = op.at<int8_t>(p) + row * size;
     int32_t *zeros = op.at<int32_t>(p + 2);
-    const float *fixed = op.at<float>(p + 3);
+    const float *fixed = op.at<float>(p + 4);
     float scale, zero = 0;
     if (fixed) {
         scale = *fixed;
-        if (zeros) zero = float(*op.at<int32_t>(p + 4));
+        if (zeros) zero = float(*op.at<int32_t>(p + 5));
     } else {
         F low = set1(0.0f), high = low;
         by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
@@ -78,10 +78,13 @@ INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename
     op.at<float>(p + 1)[row] = scale;
     if (zeros) zeros[row] = int32_t(zero);
     F divisor = set1(scale), from = set1(-128.0f - zero), to = set1(127.0f - zero), shift = set1(zero);
+    F sums = set1(0.0f);  // exact for rows of up to 2**17 numbers
     by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-        F v = get_n<D>(x + i, n) / divisor;
-        put_int8(out + i, nearest(min(max(v, from), to)) + shift, n);
+        F v = nearest(min(max(get_n<D>(x + i, n) / divisor, from), to)) + shift;
+        sums = sums + first(v, n, set1(0.0f));
+        put_int8(out + i, v, n);
     });
+    op.at<int32_t>(p + 3)[row] = int32_t(lane_sum(sums));
 }
 
 // Rounds the sum, and the normalized value before the product with gamma, as Hugging Face's models do.
@@ -207,16 +210,6 @@ struct QuantizeRow {
 template <class D>
 using Quantize = ByRows<QuantizeRow<D>>;
 
-struct RowSum {
-    static int64_t row_bytes(const Op &op) { return op.n[1]; }
-    static INLINE void row(const Op &op, int64_t row) {
-        const int8_t *x = op.at<int8_t>(0) + row * op.n[1];
-        int32_t sum = 0;
-        for (int64_t i = 0; i < op.n[1]; i++) sum += x[i];
-        op.at<int32_t>(1)[row] = sum;
-    }
-};
-
 struct TakeId {
     static int64_t row_bytes(const Op &) { return sizeof(int64_t); }
     static INLINE void row(const Op &op, int64_t row) {
@@ -240,7 +233,6 @@ extern const Kernel ROWWISE[] = {
     BY_DTYPE("greedy", Greedy),
     BY_DTYPE("greedy_merge", GreedyMerge),
     BY_DTYPE("quantize", Quantize),
-    KERNEL("row_sums/int8", ByRows<RowSum>),
     {nullptr, nullptr, nullptr},
 };
 

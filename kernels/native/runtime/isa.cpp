@@ -1,17 +1,25 @@
 // Table of the kernels of one instruction set. Each kernel source is compiled once per set; NPUSERVE_ISA is its name.
-// Kernels without products by tiles would be the same code in avx512_amx as in avx512_bf16, so they are compiled once.
+// Some sets only have kernels whose code differs from that of a narrower set, REST, which has the others.
 #include "runtime/op.h"
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
 
-namespace npuserve {
 #if defined(__AMX_TILE__)
-namespace avx512_bf16 {  // setup.py leaves the sources of these out of avx512_amx
+#define REST avx512_bf16
+#elif defined(__AVXVNNI__)
+#define REST avx2
 #else
-namespace NPUSERVE_ISA {
+#define REST NPUSERVE_ISA
 #endif
 
+namespace npuserve {
+namespace REST {  // setup.py leaves the sources of these out
+
+#if defined(__AVXVNNI__)
+extern const Kernel COMPACT[];
+extern const Kernel ATTENTION_BFLOAT16[];
+#endif
 extern const Kernel ATTENTION[];
 extern const Kernel ROPE[];
 extern const Kernel ROWWISE[];
@@ -23,13 +31,13 @@ extern const Kernel VOCABULARY[];
 }  // namespace
 namespace NPUSERVE_ISA {
 
-#if defined(__AMX_TILE__)
-using namespace avx512_bf16;
-#endif
+using namespace REST;
 extern const Kernel LINEAR[];
+extern const Kernel CEILINGS[];
+#if !defined(__AVXVNNI__)
 extern const Kernel COMPACT[];
 extern const Kernel ATTENTION_BFLOAT16[];
-extern const Kernel CEILINGS[];
+#endif
 
 static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION_BFLOAT16, ATTENTION, ROPE, ROWWISE, RANKS, SAMPLE,
                                       UNIFORM, VOCABULARY, CEILINGS, nullptr};

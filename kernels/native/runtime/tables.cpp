@@ -2,8 +2,10 @@
 // build defines HAS_... and NPUSERVE_SOURCE.
 #include <cstring>
 
-#if defined(HAS_avx512_amx)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(HAS_avx512_amx)
 #include <sys/syscall.h>
 #include <unistd.h>
 #elif defined(HAS_neon)
@@ -26,6 +28,9 @@ DECLARE(avx512_bf16)
 #endif
 #if defined(HAS_avx512_vnni)
 DECLARE(avx512_vnni)
+#endif
+#if defined(HAS_avx2_vnni)
+DECLARE(avx2_vnni)
 #endif
 #if defined(HAS_avx2)
 DECLARE(avx2)
@@ -51,6 +56,9 @@ const KernelTable *const TABLES[] = {
 #endif
 #if defined(HAS_avx512_vnni)
     &avx512_vnni::TABLE,
+#endif
+#if defined(HAS_avx2_vnni)
+    &avx2_vnni::TABLE,
 #endif
 #if defined(HAS_avx2)
     &avx2::TABLE,
@@ -80,6 +88,18 @@ static bool has_amx() {
 }
 #endif
 
+#if defined(HAS_avx2_vnni)
+static bool has_avx_vnni() {
+#if defined(NPUSERVE_EVEX)
+    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#else
+    constexpr unsigned AVX_VNNI = 1u << 4;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & AVX_VNNI;
+#endif
+}
+#endif
+
 bool supported(const char *isa) {
 #if defined(HAS_avx512_bf16) || defined(HAS_avx512_vnni)
     bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -93,7 +113,11 @@ bool supported(const char *isa) {
     if (std::strcmp(isa, "avx512_vnni") == 0) return vnni;
 #endif
 #if defined(HAS_avx2)
-    if (std::strcmp(isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (std::strcmp(isa, "avx2") == 0) return avx2;
+#if defined(HAS_avx2_vnni)
+    if (std::strcmp(isa, "avx2_vnni") == 0) return avx2 && has_avx_vnni();
+#endif
 #endif
 #if defined(HAS_neon)
     // Bits of the kernel's interface that older headers lack.

@@ -370,6 +370,10 @@ INLINE I operator-(I a, I b) {
     EACH(i) a.v[i] = a.v[i] - b.v[i];
     return a;
 }
+INLINE I operator-(I a, int32_t b) {
+    EACH(i) a.v[i] = a.v[i] - b;
+    return a;
+}
 INLINE I operator*(I a, int32_t b) {
     EACH(i) a.v[i] = a.v[i] * b;
     return a;

@@ -71,6 +71,11 @@ def test_choose_isa_by_rates_of_neon(bf16: float, isas: list[str], expected: str
     assert choose_isa(isas, {isa: found[isa] for isa in isas}) == expected
 
 
+def test_choose_isa_prefers_products_of_bytes() -> None:
+    found = {isa: {"bf16": 50.0, "fp32": 50.0, "int8": int8} for isa, int8 in (("avx2_vnni", 240.0), ("avx2", 60.0))}
+    assert choose_isa(["avx2_vnni", "avx2", "portable"], found) == "avx2_vnni"
+
+
 @pytest.mark.parametrize(("wanted", "isas", "expected"), [
     ("bf16", NEON, "neon_bf16"), ("fma", NEON, "neon_dotprod"), ("fma", NEON[2:], "neon"),
     ("amx", AMX, "avx512_amx"), ("bf16", AMX, "avx512_bf16"), ("bf16", BOTH, "avx512_bf16"),

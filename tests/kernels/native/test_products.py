@@ -32,7 +32,7 @@ def product(x: Tensor, weight: Tensor, compact: bool = False) -> tuple[Tensor, n
         return out, (packed.op("linear"), x.dtype, [x, packed.words, None, out, None], [rows, k, n])
     out = torch.empty(rows, n)
     scales = torch.ones(rows), torch.ones(n), weight.sum(1, dtype=torch.int32)
-    tensors = [x, packed.words, None, out, None, *scales, None, None, None]
+    tensors = [x, packed.words, None, out, None, *scales, None, None, x.sum(1, dtype=torch.int32)]
     return out, ("linear_int8", torch.float32, tensors, [rows, k, n])
 
 

@@ -53,7 +53,7 @@ def generator(seed: int = 0) -> torch.Generator:
 def row_of(x: Tensor | Quantized, row: int) -> Tensor | Quantized:
     if isinstance(x, Tensor):
         return x[row : row + 1]
-    parts = (part if part is None else part[row : row + 1] for part in (x.values, x.scale, x.zero))
+    parts = (part if part is None else part[row : row + 1] for part in (x.values, x.scale, x.zero, x.sums))
     return Quantized(*parts)
 
 

@@ -109,7 +109,8 @@ def test_native_lists_the_instruction_sets_of_the_processor(folder: Path, capsys
         amx = {*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
         isas = [*["avx512_amx"] * (flags >= amx),
                 *["avx512_bf16"] * (flags >= {*AVX512, "avx512_bf16"}), *["avx512_vnni"] * (flags >= AVX512),
-                *["avx2"] * (flags >= {"avx2", "fma"}), "portable"]
+                *["avx2_vnni"] * (flags >= {"avx2", "fma", "avx_vnni"}), *["avx2"] * (flags >= {"avx2", "fma"}),
+                "portable"]
     elif platform.machine() == "aarch64":
         flags = set(Path("/proc/cpuinfo").read_text().split())
         isas = [*["neon_bf16"] * (flags >= {"asimddp", "i8mm", "bf16"}),
