@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from npuserve.npu.step import SamplingParams
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import model_pb2
+from tests.e2e.processes import engine_of
 from tests.e2e.server import request, serving, streamed
 from tests.npu.execution.test_runner import Driver, load
 from tests.support.models import saved_w8a8
@@ -27,6 +30,8 @@ def test_a_w8a8_model_with_an_int8_head_is_served(tmp_path: Path) -> None:
         info = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert (info.quantization, info.dtype) == ("w8a8", "bfloat16")
         story, ids, _ = streamed(server.stub, request("Once upon a time", 24))
+        assert streamed(server.stub, request("Once upon a time", 24))[1] == ids
+        os.kill(engine_of(server), signal.SIGKILL)  # the next engine finds the packed weights in memory
         assert streamed(server.stub, request("Once upon a time", 24))[1] == ids
     prompt = AutoTokenizer.from_pretrained(tmp_path)("Once upon a time")["input_ids"]
     driver = Driver(load(tmp_path, **SETTINGS))
