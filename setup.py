@@ -28,7 +28,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
 ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "tables.cpp")
-"""Sources that are compiled once. Every other source is compiled once for each instruction set."""
+"""Sources that are compiled once. Others are compiled for each instruction set."""
 _ROWS = ("ranks.cpp", "rope.cpp", "rowwise.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
 LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "attention.cpp", "compact.cpp")}
 """Instruction set -> sources that are not compiled for it, since its table has the kernels of a narrower set

@@ -73,6 +73,11 @@ class Quantized:
     def __len__(self) -> int:
         return len(self.values)
 
+    def with_values(self, values: Tensor) -> Quantized:
+        """Return other values of the same scale and zero."""
+        sums = None if self.sums is None else values.sum(dim=-1, dtype=torch.int32)
+        return replace(self, values=values, sums=sums)
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:

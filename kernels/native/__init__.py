@@ -1,6 +1,6 @@
 """CPU kernels in C++: the library, calls of its ops, and programs of calls.
 
-The library holds every kernel once for each instruction set. The process uses the widest set of the processor, unless
+The library has a table of kernels for each instruction set. The process uses the widest set of the processor, unless
 choice.py selects another. Without the library, `available()` is False and no kernel of this backend is registered. The
 golden functions are used then.
 

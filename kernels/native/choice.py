@@ -1,7 +1,7 @@
 """Choice of instruction set and weight form of the CPU kernels, by measurements on this processor.
 
-Instruction set: sets of one width differ in how they multiply bfloat16. Tile registers (AMX) also multiply int8. Other
-sets have a vector instruction for two products, or widen to float32 in registers and take one FMA a product. The
+Instruction set: sets of one width differ in how they multiply bfloat16 or int8. Tile registers (AMX) multiply both.
+Other sets have a vector instruction for two products, or widen to float32 in registers and take one FMA a product. The
 fastest set depends on the processor. The whole process runs on one set, so that a row's results are the same in every
 batch.
 

@@ -34,7 +34,7 @@ class PackedWeight:
     """Packed weight [n, k].
 
     words: int32, [n / 16] panels of [words of k] of 16 words (gemm/dot.h), padded with zeros. Compact panels have the
-        form of gemm/compact.h.
+        form of gemm/compact.h. int8 panels depend on the instruction set, which must not change afterwards.
     refused: True if the numbers could not be packed compact. The weight then became plain when it was written, and
         `words` is separate memory.
 

@@ -74,7 +74,7 @@ class FollowedRounding:
         self.ties += int(ties.sum())
         self.others += int((off > 0).sum()) - int(ties.sum())
         self.distance = max(self.distance, float(distance.where(ties, 0.0).max()))
-        return replace(own, values=torch.where(ties, device, own.values))
+        return own.with_values(torch.where(ties, device, own.values))
 
 
 def _recording(kernels: KernelSet, rounding: FollowedRounding) -> Tap:

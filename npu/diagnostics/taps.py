@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +69,7 @@ def cloned(args: Args) -> Args:
 
     def clone(x: Any) -> Any:
         if isinstance(x, Quantized):
-            return dataclasses.replace(x, values=clone(x.values), scale=clone(x.scale))
+            return Quantized(*map(clone, (x.values, x.scale, x.zero, x.sums)))
         return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
 
     return tuple(map(clone, args))

@@ -1,8 +1,8 @@
 """Loading of a model into a runner, from its files or from memory that outlives the engine process.
 
 The supervisor holds the memory file of the weights and passes it to each engine process, with the description
-(`describe`) that the last ready process gave. If the model's files, the kernels and the form of the weights are
-unchanged, the new process follows the described plan and reuses the weights.
+(`describe`) that the last ready process gave. If the model's files, the kernels, their instruction set and the form of
+the weights are unchanged, the new process follows the described plan and reuses the weights.
 """
 
 from __future__ import annotations
@@ -209,5 +209,6 @@ def _stamp(folder: Path) -> list[Any]:
     files = [(path, path.stat()) for path in (folder / "config.json", *weight_files(folder))]
     made_by: list[str] = [torch.__version__]
     if native.available():
-        made_by += [native.library().source, "compact" if native.library().compact else "plain"]
+        lib = native.library()
+        made_by += [lib.source, lib.isas[lib.isa], "compact" if lib.compact else "plain"]
     return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in files] + made_by

@@ -147,7 +147,8 @@ class Program : public Memory {
              const std::vector<double> &f = {});
     // Runs all rows at once, on one thread.
     void run();
-    // Runs the same rows in other pieces, and on three threads: each bit that `run` wrote must be the same.
+    // Runs the same rows in other pieces, on three threads, and in another order of units: each bit that `run` wrote must
+    // be the same.
     void repeat();
 
   private:
@@ -155,6 +156,7 @@ class Program : public Memory {
     std::vector<Op> ops_;
     void run(int64_t first, int64_t end);
     void pieces(const std::vector<int64_t> &sizes, int threads, const char *name);
+    void last_unit_first();
 };
 
 // Masks for some of the rows: see kernels/native/rows/masks.h.

@@ -8,7 +8,8 @@ struct Size {
 };
 // Rows of one tile, of a few tiles and of blocks; odd K and N, which leave partial words, panels and tiles.
 static const Size SIZES[] = {{1, 1, 1},    {2, 7, 17},   {3, 64, 48},  {5, 33, 100}, {6, 130, 65},   {8, 257, 33},
-                             {11, 66, 80}, {12, 40, 16}, {13, 129, 35}, {29, 70, 81}, {70, 200, 50}, {150, 131, 19}};
+                             {11, 66, 80}, {12, 40, 16}, {13, 129, 35}, {29, 70, 81}, {70, 200, 50}, {150, 131, 19},
+                             {400, 5, 256}};
 static const Size PAIRED[] = {{1, 9, 32}, {4, 65, 96}, {7, 130, 160}, {12, 34, 64}, {27, 131, 96}, {80, 67, 160}};
 
 // Weights, x and bias of a product in float, and its result in float64.

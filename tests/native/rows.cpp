@@ -166,7 +166,6 @@ void embedding() {
     }
 }
 
-
 static void ids() {
     const int64_t ROWS = 33, WIDTH = 3;
     Program call(ROWS);

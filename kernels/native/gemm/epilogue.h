@@ -204,9 +204,9 @@ struct LinearArgmax {
         Split split = split_of<Of>(call);
         int64_t row = split.row_group(unit) * split.rows_per_unit;
         int64_t rows = std::min(split.rows_per_unit, call.rows - row);
-        // The product's memory is first: its address must be the same for all units (Call::again).
+        // The product's memory is first, and all units ask for the same size: its address stays the same (Call::again).
         int64_t of_product = UnitLayoutOf<Of>(call, split).bytes();
-        char *memory = static_cast<char *>(scratch(size_t(of_product + rows * LANES * 8)));
+        char *memory = static_cast<char *>(scratch(size_t(of_product + split.rows_per_unit * LANES * 8)));
         float *best = reinterpret_cast<float *>(memory + of_product);
         int32_t *ids = reinterpret_cast<int32_t *>(best + rows * LANES);
         for (int64_t i = 0; i < rows * LANES; i++) best[i] = -INFINITY, ids[i] = INT32_MAX;

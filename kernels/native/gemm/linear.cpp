@@ -1,6 +1,7 @@
 // Products with packed weights.
 //
-// Packed: [N / 16] panels of [words of K] of 16 words (tile.h); N and K are padded with zeros.
+// Packed: [N / 16] panels of [words of K] of 16 words (tile.h); N and K are padded with zeros. int8 numbers are stored plus
+// DotInt8::W_OFFSET, which depends on the instruction set; so is the padding of K.
 //
 //   linear         p: x [T, K], packed weights, bias [N] or null, out [T, N]        n: T, K, N
 //   linear_swiglu  p: as linear, weights of gate and up; out [T, N / 2], N / 2 a multiple of 16

@@ -84,7 +84,8 @@ INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename
         sums = sums + first(v, n, set1(0.0f));
         put_int8(out + i, v, n);
     });
-    op.at<int32_t>(p + 3)[row] = int32_t(lane_sum(sums));
+    float sum = lane_sum(sums);
+    op.at<int32_t>(p + 3)[row] = sum == sum ? int32_t(sum) : 0;  // if the zero is NaN, all values are 0
 }
 
 // Rounds the sum, and the normalized value before the product with gamma, as Hugging Face's models do.

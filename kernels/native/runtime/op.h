@@ -27,7 +27,8 @@ struct Op {
 static_assert(sizeof(Op) == 8 + 8 * (OP_POINTERS + OP_SIZES + OP_FLOATS), "as Python packs it");
 
 // An op to run: with its number of rows and its maximum number of threads.
-// again: true if this thread's scratch is as an earlier unit of this call left it.
+// again: true if this thread's scratch is as an earlier unit of this call left it. A kernel that relies on it asks for
+// scratch of the same size in all units.
 struct Call {
     const Op &op;
     int64_t rows;

@@ -159,8 +159,10 @@ for threads in (1, 2):
         continue
     lib.set_threads(threads)
     x, gamma, scale = torch.ones(rows, size), torch.ones(size), torch.empty(rows)
+    sums = torch.empty(rows, dtype=torch.int32)
     values = torch.zeros(rows, size, dtype=torch.int8)
-    op = ("rms_norm", torch.float32, [x, None, gamma, None, None, values, scale], [rows, size], [1e-6, 127.0])
+    p = [x, None, gamma, None, None, values, scale, None, sums]
+    op = ("rms_norm", torch.float32, p, [rows, size], [1e-6, 127.0])
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), resource.RLIM_INFINITY))
     for _ in range(3):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from npuserve.kernels import linear, norm
+from npuserve.kernels import linear, native, norm
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.npu import storyteller
@@ -23,6 +25,7 @@ from npuserve.npu.diagnostics.teacher_forced import step_logits
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from npuserve.npu.step import Row
+from tests.kernels.variants import ISAS
 
 EXACT = torch.tensor([[127.0, 1.5, 1.5 + MAX_TIE_DISTANCE / 2, 1.5 + 2 * MAX_TIE_DISTANCE, -2.5, 3.0]])
 
@@ -43,11 +46,22 @@ def test_follow_takes_the_device_value_of_a_tie_alone(place: int, value: int, is
     assert rounding.distance <= MAX_TIE_DISTANCE
 
 
+DEVICE: Any = SimpleNamespace(
+    int8_levels=127, scale_dtype=CpuBackend.scale_dtype, cache_dtypes=CpuBackend.cache_dtypes)
+"""Backend other than the CPU's, so that its reference has native kernels."""
+
+
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Backend]:
-    """The built-in model in W8A8 with an int8 LM head, on golden functions."""
-    folder = tmp_path_factory.mktemp("w8a8") / "model"
-    quantize_checkpoint(storyteller.FOLDER, folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model in W8A8."""
+    made = tmp_path_factory.mktemp("w8a8") / "model"
+    quantize_checkpoint(storyteller.FOLDER, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def golden(folder: Path) -> tuple[Model, Backend]:
+    """The model with an int8 LM head, on golden functions."""
     backend = CpuBackend(native=False)
     backend.int8_levels = 127
     return load_reference(folder, backend, "float32", 256, 1, "int8")
@@ -67,26 +81,37 @@ class Compared(NamedTuple):
     followed: float
 
 
-def compared(golden: tuple[Model, Backend], quantized: Callable[[Tensor, Scheme], Quantized]) -> Compared:
-    """Follow a device that computes golden functions and quantizes by `quantized`."""
+def compared(
+    golden: tuple[Model, Backend], quantized: Callable[[Tensor, Scheme], Quantized],
+    reference: tuple[Model, Backend] | None = None,
+) -> Compared:
+    """Follow a device that computes golden functions and quantizes by `quantized`. reference: None for golden."""
     model, backend = golden
+    other = reference or golden
     rounding = FollowedRounding()
     with mock.patch.object(norm, "quantize", quantized), mock.patch.object(linear, "quantize", quantized):
         device = list(step_logits(rounding.device(model), backend, steps(), 3, 128))
-    followed = list(step_logits(rounding.reference(model), backend, steps(), 3, 128))
-    own = list(step_logits(model, backend, steps(), 3, 128))
+    followed = list(step_logits(rounding.reference(other[0]), other[1], steps(), 3, 128))
+    own = list(step_logits(*other, steps(), 3, 128))
     return Compared(rounding, *(
         max(float((a - b).abs().max()) for a, b in zip(device, others, strict=True)) for others in (own, followed)))
 
 
-def test_followed_reference_has_the_logits_of_a_device_that_multiplies(golden: tuple[Model, Backend]) -> None:
+@pytest.mark.parametrize("isa", [None, *ISAS])
+def test_followed_reference_has_the_logits_of_a_device_that_multiplies(
+    golden: tuple[Model, Backend], folder: Path, isa: str | None
+) -> None:
     """CANN's kernels multiply by 127 / max where the golden function divides by max / 127."""
 
     def multiplied(x: Tensor, scheme: Scheme) -> Quantized:
         largest = x.abs().amax(-1, keepdim=True)
         return Quantized((x * (127 / largest)).round().to(torch.int8), (largest / 127).squeeze(-1))
 
-    found = compared(golden, multiplied)
+    if isa is None:
+        found = compared(golden, multiplied)
+    else:
+        with native.using(isa):
+            found = compared(golden, multiplied, load_reference(folder, DEVICE, "float32", 256, 1, "int8"))
     assert found.rounding.numbers == 123 * (golden[0].config.num_layers * (256 + 256 + 256 + 512) + 256)
     assert found.rounding.ties > 0
     assert found.rounding.others == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.kernels.native import available, library
-from npuserve.kernels.native.choice import CpuKernelSettings
+from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, gemm_of
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.load import SharedMemory
 from tests.npu.execution.test_runner import Driver, load
@@ -39,11 +39,11 @@ def shared(file: int) -> int:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """Restore the form of weights afterwards."""
-    before = available() and library().compact
+    """Restore the instruction set and the form of weights afterwards."""
+    before = available() and (library().isa, library().compact)
     yield
-    if available():
-        library().compact = before
+    if before:
+        library().isa, library().compact = before
 
 
 def tokens(runner) -> list[int]:
@@ -103,6 +103,17 @@ def test_shared_weights_other_form_is_loaded(shared, tmp_path):
     assert tokens(second) == alone
     assert second.weights_bytes > size
     assert told(second.shared_weights) != left
+
+
+@pytest.mark.skipif(available() and len(library().isas) < 2, reason="the native kernels have one instruction set here")
+def test_shared_weights_other_instruction_set_is_loaded(shared, tmp_path):
+    """Packed int8 weights depend on the set."""
+    folder = saved_w8a8(random_model("qwen3"), tmp_path)
+    first, *_, last = (CpuKernelSettings(kept=CpuKernels(isa, gemm_of(isa), "plain", {})) for isa in library().isas)
+    made = load(folder, memory=SharedMemory(shared), cpu=first)
+    left = told(made.shared_weights)
+    del made
+    assert tokens(load(folder, memory=SharedMemory(shared, left), cpu=last)) == tokens(load(folder, cpu=last))
 
 
 def test_shared_weights_without_description_are_loaded(shared, tmp_path):
