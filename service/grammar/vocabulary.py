@@ -97,8 +97,9 @@ class Vocabulary:
         it. The function is called as `first_token`, which remembers results.
         """
         ids = self._encode(text.decode(errors="ignore")) if self._encode else ()
-        first = self.data.tokens[ids[0]] if ids else b""
-        if not first or not text.startswith(first):  # a special token, or the tokenizer added or normalized something
+        first = self.data.tokens[ids[0]] if ids and ids[0] < self.size else b""
+        # A special token, one that the model does not have, or the tokenizer added or normalized something.
+        if not first or not text.startswith(first):
             return None
         return None if any(self._longer_token_exists(text[i:]) for i in range(len(first))) else ids[0]
 

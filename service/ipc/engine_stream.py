@@ -71,7 +71,8 @@ class Stream:
         self._paused = False
         self._client = client
         self._resumed = resumed
-        self._outputs = [record.as_output(key)] if resumed and (record.token_ids or record.finish) else []
+        has_outputs = record.token_ids or record.prompt_logprobs or record.finish
+        self._outputs = [record.as_output(key)] if resumed and has_outputs else []
         self._error: ServeError | None = None
         self._ended = resumed and record.finish is not None
         self._waiter: asyncio.Future[None] | None = None

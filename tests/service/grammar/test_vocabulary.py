@@ -96,6 +96,12 @@ def test_forced_tokens_are_the_tokenizers_own(tokenizer: Tokenizer, request: pyt
         assert matcher.advance(token)
 
 
+def test_first_token_beyond_the_model_is_unknown():
+    data = VocabularyData([b"a", b"b", b""], {"<end>": 2}, [2])
+    vocabulary = Vocabulary(data, lambda text: [1] if text == "b" else [7])
+    assert (vocabulary.first_token(b"b"), vocabulary.first_token(b"ab")) == (1, None)
+
+
 @pytest.mark.parametrize("size", [31, 32, 33])
 def test_other_tokens_begin_with_another_byte_or_are_no_text(size: int):
     tokens = [*[bytes([ord("a") + i % 3]) * (1 + i % 2) for i in range(size - 1)], b""]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
 from npuserve.service.ipc import engine_stream as stream_module
 from npuserve.service.ipc.engine_client import EngineClient
@@ -290,6 +290,19 @@ async def test_engine_client_resume_continues_stream() -> None:
             await client.resume("u", 0, "me", None)
         assert client._resuming == {}
         assert client._streams == {}
+
+
+async def test_stream_resumed_within_the_prompt_repeats_its_logprobs() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        record = Record(build_request("r", 0, 10, "t", prompt_logprobs=0))
+        reports = [TokenLogprobs(1, -1.0, 1, [], [])]
+        record.add(Output(1, [], prompt_logprobs=reports))
+        engine.records["t"] = record
+        stream = await client.resume("t", 0, "me", None)
+        (output,) = await stream.__anext__()
+        assert (output.token_ids, output.prompt_logprobs) == ([], reports)
+        stream.close()
 
 
 async def test_stream_taken_over_is_not_resumable() -> None:
