@@ -22,6 +22,11 @@ __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
 
 HeadDtype = Literal["auto", "int8"]
 
+DTYPES = "bfloat16", "float16", "float32", "float64"
+"""Possible dtypes of a checkpoint."""
+
+MAX_LAYERS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -141,7 +146,7 @@ class ModelConfig:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
@@ -151,13 +156,17 @@ class ModelConfig:
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
         """Parse the contents of a config.json as transformers 4 or 5 writes it. Raises ModelError."""
         names = data.get("architectures") or []
-        architecture = next((name for name in FAMILIES if isinstance(names, list) and name in names), None)
+        if not isinstance(names, list):
+            raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
+        architecture = next((name for name in FAMILIES if name in names), None)
         if architecture is None:
             raise ModelError(f"config.json: architectures: {names} is not supported; supported: {', '.join(FAMILIES)}")
         family = FAMILIES[architecture]
         check_supported(data, family)
 
         num_layers = whole(data, "num_hidden_layers")
+        if num_layers > MAX_LAYERS:
+            raise ModelError(f"config.json: num_hidden_layers: must be in [1, {MAX_LAYERS}], got {num_layers}")
         heads = whole(data, "num_attention_heads")
         kv_heads = whole(data, "num_key_value_heads", family.num_kv_heads, heads)
         hidden = whole(data, "hidden_size")
@@ -186,9 +195,17 @@ class ModelConfig:
             o_bias=attention_bias if family.qkv_bias is None else False,
             mlp_bias=flag(data, "mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
             rope=parse_rope(data, context),
-            dtype=str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch."),
+            dtype=_dtype(data),
             quantization=_quantization(data),
         )
+
+
+def _dtype(data: Mapping[str, Any]) -> str:
+    found = data.get("dtype") or data.get("torch_dtype") or "float32"
+    name = str(found).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"config.json: dtype: {found!r} is not supported; supported: {', '.join(DTYPES)}")
+    return name
 
 
 def _quantization(data: Mapping[str, Any]) -> Quantization | None:

@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
     check_downloaded([index])
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelError(f"{index}: must be a JSON object whose weight_map names a file for each tensor") from None
     absent = [str(name) for name in names if Path(name).name != name or not (folder / name).is_file()]
     if absent:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from npuserve.npu.large_import import import_large
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.shard import Shard
 from npuserve.service import logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
@@ -30,7 +32,7 @@ from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.ipc.resumable_streams import Records, load, save
+from npuserve.service.ipc.resumable_streams import Records, check_folder, load, save
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import LeadRunner
 from npuserve.service.ranks.load import load_model
@@ -86,7 +88,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
 
     Raises the errors of `load_model`, and ConfigError.
     """
-    publisher = open_publisher(args)  # first, since it may be impossible
+    check_state_folder(args)  # first, since it may be impossible
+    publisher = open_publisher(args)
     import_large("npuserve.npu.execution.load")
     began = time.monotonic()
     from npuserve.kernels.registry import KERNELS
@@ -98,6 +101,7 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
                    reason=args.capture_failed)
     ranks = None
     if args.config.tensor_parallel_size > 1:
+        ModelConfig.from_folder(args.folder).sharded(Shard(0, args.config.tensor_parallel_size))  # before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
                         capture="off" if args.capture_failed else None, group=ranks.group if ranks else None)
@@ -219,6 +223,17 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
     return found
 
 
+def check_state_folder(args: EngineArgs) -> None:
+    """Create the folder for `save_streams` at the server's start. Raises ConfigError if it is unusable."""
+    folder = args.config.state_folder
+    if not folder or args.epoch > 1:
+        return
+    try:
+        check_folder(Path(folder))
+    except OSError as error:
+        raise ConfigError(f"state_folder: {folder} cannot be used: {error.strerror or error}") from None
+
+
 def load_streams(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
     """Load the streams that the server kept when it stopped, so that they may be resumed."""
     records = Records(config.resume_seconds)
@@ -228,7 +243,8 @@ def load_streams(config: ServerConfig, model: ModelInfo, folder: str) -> Records
         except (OSError, msgspec.MsgspecError) as error:
             logs.event(log, "the streams that were kept are lost", level=logging.ERROR, error=type(error).__name__)
         else:
-            logs.event(log, "streams of the server's last life may be resumed", streams=count)
+            if count:
+                logs.event(log, "streams of the previous run can be resumed", streams=count)
     return records
 
 
@@ -240,7 +256,8 @@ def save_streams(engine: Engine, args: EngineArgs) -> None:
         except OSError as error:
             logs.event(log, "the streams cannot be kept", level=logging.ERROR, error=str(error))
         else:
-            logs.event(log, "streams are kept for the next start", streams=count)
+            if count:
+                logs.event(log, "streams are kept for the next start", streams=count)
 
 
 def main() -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -137,11 +139,11 @@ class Servers:
         server = self._make_server()
         try:
             while True:
-                try:
-                    self._listen(server)
-                    break
-                except ConfigError:  # until the first server has released the port
-                    await asyncio.sleep(LISTEN_RETRY_SECONDS)
+                if self._config.frontends > 1 or not _is_taken(self._config.host, self.port):
+                    with contextlib.suppress(ConfigError):
+                        self._listen(server)
+                        break
+                await asyncio.sleep(LISTEN_RETRY_SECONDS)  # until the first server has released the port
             self._servers.append(server)
             await server.start()
             await stopping
@@ -194,6 +196,19 @@ def _add_port(setting: str, address: str, add: Callable[[str], int]) -> int:
         return add(address)
     except RuntimeError as error:
         raise ConfigError(f"{setting}: cannot listen on {address}; is it in use?") from error
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Return whether a socket listens on the port. gRPC logs an error for each failed attempt to listen."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return True
+    return False
 
 
 def _max_message_bytes(config: ServerConfig, model_folder: str | None) -> int:

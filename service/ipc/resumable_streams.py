@@ -197,6 +197,13 @@ class _File(msgspec.Struct, array_like=True):
     records: list[msgspec.Raw]
 
 
+def check_folder(folder: Path) -> None:
+    """Create the folder of `save`. Raises OSError if it cannot be created or written."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError("not writable")
+
+
 def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     """Write all records to the folder atomically and return their number. Nothing is written for 0.
 

@@ -180,4 +180,6 @@ def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = No
             templates = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
     if isinstance(templates, list):
         templates = {entry["name"]: entry["template"] for entry in templates}
+    if templates and not isinstance(templates, (str, dict)):
+        raise ValueError(f"chat_template: must be text or a list of named templates, got {templates!r}")
     return ChatTemplate(templates, named_tokens) if templates else None

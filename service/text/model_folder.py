@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
 BUILT_IN = "storyteller"
+MAX_ID = 1 << 31
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
 
 
@@ -156,9 +157,12 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     generation = _read(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder)
     name = served_as(folder, model, served_name)
-    eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
-    if not eos and tokenizer:
-        eos = _ids(tokenizer.eos_id)
+    size = config.get("vocab_size")
+    eos = frozenset(
+        i for i in (*_eos_ids(generation, "generation_config.json"), *_eos_ids(config, "config.json"))
+        if 0 <= i < (size if isinstance(size, int) else MAX_ID))
+    if not eos and tokenizer and tokenizer.eos_id is not None:
+        eos = frozenset({tokenizer.eos_id})
     return ModelFolder(
         name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer, folder.absolute(), config)
 
@@ -177,17 +181,20 @@ def _read(path: Path, required: bool = False) -> dict[str, Any]:
         if required:
             raise ConfigError(f"model: {path.parent} has no {path.name}") from None
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
     return found
 
 
-def _ids(value: object) -> frozenset[int]:
-    """Return the ids of a value that is an id, a list of ids, or null."""
-    values = value if isinstance(value, list) else [value]
-    return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+def _eos_ids(data: dict[str, Any], file: str) -> list[int]:
+    """Return the ids of eos_token_id, which is an id, a list of ids, or null. Some may be no tokens of the model."""
+    value = data.get("eos_token_id")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in values):
+        raise ConfigError(f"model: eos_token_id in {file} is {value!r}, not a token id or a list of token ids")
+    return values
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:

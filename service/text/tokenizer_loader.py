@@ -104,7 +104,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path.name}: must be an object")

@@ -107,7 +107,11 @@ def test_config_keys_without_effect_are_accepted(harmless):
         ({"num_hidden_layers": True}, "num_hidden_layers: must be a whole number"),
         ({"num_hidden_layers": None}, "num_hidden_layers: is missing"),
         ({"num_hidden_layers": "28"}, "num_hidden_layers: must be a whole number"),
-        ({"architectures": 5}, "architectures: 5 is not supported"),
+        ({"num_hidden_layers": 10**30}, r"num_hidden_layers: must be in \[1, 4096\], got 1000"),
+        ({"architectures": 5}, "architectures: must be a list of names, got 5"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures: must be a list of names, got 'Qwen3ForCausalLM'"),
+        ({"dtype": "int4"}, "dtype: 'int4' is not supported; supported: bfloat16"),
+        ({"torch_dtype": 5}, "dtype: 5 is not supported"),
         ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures: .* is not supported"),
         ({"layer_types": "full_attention"}, "layer_types: must be a list, got 'full_attention'"),
         ({"layer_types": ["linear_attention", None]}, "layer_types: None, linear_attention is not supported"),
@@ -129,7 +133,8 @@ def test_config_unsupported_value_is_refused_by_name(change, message):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no such file"), ("{", "cannot be read"), ("[]", "must hold a JSON object")],
+    [(None, "no such file"), ("{", "cannot be read"), ("[]", "must hold a JSON object"),
+     pytest.param("[" * 100_000, "cannot be read", id="nested")],
 )
 def test_config_unreadable_file_is_refused(tmp_path, content, message):
     if content is not None:

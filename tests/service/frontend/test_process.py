@@ -231,7 +231,9 @@ async def test_frontend_first_call_on_an_open_connection_during_a_drain_is_unava
             connection.close()
 
 
-async def test_frontend_drain_moves_a_client_with_a_running_stream(tmp_path: Path) -> None:
+async def test_frontend_drain_moves_a_client_with_a_running_stream(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The stream continues on the old connection, and the channel makes its next call on a new one."""
     async with running(make_folder(tmp_path / "m")) as server, drain(server):
         await until(lambda: server.channel.get_state() != grpc.ChannelConnectivity.READY)
@@ -239,6 +241,7 @@ async def test_frontend_drain_moves_a_client_with_a_running_stream(tmp_path: Pat
             await server.inference.Generate(ask(), wait_for_ready=True)
         assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
         assert rpc_status.from_call(refused.value)  # type: ignore[arg-type]
+    assert "Failed to add port" not in capfd.readouterr().err  # gRPC's log
 
 
 async def test_frontend_drain_waits_for_no_call_that_has_ended(tmp_path: Path) -> None:

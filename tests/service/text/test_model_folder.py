@@ -165,6 +165,8 @@ def test_open_folder_returns_the_served_names(tmp_path: Path, monkeypatch: pytes
     ({}, {"eos_token_id": [7]}, {7}),
     ({"eos_token_id": None}, {"eos_token_id": None}, {EOS}),
     ({"eos_token_id": -1}, {}, {EOS}),
+    ({"eos_token_id": 512}, {"vocab_size": 512}, {EOS}),
+    ({"eos_token_id": [511, 1 << 70]}, {"eos_token_id": 512, "vocab_size": 512}, {511}),
 ])
 def test_open_folder_reads_eos_token_ids(
     tmp_path: Path, generation: dict[str, object], config: dict[str, object], eos: set[int]
@@ -192,6 +194,10 @@ def test_open_folder_reads_sampling_defaults(
     ("config.json", None, "has no config.json"),
     ("config.json", "{", "config.json cannot be read"),
     ("config.json", "[]", "config.json is not a JSON object"),
+    pytest.param("config.json", "[" * 100_000, "config.json cannot be read: maximum recursion depth", id="nested"),
+    ("config.json", '{"eos_token_id": "2"}', "eos_token_id in config.json is '2', not a token id"),
+    ("generation_config.json", '{"eos_token_id": [2, null]}', r"eos_token_id in .* is \[2, None\], not a token id"),
+    ("tokenizer_config.json", '{"chat_template": 5}', "chat_template: must be text or a list of .*, got 5"),
     ("generation_config.json", '{"top_p": 0}', r"top_p in generation_config.json is 0, not in \(0, 1\]"),
     ("generation_config.json", '{"temperature": NaN}', "temperature in generation_config.json is nan"),
     ("generation_config.json", '{"top_k": true}', "top_k in generation_config.json is True"),
