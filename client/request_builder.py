@@ -97,7 +97,7 @@ def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     for name, value in options.items():
         part = next((part for part in parts if name in part.DESCRIPTOR.fields_by_name), None)
         if part is None or name not in Options.__annotations__:
-            raise TypeError(f"{name}: is no option" + (" without a chat" if name in CHAT_OPTIONS else ""))
+            raise TypeError(f"{name}: needs a chat" if name in CHAT_OPTIONS else f"{name}: unknown option")
         with _named_errors(name):
             if name in CONSTRAINTS:
                 set_constraint(request, name, value)

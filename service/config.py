@@ -149,6 +149,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name}: {value} is not in [{low}, {high}]")
+        if self.max_model_len == 1:
+            raise ConfigError("max_model_len: 1 is not 0 or at least 2: a prompt and an answer need a token each")
         if not self.host:
             raise ConfigError("host: must not be empty; 0.0.0.0 is all addresses")
         if self.block_size & (self.block_size - 1):
@@ -181,8 +183,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("kv_events: there are none without prefix_cache")
         for name, value in (("kv_events_endpoint", self.kv_events_endpoint),
                             ("kv_events_replay_endpoint", self.kv_events_replay_endpoint)):
-            if value and not re.fullmatch(r"tcp://[^\s/]+:\d+|ipc://\S+", value):
+            if value and not re.fullmatch(r"tcp://[^\s/]+:\d{1,5}|ipc://\S+", value):
                 raise ConfigError(f"{name}: {value!r} must be like tcp://*:5557 or ipc://PATH")
+            if value.startswith("tcp://") and int(value.rpartition(":")[2]) > 65535:
+                raise ConfigError(f"{name}: the port must be in [0, 65535], got {value!r}")
         if self.kv_events == "zmq" and not self.kv_events_endpoint:
             raise ConfigError("kv_events_endpoint: must not be empty with kv_events zmq")
         if self.kv_events_replay_endpoint and self.kv_events != "zmq":

@@ -64,7 +64,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "max_queue": "maximum waiting requests; more are refused",
         "max_requests_per_client": "maximum concurrent requests per client (API key or address); 0: no limit",
         "max_preparing": "maximum requests waiting to be tokenized, per front end and size class" ,
-        "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: none",
+        "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: no limit",
         "max_buffered_tokens": "unread tokens of a stream at which its request pauses",
         "slow_reader_seconds": "time after which a stream is cancelled if its client reads nothing",
         "stream_interval": "tokens per stream message, except the first and last message",

@@ -305,7 +305,7 @@ def test_front_end_never_imports_torch():
 def test_generated_code_is_up_to_date():
     for tool in ("grpc_tools", "mypy_protobuf"):
         if importlib.util.find_spec(tool) is None:
-            pytest.skip(f"{tool} is not installed: pip install npuserve[dev]")
+            pytest.skip(f"{tool} is not installed: pip install 'npuserve[dev]'")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(["bash", ROOT / "protos" / "generate.sh", "--check"], env={**os.environ, "PATH": path},
                           capture_output=True, text=True)

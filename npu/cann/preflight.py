@@ -117,7 +117,7 @@ def _versions(host: Readings) -> Iterator[Notice]:
     accepted = "; ".join(f"torch_npu {name} with torch {each.torch} and CANN {' to '.join(dict.fromkeys(each.cann))}"
                          for name, each in PAIRS.items())
     if not torch_npu:
-        yield Notice("error", "torch_npu", "torch_npu is not installed: pip install npuserve[npu]")
+        yield Notice("error", "torch_npu", "torch_npu is not installed: pip install 'npuserve[npu]'")
     elif pair is None:
         yield Notice("warning", "torch_npu", f"torch_npu {torch_npu} is untried here; known are {accepted}")
     elif pair.torch != torch:

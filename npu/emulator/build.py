@@ -74,7 +74,7 @@ def find() -> Packages:
     if platform.system() != "Linux":
         raise EmulatorError(f"emulated NPU: torch_npu runs only on Linux, not on {platform.system()}")
     torch, torch_version = _package("torch", "pip install npuserve")
-    torch_npu, version = _package("torch_npu", "pip install npuserve[npu]")
+    torch_npu, version = _package("torch_npu", "pip install 'npuserve[npu]'")
     release = r"\d+\.\d+\.\d+"
     needed, found = re.match(release, version), re.match(release, torch_version)
     if needed is None or found is None or needed[0] != found[0]:

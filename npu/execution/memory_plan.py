@@ -213,7 +213,7 @@ def _checked(
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple:
-        raise ModelError(f"block_size: {block_size} is not possible here; possible are multiples of {multiple}")
+        raise ModelError(f"block_size: {block_size} is not possible here; possible are powers of two from {multiple}")
     return made, cached, block_size
 
 

@@ -3,15 +3,15 @@
 - A request in a fatal step gets one crash more. After the restart it is in quarantine: it makes QUARANTINE_TOKENS
   tokens apart from all others (quarantine.py) before it runs beside them again.
 - A request is the killer if it was alone in two successive fatal steps, at the same place, and has MIN_CRASHES crashes.
-  The same place is near the same token of the answer, or after about as many tokens of each life of the engine. A
+  The same place is near the same token of the answer, or after about as many tokens of each run of the engine. A
   killer among up to MAX_QUARANTINE_STEPS // QUARANTINE_TOKENS requests is found at the third crash: with others, alone,
   alone.
-- A request that passed its quarantine in two lives, and was in a fatal step nevertheless, gets a longer quarantine: the
-  tokens that it made in the last life, and QUARANTINE_TOKENS more. This finds requests that crash the engine after that
-  many tokens of each life. After only one such life another request may be the killer, and the quarantine stays short.
+- A request that passed its quarantine in two runs, and was in a fatal step nevertheless, gets a longer quarantine: the
+  tokens that it made in the last run, and QUARANTINE_TOKENS more. This finds requests that crash the engine after that
+  many tokens of each run. After only one such run another request may be the killer, and the quarantine stays short.
 - A request that made CLEAR_TOKENS tokens since its last crash starts anew.
 
-The counts are in a file beside the step log, which is replaced as a whole once in a life of the engine.
+The counts are in a file beside the step log, which is replaced as a whole once in a run of the engine.
 
 The step log is a file in memory that survives the engine's SIGKILL. The engine writes it before each launch. It has
 three parts: two lists of sequence ids, each after its length, since at most two steps are in flight, and a table of the
@@ -90,7 +90,7 @@ class CrashTracker:
         self._steps = StepLog(path, rows, places)
         self._file = Path(f"{path}.counts") if path else None
         self._on_killer = on_killer
-        self._fatal = self._steps.read()  # hashes of the requests in the last life's fatal step
+        self._fatal = self._steps.read()  # hashes of the requests in the last run's fatal step
         self._assessed: set[int] = set()  # hashes of the requests whose last crash is counted
         self._is_changed = False
         self._records: dict[int, CrashRecord] = {}
@@ -119,7 +119,7 @@ class CrashTracker:
             self._is_changed = True
             if record.is_killer:
                 self._on_killer()
-                logs.event(log, "a request ends: the engine died of it", level=logging.ERROR, id=request.request_id,
+                logs.event(log, "a request ends: it has crashed the engine", level=logging.ERROR, id=request.request_id,
                            deaths=record.crashes, tokens=tokens)
         if record is None:
             return None
@@ -129,7 +129,7 @@ class CrashTracker:
         return record if tokens - record.tokens < record.quarantine_tokens else None
 
     def save(self) -> None:
-        """Write the records that `assess` has changed. A full disk is logged: the next life then uses the old ones."""
+        """Write the records that `assess` has changed. A full disk is logged: the next run then uses the old ones."""
         if not self._is_changed or self._file is None:
             return
         self._is_changed = False
@@ -161,7 +161,7 @@ class CrashTracker:
 
 
 def request_hash(request: Request) -> int:
-    """Return a 64-bit hash of a request that is the same in every life of the engine."""
+    """Return a 64-bit hash of a request that is the same in every run of the engine."""
     text = f"{request.client}\0{request.request_id}\0{request.arrival.hex()}\0{request.index}".encode()
     return int.from_bytes(blake2b(text, digest_size=_WORD_BYTES).digest(), "little")
 
@@ -181,7 +181,7 @@ class StepLog:
         self._size = 2 * self._list_bytes + places * _ENTRY.size
         self._map: mmap.mmap | bytearray = _open(path, self._size) if path else bytearray(self._size)
         self._ids: list[list[int]] = [[], []]  # contents of the two lists
-        self._is_cleared = False  # the last life's contents are removed
+        self._is_cleared = False  # the last run's contents are removed
         self._last = 0  # list that was written last
         self._free = list(range(2 * self._list_bytes, self._size, _ENTRY.size))  # offsets in the table
         self._places: dict[int, int] = {}  # offset in the table by sequence id

@@ -71,7 +71,7 @@ class KvEventStream:
 
     log: changes of the block manager's prefix cache.
     block_size: tokens of a block.
-    epoch: number of the engine's life, in every message.
+    epoch: number of the run of the engine, in every message.
     max_batches: number of batches that are kept.
     first: number of the first batch.
     clock: returns monotonic seconds.

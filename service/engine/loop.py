@@ -86,7 +86,7 @@ the stall: it may never end. If masks need the step's tokens, reading stops befo
 class Engine:
     """Serves the front ends of `socket` until `stop`.
 
-    epoch: number of this engine's life, in every message that it sends.
+    epoch: number of this run of the engine, in every message that it sends.
     double_buffering: launch a step before the one before it is collected.
     pulse: set in each iteration of the loop; None for no watchdog.
     records: records of streams that may be resumed; None for none.

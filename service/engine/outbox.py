@@ -18,7 +18,7 @@ class Outbox:
     """Outputs and acceptances that are not sent yet. It reports each output to the registry.
 
     registry: live requests.
-    epoch: number of the engine's life, in every message.
+    epoch: number of the run of the engine, in every message.
     send: sends a message to a front end, which may be lost then.
     """
 

@@ -35,7 +35,7 @@ class Profiles:
     """Calls of the front ends to a profiler.
 
     profiler: None if the server makes no profiles.
-    epoch: number of the engine's life, in every message.
+    epoch: number of the run of the engine, in every message.
     """
 
     def __init__(self, profiler: Profiler | None, epoch: int):

@@ -15,6 +15,8 @@ from npuserve.service.rpc.call import Context, call
 from npuserve.v1 import admin_service_pb2 as pb
 from npuserve.v1 import admin_service_pb2_grpc
 
+NANOS = 1_000_000_000
+
 
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     """Servicer of AdminService. The interceptor of access/auth.py authorizes its callers.
@@ -60,7 +62,9 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         async with call(context, "Drain", logging.INFO) as fields:
             seconds = self._config.drain_seconds
             if request.HasField("grace"):
-                seconds = request.grace.seconds + request.grace.nanos / 1e9
+                if not 0 <= request.grace.nanos < NANOS:
+                    raise InvalidField("grace.nanos", f"must be in [0, {NANOS - 1}], got {request.grace.nanos}")
+                seconds = request.grace.seconds + request.grace.nanos / NANOS
             if not 0 <= seconds <= MAX_DRAIN_SECONDS:
                 raise InvalidField("grace", f"must be in [0, {MAX_DRAIN_SECONDS}] seconds, got {seconds:g}")
             fields["drain_seconds"] = seconds

@@ -69,12 +69,12 @@ class Generation:
     """Generation for the servicers of one front end.
 
     folder: the model's folder with its tokenizer; None until it is loaded.
-    draining: new requests get UNAVAILABLE.
+    is_draining: new requests get UNAVAILABLE.
     """
 
     def __init__(self, config: ServerConfig, engine: EngineClient, preparation: Preparation):
         self.folder: ModelFolder | None = None
-        self.draining = False
+        self.is_draining = False
         self._config = config
         self._engine = engine
         self._preparation = preparation
@@ -97,7 +97,7 @@ class Generation:
 
     def require_folder(self) -> ModelFolder:
         """Return the model's folder. Raises Unavailable during a drain and until the tokenizer is loaded."""
-        if self.draining:
+        if self.is_draining:
             raise Unavailable("the server is draining; send the request to another server")
         if self.folder is None:
             raise Unavailable("the tokenizer is loading")

@@ -140,7 +140,7 @@ class Frontend:
     async def stop(self, seconds: float | None = None) -> None:
         """Refuse new calls, let running calls end for `seconds` (None: drain_seconds), and stop."""
         drain = Drain(self._servers, self._config.drain_seconds if seconds is None else seconds)
-        self._generation.draining = True
+        self._generation.is_draining = True
         self._health.drain()
         self._engine.kv_events.close(Unavailable("the server is draining"))
         await drain.wait()

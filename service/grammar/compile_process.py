@@ -13,6 +13,7 @@ Messages are a length of 4 bytes and msgpack.
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import struct
@@ -38,6 +39,9 @@ MAX_WALL_RATIO = 10
 """Real time of a compilation, as a multiple of its limit of processor time."""
 BASE_BYTES = 64 << 10
 """Estimated memory of the smallest compiled constraint."""
+_POSITION = re.compile(r"^at \d+\(\d+\): ")
+_LISTING = re.compile(r"\n +\d+ \| ")
+"""First line of the grammar in a message of the library."""
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -173,8 +177,12 @@ def build_byte_matcher(vocabulary: Vocabulary, grammar: str, kind: str) -> LLMat
 
 
 def _message(error: str) -> str:
-    """Return the library's message without its dump of the state and of the grammar, and its names of definitions."""
-    text = " ".join(error.partition("<state>")[0].partition("<non-verbose/>")[0].split())
+    """Return the library's message without its dump of the state and its names of definitions.
+
+    Also without the translated grammar and the position there, which are not the client's.
+    """
+    text = _LISTING.split(error.partition("<state>")[0].partition("<non-verbose/>")[0])[0]
+    text = " ".join(_POSITION.sub("", text).split())
     text = text.partition(" while processing json-schema:")[0]
     return "no answer satisfies the constraint" if text in ("", "NoExtensionBias") else text[:400]
 

@@ -140,7 +140,7 @@ class EngineSocket:
         return True
 
     def _disconnect(self, name: bytes, why: object) -> None:
-        log.info("front end %s is lost: %s", name.decode(), why)
+        log.info("front end %s is disconnected: %s", name.decode(), why)
         connection = self._frontends.pop(name).socket
         self._selector.unregister(connection)
         connection.close()

@@ -166,6 +166,8 @@ class Detokenizer:
         self._is_finished = True
         stop, end = self._match
         text = self._text[: end if self._include_stop else end - len(stop)]
+        if self._num_tokens <= self._client_tokens:
+            self.client_characters = self._offset + len(text)
         boundaries = self._boundaries_within(len(text))
         return Delta(text, self._num_tokens - self._num_sent, stop, self._num_tokens, tuple(boundaries))
 

@@ -106,6 +106,7 @@ def test_load_comma_separated_lists() -> None:
     ("--max-num-seqs 1.5", {}, "max_num_seqs: '1.5' is not a whole number (from --max-num-seqs)"),
     ("--max-num-seqs 0", {}, "max_num_seqs: 0 is not in [1, 65536] (from --max-num-seqs)"),
     ("", {"NPUSERVE_PORT": "99999"}, "port: 99999 is not in [0, 65535] (from NPUSERVE_PORT)"),
+    ("--max-model-len 1", {}, "max_model_len: 1 is not 0 or at least 2: a prompt and an answer need a token each"),
     ("--drain-seconds nan", {}, "drain_seconds: nan is not in [0, 86400] (from --drain-seconds)"),
     ("--device tpu", {}, "device: 'tpu' is not one of auto, npu, cuda, cpu (from --device)"),
     ("--host=", {}, "host: must not be empty; 0.0.0.0 is all addresses (from --host)"),
@@ -168,6 +169,7 @@ def test_settings_document_has_every_setting_with_default() -> None:
 @pytest.mark.parametrize(("flags", "error"), [
     ("--kv-events grpc --no-prefix-cache", "kv_events: there are none without prefix_cache"),
     ("--kv-events zmq --kv-events-endpoint 5557", "kv_events_endpoint: '5557' must be like tcp://"),
+    ("--kv-events zmq --kv-events-endpoint tcp://*:65536", r"kv_events_endpoint: the port must be in \[0, 65535\]"),
     ("--kv-events zmq --kv-events-replay-endpoint http://x:1", "kv_events_replay_endpoint: 'http://x:1' must be like"),
     ("--kv-events grpc --kv-events-replay-endpoint ipc://x", "kv_events_replay_endpoint: replays need kv_events zmq"),
     ("--kv-events-buffer 3", r"kv_events_buffer: 3 is not in \[64, 1048576\]"),

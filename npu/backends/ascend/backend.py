@@ -116,7 +116,7 @@ class AscendBackend(StreamBackend):
     @classmethod
     def unavailable(cls) -> str:
         if importlib.util.find_spec("torch_npu") is None:
-            return "torch_npu is not installed: pip install npuserve[npu], or choose another device"
+            return "torch_npu is not installed: pip install 'npuserve[npu]', or choose another device"
         return cls.missing_cann()
 
     @classmethod

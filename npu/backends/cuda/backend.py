@@ -107,7 +107,7 @@ class CudaBackend(StreamBackend):
             return (f"torch {torch.__version__} is built without CUDA: install the torch of a CUDA index, or choose "
                     "another device")
         if importlib.util.find_spec("triton") is None:
-            return "triton is not installed: pip install npuserve[cuda], or choose another device"
+            return "triton is not installed: pip install 'npuserve[cuda]', or choose another device"
         if not torch.cuda.is_available():
             return ("no NVIDIA GPU can be used: check with nvidia-smi that there is one, that CUDA_VISIBLE_DEVICES "
                     f"names it, and that its driver is new enough for CUDA {torch.version.cuda}")

@@ -59,7 +59,7 @@ def emulate(relax: Sequence[str] = ()) -> None:
     try:
         triton.interpret()
     except ImportError as error:
-        raise BackendError(f"emulate: {error}: pip install npuserve[cuda]") from error
+        raise BackendError(f"emulate: {error}: pip install 'npuserve[cuda]'") from error
     if backend_class(CudaBackend.name) is not EmulatedCuda:
         log.warning("emulated CUDA: proves calls and numbers, not speed")
     register_emulated(EmulatedCuda)

@@ -92,7 +92,7 @@ class GenerateRequest(_message.Message):
     """Name of the served model; NOT_FOUND for another name. Default: the served model."""
     text: _builtins.str
     json_schema: _builtins.str
-    """JSON Schema, draft 2020-12. $ref refers to the same schema."""
+    """JSON Schema, drafts 4 to 2020-12. $ref refers to the same schema. docs/clients.md lists the keywords."""
     regex: _builtins.str
     """Regular expression that the whole answer matches."""
     grammar: _builtins.str
@@ -308,9 +308,11 @@ class StoppingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """At least 1. Default: the rest of the model's context."""
+    """In [1, rest of the model's context], which is the default."""
     min_tokens: _builtins.int
-    """Number of tokens before which no end-of-text token, stop token or stop string ends the answer. Default 0."""
+    """Number of tokens before which no end-of-text token, stop token or stop string ends the answer. In [0, max_tokens].
+    Default 0.
+    """
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-text token. Default false."""
     include_stop: _builtins.bool

@@ -18,6 +18,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _DataType:
@@ -27,7 +32,7 @@ class _DataType:
 class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DATA_TYPE_UNSPECIFIED: _DataType.ValueType  # 0
-    """A type that this version of the contract does not name; the string has it."""
+    """A type that this version of the contract does not name. The deprecated string field names it."""
     DATA_TYPE_FLOAT32: _DataType.ValueType  # 1
     DATA_TYPE_BFLOAT16: _DataType.ValueType  # 2
     DATA_TYPE_FLOAT16: _DataType.ValueType  # 3
@@ -37,7 +42,7 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper): ...
 
 DATA_TYPE_UNSPECIFIED: DataType.ValueType  # 0
-"""A type that this version of the contract does not name; the string has it."""
+"""A type that this version of the contract does not name. The deprecated string field names it."""
 DATA_TYPE_FLOAT32: DataType.ValueType  # 1
 DATA_TYPE_BFLOAT16: DataType.ValueType  # 2
 DATA_TYPE_FLOAT16: DataType.ValueType  # 3
@@ -52,7 +57,7 @@ class _QuantizationScheme:
 class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_QuantizationScheme.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     QUANTIZATION_SCHEME_UNSPECIFIED: _QuantizationScheme.ValueType  # 0
-    """A scheme that this version of the contract does not name; the string has it."""
+    """A scheme that this version of the contract does not name. The deprecated string field names it."""
     QUANTIZATION_SCHEME_NONE: _QuantizationScheme.ValueType  # 1
     QUANTIZATION_SCHEME_W8A8: _QuantizationScheme.ValueType  # 2
     """int8 weights, and activations quantized to int8."""
@@ -62,7 +67,7 @@ class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Qu
 class QuantizationScheme(_QuantizationScheme, metaclass=_QuantizationSchemeEnumTypeWrapper): ...
 
 QUANTIZATION_SCHEME_UNSPECIFIED: QuantizationScheme.ValueType  # 0
-"""A scheme that this version of the contract does not name; the string has it."""
+"""A scheme that this version of the contract does not name. The deprecated string field names it."""
 QUANTIZATION_SCHEME_NONE: QuantizationScheme.ValueType  # 1
 QUANTIZATION_SCHEME_W8A8: QuantizationScheme.ValueType  # 2
 """int8 weights, and activations quantized to int8."""
@@ -77,7 +82,7 @@ class _DeviceBackend:
 class _DeviceBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceBackend.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DEVICE_BACKEND_UNSPECIFIED: _DeviceBackend.ValueType  # 0
-    """A backend that this version of the contract does not name; the string has it."""
+    """A backend that this version of the contract does not name. The deprecated string field names it."""
     DEVICE_BACKEND_CPU: _DeviceBackend.ValueType  # 1
     DEVICE_BACKEND_NPU: _DeviceBackend.ValueType  # 2
     """Ascend."""
@@ -86,7 +91,7 @@ class _DeviceBackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceB
 class DeviceBackend(_DeviceBackend, metaclass=_DeviceBackendEnumTypeWrapper): ...
 
 DEVICE_BACKEND_UNSPECIFIED: DeviceBackend.ValueType  # 0
-"""A backend that this version of the contract does not name; the string has it."""
+"""A backend that this version of the contract does not name. The deprecated string field names it."""
 DEVICE_BACKEND_CPU: DeviceBackend.ValueType  # 1
 DEVICE_BACKEND_NPU: DeviceBackend.ValueType  # 2
 """Ascend."""
@@ -140,14 +145,46 @@ class GetModelInfoResponse(_message.Message):
     """Number of token ids; each id is smaller."""
     max_model_len: _builtins.int
     """Maximum tokens of prompt and answer together."""
-    dtype: _builtins.str
-    """Data type of weights and activations: bfloat16, float16 or float32. Deprecated: use data_type."""
-    quantization: _builtins.str
-    """Quantization scheme: none, w8a8 or w8a8-fp8. Deprecated: use quantization_scheme."""
-    kv_cache_dtype: _builtins.str
-    """Data type of the KV cache. Deprecated: use kv_cache_data_type."""
-    backend: _builtins.str
-    """cpu, npu or cuda. Deprecated: use device_backend."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def dtype(self) -> _builtins.str:
+        """Data type of weights and activations: bfloat16, float16 or float32. Deprecated: use data_type."""
+
+    @dtype.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def dtype(self, value: _builtins.str) -> None:
+        """Data type of weights and activations: bfloat16, float16 or float32. Deprecated: use data_type."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def quantization(self) -> _builtins.str:
+        """Quantization scheme: none, w8a8 or w8a8-fp8. Deprecated: use quantization_scheme."""
+
+    @quantization.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def quantization(self, value: _builtins.str) -> None:
+        """Quantization scheme: none, w8a8 or w8a8-fp8. Deprecated: use quantization_scheme."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def kv_cache_dtype(self) -> _builtins.str:
+        """Data type of the KV cache. Deprecated: use kv_cache_data_type."""
+
+    @kv_cache_dtype.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def kv_cache_dtype(self, value: _builtins.str) -> None:
+        """Data type of the KV cache. Deprecated: use kv_cache_data_type."""
+
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def backend(self) -> _builtins.str:
+        """cpu, npu or cuda. Deprecated: use device_backend."""
+
+    @backend.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def backend(self, value: _builtins.str) -> None:
+        """cpu, npu or cuda. Deprecated: use device_backend."""
+
     has_tokenizer: _builtins.bool
     has_chat_template: _builtins.bool
     max_num_seqs: _builtins.int

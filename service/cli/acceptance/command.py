@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="quick: fewer cases at real sizes, and fewer contexts; auto: quick on the CPU and on "
                             "emulated devices, real elsewhere (default: %(default)s)")
     group.add_argument("--soak", type=number(float, 0.0, MAX_SOAK_MINUTES), default=0.0, metavar="MINUTES",
-                       help="replay captured steps with random contexts for so many minutes (default: %(default)g)")
+                       help="replay captured steps with random contexts for this time (default: %(default)g)")
 
 
 def findings(

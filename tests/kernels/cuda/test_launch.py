@@ -61,7 +61,7 @@ def test_missing_bindings_are_logged_with_advice(
         assert not compiled.available()
     assert len(caplog.records) == 1
     assert "No module named 'cuda'" in caplog.text
-    assert "pip install npuserve[cuda]" in caplog.text
+    assert "pip install 'npuserve[cuda]'" in caplog.text
 
 
 def test_kernel_that_cannot_be_compiled_is_left_out_once(

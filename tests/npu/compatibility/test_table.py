@@ -19,7 +19,7 @@ RELEASES = [Release.load(version) for version in VERSIONS]
 @pytest.fixture(scope="module")
 def run() -> Recorded:
     if importlib.util.find_spec("torch_npu") is None:
-        pytest.skip("torch_npu is not installed: pip install npuserve[npu]")
+        pytest.skip("torch_npu is not installed: pip install 'npuserve[npu]'")
     return recorded()
 
 

@@ -33,7 +33,7 @@ def test_host_prefill_unsupported_dtype_or_block_size_is_refused(tmp_path, monke
     with pytest.raises(BackendError, match=r"prefill_device: cpu does not compute in float16; .* float32, bfloat16"):
         predict(config, device, dtype="float16", prefill=host)
     if host.block_multiple > 1:
-        with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are multiples of 16"):
+        with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are powers of two from 16"):
             predict(config, Device(), block_size=8, prefill=host)
 
 

@@ -174,7 +174,7 @@ def test_predict_unsupported_block_size_is_refused(cpu):
     if cpu.block_multiple == 1:
         assert predict(CONFIG, cpu, block_size=8).block_size == 8
         return
-    with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are multiples of 16"):
+    with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are powers of two from 16"):
         predict(CONFIG, cpu, block_size=8)
 
 

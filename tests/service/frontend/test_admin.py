@@ -64,6 +64,10 @@ async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pyt
             with pytest.raises(grpc.aio.AioRpcError, match=error_text) as bad:
                 await server.admin.Drain(request)
             assert bad.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        request.grace.FromJsonString("5s")
+        request.grace.nanos = -1
+        with pytest.raises(grpc.aio.AioRpcError, match=r"grace.nanos: must be in \[0, 999999999\], got -1"):
+            await server.admin.Drain(request)
         server.frontend._config = msgspec.structs.replace(server.frontend._config, drain_seconds=0.2)
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["seconds"] for line in events if line["event"] == "drain"] == [7, 2.5, 0, 86400]

@@ -161,5 +161,7 @@ def test_response_resumed_at_any_token_is_whole(kind: str, data: st.DataObject) 
         if not step.over:
             step.read(until)
     before = "".join(part.text for part in step.parts if part.offset + part.num_tokens <= held)
+    if held == len(all_ids):  # the whole answer
+        assert rest == ""
     after = "".join(part.text for part in step.parts if part.offset < held)
     assert len(text) - len(after) <= len(rest) <= len(text) - len(before)

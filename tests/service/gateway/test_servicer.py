@@ -280,19 +280,19 @@ async def test_health_check_follows_the_state_of_the_server(folder: Path) -> Non
         client.state = "ready"
         loaded, generation.folder = generation.folder, None
         assert await health() == (False, "the tokenizer is loading")
-        generation.folder, generation.draining = loaded, True
+        generation.folder, generation.is_draining = loaded, True
         assert await health() == (False, "the server is draining; send the request to another server")
 
 
 async def test_generate_in_a_drain_is_unavailable_at_once(folder: Path) -> None:
     async with running(folder) as server:
-        server.frontend._generation.draining = True
+        server.frontend._generation.is_draining = True
         began = time.monotonic()
         for request in (vllm_request("a"), vllm_request("a", logprobs=-1), vllm.GenerateRequest()):
             assert await code_of(engine_stub(server.channel).Generate(request)) is grpc.StatusCode.UNAVAILABLE
         assert time.monotonic() - began < 5
         assert server.engine.got(Submit) == []
-        server.frontend._generation.draining = False
+        server.frontend._generation.is_draining = False
 
 
 async def test_get_model_info(folder: Path) -> None:

@@ -68,6 +68,13 @@ def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: Gram
     assert good.error is None
 
 
+def test_error_of_a_regex_shows_nothing_of_the_translation(compiler: GrammarCompiler):
+    bad = compiler.submit(Constraint("regex", "a^b"))
+    assert bad.wait(SECONDS)
+    error = 'regex: invalid regex "a^b" (in regex): lookarounds not supported yet; Start in regex /a^b/'
+    assert str(bad.error) == error
+
+
 @pytest.mark.parametrize(("schemas", "is_exclusive"), [
     (({"type": "string", "format": "date"}, {"type": "string", "format": "email"}), False),
     (({"type": "integer", "format": "int32"}, {"type": "string", "format": "date"}), True),

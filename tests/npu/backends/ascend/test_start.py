@@ -35,7 +35,7 @@ def without(name: str) -> Any:
 def test_ascend_start_without_torch_npu_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not AscendBackend.available()
-    assert "torch_npu is not installed: pip install npuserve[npu]" in AscendBackend.unavailable()
+    assert "torch_npu is not installed: pip install 'npuserve[npu]'" in AscendBackend.unavailable()
 
 
 @pytest.mark.usefixtures("installed")
