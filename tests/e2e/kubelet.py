@@ -64,6 +64,8 @@ class Container:
             self._path(mount).mkdir(parents=True)
         (target,) = [m["mountPath"] for m in self.spec["volumeMounts"] if m["name"] == "config"]
         for name, text in config.items():
+            for mount in self._mounts:
+                text = text.replace(f'"{mount}"', f'"{self._path(mount)}"')
             (self._path(target) / name).write_text(text)
         self._command = [*self.spec.get("command", image_entrypoint), *self.spec.get("args", [])]
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("NPUSERVE_")}

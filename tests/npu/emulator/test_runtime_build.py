@@ -137,7 +137,7 @@ def spec(folder: Path) -> Any:
 
 @pytest.mark.parametrize(("found", "versions", "says"), [
     ({}, {}, "torch is not installed"),
-    ({"torch"}, {"torch": "2.13.0+cpu"}, r"torch_npu is not installed: pip install npuserve\[npu\]"),
+    ({"torch"}, {"torch": "2.13.0+cpu"}, r"torch_npu is not installed: pip install 'npuserve\[npu\]'"),
     ({"torch", "torch_npu"}, {"torch": "2.12.0", "torch_npu": "2.13.0"},
      "torch_npu 2.13.0 is made for torch 2.13.0, and torch 2.12.0 is installed: pip install torch==2.13.0"),
     ({"torch", "torch_npu"}, {"torch": "2.13.0+cpu", "torch_npu": "2.13.0.post1"}, "came without its headers"),

@@ -48,9 +48,9 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_start_without_triton_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     without_triton(monkeypatch)
     assert not CudaBackend.available()
-    with pytest.raises(BackendError, match=r"^device: triton is not installed: pip install npuserve\[cuda\]"):
+    with pytest.raises(BackendError, match=r"^device: triton is not installed: pip install 'npuserve\[cuda\]'"):
         select("cuda")
-    with pytest.raises(BackendError, match=r"^emulate: triton is not installed: pip install npuserve\[cuda\]"):
+    with pytest.raises(BackendError, match=r"^emulate: triton is not installed: pip install 'npuserve\[cuda\]'"):
         select("cuda", [])
 
 
