@@ -200,7 +200,8 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]
         rest = key.removeprefix(PREFIX)
         if not key.startswith(PREFIX) or not value or rest == "CONFIG" or rest.startswith("TEST_"):
             continue
-        if _SERVICE_LINK.fullmatch(rest) or re.match(r"(tcp|udp|sctp)://", value):
+        is_link = re.match(r"(tcp|udp|sctp)://", value) and not rest.endswith("_ENDPOINT")
+        if _SERVICE_LINK.fullmatch(rest) or is_link:
             continue
         if rest.lower() not in _FIELDS or rest != rest.upper():
             hint = did_you_mean(rest.upper(), map(str.upper, _FIELDS), prefix=PREFIX, otherwise=LISTED)

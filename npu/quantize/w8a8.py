@@ -190,3 +190,7 @@ def _copy_others(folder: Path, made: Path) -> None:
         weights = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":
             shutil.copyfile(path, made / path.name)
+    for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        target = made / path.relative_to(folder)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)

@@ -25,7 +25,7 @@ from npuserve.npu.quantize.source import FLOATS, TensorSpec
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8"}
 """safetensors' names of the dtypes that are written."""
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Writer:
@@ -91,8 +91,8 @@ class Writer:
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
 
     def _write_index(self) -> None:
-        """Write the index that transformers writes for more than one file."""
-        if len(self._files) > 1:
+        """Write the index, which every folder has but one whose only file is model.safetensors."""
+        if self._files.keys() != {SINGLE}:
             total = sum(spec.nbytes for spec in self._specs.values())
             places = {name: spec.file for name, spec in sorted(self._specs.items())}
             write_json(self._folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})

@@ -160,10 +160,12 @@ def texts_of(path: Path) -> Iterator[str]:
 def _text(line: str, where: str) -> str:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{where}: is not JSON") from None
     if not isinstance(found, dict) or not isinstance(text := found.get("text"), str):
         raise ConfigError(f'{where}: must be an object with a string "text"')
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{where}: has half a surrogate pair, which is no character")
     return text
 
 

@@ -51,8 +51,10 @@ class ParsedStream:
 
     def finish(self) -> ParsedDelta:
         """Return the rest of the answer."""
+        parts = Parts()
         self._parser.finish()
-        return self._delta(self._parser.take(), self._pushed)
+        self._take(parts, self._pushed)
+        return self._delta(parts, self._pushed)
 
     def _take(self, parts: Parts, tokens: int) -> None:
         """Add the parser's new parts unless the client has them. tokens: number of tokens up to their end."""

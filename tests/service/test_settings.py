@@ -182,5 +182,7 @@ def test_load_contradicting_kv_events_is_refused(flags: str, error: str) -> None
 def test_load_kv_events_endpoints() -> None:
     config = load("--kv-events zmq --kv-events-endpoint ipc:///run/kv --kv-events-replay-endpoint tcp://[::]:5558")
     assert (config.kv_events_endpoint, config.kv_events_replay_endpoint) == ("ipc:///run/kv", "tcp://[::]:5558")
+    config = load("--kv-events zmq", {"NPUSERVE_KV_EVENTS_ENDPOINT": "tcp://127.0.0.1:6111"})
+    assert config.kv_events_endpoint == "tcp://127.0.0.1:6111"  # not a variable of Kubernetes
     with pytest.raises(ConfigError, match="kv_events_endpoint: must not be empty with kv_events zmq"):
         ServerConfig(kv_events="zmq", kv_events_endpoint="")

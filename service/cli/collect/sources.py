@@ -60,10 +60,14 @@ def run(
     except OSError as error:
         return Part(b"", "failed", error.strerror or str(error))
     assert process.stdout
-    data, is_late = _read(process.stdout.fileno(), seconds, max_bytes)
-    if is_late or len(data) > max_bytes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    is_whole = False
+    try:
+        data, is_late = _read(process.stdout.fileno(), seconds, max_bytes)
+        is_whole = not is_late and len(data) <= max_bytes
+    finally:
+        if not is_whole:  # also after Ctrl-C
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     process.stdout.close()
     try:
         code = process.wait(1)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantization import Quantization
 from npuserve.npu.quantize.layer import MAPPINGS, Layer, to_int8
@@ -150,6 +151,8 @@ def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
     folder = saved(model, tmp_path / "model", max_shard_size="20KB")
     (folder / "tokenizer.json").write_text('{"a": "tokenizer"}')
     (folder / "pytorch_model.bin").write_bytes(b"floats once more")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     written = quantize_checkpoint(folder, tmp_path / "out", sequences(), strength=0.5)
     out = tmp_path / "out"
     assert (written.int8, written.linears) == (21, 21)
@@ -157,6 +160,7 @@ def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
     kept = {path.name for path in folder.iterdir()} - {"pytorch_model.bin"}
     assert {path.name for path in out.iterdir()} == kept
     assert (out / "tokenizer.json").read_text() == '{"a": "tokenizer"}'
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
     config, before = (json.loads((at / "config.json").read_text()) for at in (out, folder))
     assert Quantization.from_config(config).to_json() == config.pop("quantization_config")
@@ -307,3 +311,15 @@ def test_quantize_checkpoint_error_leaves_no_partial_output(tmp_path, monkeypatc
     assert not (out / "old").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_quantized_checkpoint_of_one_file_with_an_index_has_an_index(tmp_path):
+    """As models of the hub whose only file is model-00001-of-00001.safetensors."""
+    folder = saved(random_model("qwen3"), tmp_path / "model")
+    name = "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(folder / name)
+    with safe_open(folder / name, framework="pt") as file:
+        places = dict.fromkeys(file.keys(), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    quantize_checkpoint(folder, tmp_path / "out")
+    assert [path.name for path in weight_files(tmp_path / "out")] == [name]
