@@ -27,6 +27,9 @@ from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load
 from npuserve.service.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, poisson, read_trace
 
+MAX_SCALE = 1e6
+MAX_REQUESTS = 1_000_000
+
 
 class BenchError(Exception):
     """The run cannot start; the message gives the reason."""
@@ -34,7 +37,8 @@ class BenchError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `npuserve bench serve`."""
-    count, positive, count_or_zero = number(int, 1), number(float, 1e-9), number(int, 0)
+    count, positive = number(int, 1), number(float, 1e-9)
+    scale, requests = number(float, 0, MAX_SCALE), number(int, 0, MAX_REQUESTS)
     add = parser.add_argument
     add("--target", type=target, default="127.0.0.1:50051", metavar="HOST:PORT", help="server (default: %(default)s)")
     arrivals = parser.add_mutually_exclusive_group()
@@ -45,16 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrivals.add_argument("--concurrency", type=count, help=(
         "closed loop of this many clients, each sending its next request when the previous one ends (default: 8, "
         "without --trace and --rate)"))
-    add("--requests", type=count_or_zero, default=200, help=(
+    add("--requests", type=requests, default=200, help=(
         "number of requests; 0 sends the whole --trace (default: %(default)s)"))
-    add("--time-scale", type=number(float, 0), default=1.0, help=(
+    add("--time-scale", type=scale, default=1.0, help=(
         "factor of the trace's arrival times; 0.5 doubles the rate (default: %(default)s)"))
-    add("--length-scale", type=positive, default=1.0, help=(
+    add("--length-scale", type=scale, default=1.0, help=(
         "factor of the trace's prompts, answers and shared prefixes, for small models (default: %(default)s)"))
     add("--prompt-tokens", type=count, default=128, help="tokens of a prompt, without --trace (default: %(default)s)")
     add("--output-tokens", type=count, default=64, help="tokens of an answer, without --trace (default: %(default)s)")
-    add("--max-prompt", type=count_or_zero, default=0, help="maximum tokens of a prompt (default: model's context)")
-    add("--max-output", type=count_or_zero, default=0, help="maximum tokens of an answer (default: model's context)")
+    add("--max-prompt", type=number(int, 0), default=0, help="maximum tokens of a prompt (default: model's context)")
+    add("--max-output", type=number(int, 0), default=0, help="maximum tokens of an answer (default: model's context)")
     add("--temperature", type=number(float, 0, 100), default=0.0, help="0 is greedy (default: %(default)s)")
     add("--channels", type=number(int, 1, 1024), default=1, help="number of connections (default: %(default)s)")
     add("--seed", type=number(int, 0, 2**32), default=0, help=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,6 +66,8 @@ def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: fl
         raise TraceError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TraceError(f"{path}: not UTF-8 text") from None
+    except csv.Error as error:
+        raise TraceError(f"{path}: {error}") from None
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     requests.sort(key=lambda request: request.at)
@@ -87,7 +90,10 @@ def _azure(file: TextIO, path: Path) -> Iterator[TimedRequest]:
         stamp = TIMESTAMP.match(row.get("TIMESTAMP") or "")
         if stamp is None:
             raise TraceError(f"{where}: TIMESTAMP: not like 2023-11-16 18:15:46.68: {row.get('TIMESTAMP')!r}")
-        seconds = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}+00:00").timestamp() + float(stamp[3] or 0)
+        try:
+            seconds = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}+00:00").timestamp() + float(stamp[3] or 0)
+        except ValueError as error:
+            raise TraceError(f"{where}: TIMESTAMP: {error}") from None
         yield TimedRequest(seconds, _tokens(row, "ContextTokens", where), _tokens(row, "GeneratedTokens", where))
 
 
@@ -99,8 +105,10 @@ def _mooncake(file: TextIO, path: Path) -> Iterator[TimedRequest]:
         try:
             row = json.loads(line)
             at, hashes = float(row["timestamp"]) / 1000, tuple(int(h) for h in row.get("hash_ids", ()))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{where}: timestamp or hash_ids: {error}") from None
+        if not math.isfinite(at):
+            raise TraceError(f"{where}: timestamp: must be finite")
         if any(h < 0 for h in hashes):
             raise TraceError(f"{where}: hash_ids: below 0")
         yield TimedRequest(at, _tokens(row, "input_length", where), _tokens(row, "output_length", where), hashes)
