@@ -1,7 +1,7 @@
 """Publisher of KV events over ZeroMQ, in the format of vLLM, which llm-d reads.
 
     live      frames [topic, number, batch]           to subscribers of a prefix of the topic kv@POD@MODEL
-    replay    request [number]                        of a DEALER or REQ socket, which adds an empty frame before it
+    replay    request [number]                        of a DEALER socket, after an empty frame
               replies [topic, number, batch] ...      from that number on
               end     ["", -1, ""]
 
