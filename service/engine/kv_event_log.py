@@ -10,7 +10,7 @@ there is a subscriber (`is_recording`), until `take`.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from npuserve.service.ipc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -25,7 +25,8 @@ Stored = tuple[bytes | None, bytes]
 class KvEventLog:
     """Log of one block manager.
 
-    blocks: digest -> parent and tokens of each logged block in the cache, in the order of their last addition.
+    blocks: digest -> parent and tokens of each logged block in the cache, in the order of their last addition. Blocks
+        follow their parents, since the block manager evicts a block before its parent.
     is_recording: changes are held for `take`.
     num_recorded: changes held since the start.
     """
@@ -86,11 +87,11 @@ class KvEventLog:
         """Return the number of parts, and the parts: events that list the present blocks, at most max_blocks in each.
 
         The first part begins with AllBlocksCleared. Changes after this call do not change the parts. Blocks follow
-        their parents. Blocks without a parent in the cache are left out: no request finds them.
+        their parents.
         """
         blocks = list(self.blocks.items())
         count = max(1, -(-len(blocks) // max_blocks))
-        return count, _snapshot_parts(blocks, max_blocks, count, self._block_size)
+        return count, _snapshot_parts(blocks, max_blocks, self._block_size)
 
     def _record(self, change: bytes | tuple[bytes, Stored] | None) -> None:
         self.num_recorded += 1
@@ -137,33 +138,13 @@ def to_hash(digest: bytes) -> int:
 
 
 def _snapshot_parts(
-    blocks: list[tuple[bytes, Stored]], max_blocks: int, count: int, block_size: int
+    blocks: list[tuple[bytes, Stored]], max_blocks: int, block_size: int
 ) -> Iterator[list[Event]]:
-    """Yield `count` parts that list the blocks, parents first."""
-    events, made = _Events(block_size), 1
+    events = _Events(block_size)
     events.add_cleared()
-    for digest, block in _parents_first(blocks):
+    for digest, block in blocks:
         if events.num_blocks == max_blocks:
             yield events.events
-            events, made = _Events(block_size), made + 1
+            events = _Events(block_size)
         events.add_stored(digest, block)
     yield events.events
-    for _ in range(made, count):  # blocks were left out
-        yield []
-
-
-def _parents_first(blocks: list[tuple[bytes, Stored]]) -> Iterator[tuple[bytes, Stored]]:
-    """Yield the blocks whose ancestors are all present, each after its parent. They almost are in this order."""
-    listed: set[bytes] = set()
-    waiting: defaultdict[bytes, list[tuple[bytes, Stored]]] = defaultdict(list)
-    for first in blocks:
-        ready = [first]
-        while ready:
-            digest, block = ready.pop()
-            parent = block[0]
-            if parent is None or parent in listed:
-                listed.add(digest)
-                yield digest, block
-                ready += waiting.pop(digest, [])
-            else:
-                waiting[parent].append((digest, block))

@@ -12,6 +12,10 @@ equal salt, equal tokens and equal position, except after a collision. With n bl
 about n**2 / 2**129, 1e-27 for a million blocks. The key is secret, so nobody can search for a collision outside the
 server. The method is vLLM's automatic prefix caching (v1, KVCacheManager), which evicts the least recently used leaf.
 
+Requests that compute the same prompt at the same time hold blocks of equal content. The prefix cache shares one of
+these blocks. When its tables release it, another one is shared. A block is therefore found as long as its children are,
+and is evicted after them.
+
 A table with a scope shares blocks only with tables of the same scope, since the scope is part of the root digest.
 Scopes work also without prefix cache. `forget` ends a scope.
 """
@@ -97,7 +101,8 @@ class BlockManager:
         self._key = secrets.token_bytes(DIGEST_BYTES)
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
-        self._by_digest: dict[bytes, int] = {}  # inverse of _digest
+        self._by_digest: dict[bytes, int] = {}  # the block that is shared
+        self._duplicates: dict[bytes, list[int]] = {}  # used blocks of equal content that are not shared
         self._scopes: dict[int, set[bytes]] = {}  # digests that were registered under each scope; some may be evicted
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -160,7 +165,7 @@ class BlockManager:
     def register(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Add the full blocks to the prefix cache: the KV of token_ids[:num_computed] is computed.
 
-        A digest that another block has already keeps that block.
+        If another table uses a block of equal content, that one is shared as long as it is used. A cached one is freed.
         """
         full = num_computed // self.block_size
         if full <= table.num_registered or not (self.prefix_cache or table.scope):
@@ -169,14 +174,19 @@ class BlockManager:
         events = None if table._salt else self._events
         for index in range(table.num_registered, full):
             digest, block = digests[index], table.block_ids[index]
-            if self._by_digest.setdefault(digest, block) == block:
-                self._digest[block] = digest
-                if table.scope:
-                    self._scopes.setdefault(table.scope, set()).add(digest)
-                elif events is not None:
-                    start = index * self.block_size
-                    events.stored(digest, digests[index - 1] if index else None,
-                                  token_ids[start : start + self.block_size])
+            self._digest[block] = digest
+            other = self._by_digest.setdefault(digest, block)
+            if other != block:
+                self._duplicates.setdefault(digest, []).append(block)
+                if not self._refs[other]:
+                    del self._cached[other]
+                    self._release(other)
+            elif table.scope:
+                self._scopes.setdefault(table.scope, set()).add(digest)
+            elif events is not None:
+                start = index * self.block_size
+                events.stored(digest, digests[index - 1] if index else None,
+                              token_ids[start : start + self.block_size])
         table.num_registered = full
 
     def free(self, table: BlockTable) -> None:
@@ -184,10 +194,7 @@ class BlockManager:
         for block in reversed(table.block_ids):
             self._refs[block] -= 1
             if not self._refs[block]:
-                if self._digest[block] is None:
-                    self._free.append(block)
-                else:
-                    self._cached[block] = None
+                self._release(block)
         table.block_ids = []
         table.version = 0
         table.num_registered = 0
@@ -234,7 +241,7 @@ class BlockManager:
                     raise IntegrityError(f"block {block}: does not exist, or is in the free list twice")
                 free[block] = 1
             yield
-        found = 0  # blocks with a digest that maps to them
+        found = duplicates = 0  # blocks with a digest: those that it finds, and others
         for start in range(0, self.num_blocks, AUDIT_BLOCKS):
             for block in range(start, min(start + AUDIT_BLOCKS, self.num_blocks)):
                 refs, digest, is_cached = self._refs[block], self._digest[block], block in self._cached
@@ -246,7 +253,11 @@ class BlockManager:
                     if is_cached:
                         raise IntegrityError(f"block {block}: cached, but without a digest")
                 elif self._by_digest.get(digest) != block:
-                    raise IntegrityError(f"block {block}: its digest {digest.hex()} does not find it")
+                    if not refs or block not in self._duplicates.get(digest, ()):
+                        raise IntegrityError(f"block {block}: its digest {digest.hex()} does not find it")
+                    duplicates += 1
+                elif is_cached and digest in self._duplicates:
+                    raise IntegrityError(f"block {block}: cached, but a duplicate of it is used")
                 elif free[block]:
                     raise IntegrityError(f"block {block}: free, but found by a digest")
                 else:
@@ -254,12 +265,31 @@ class BlockManager:
             yield
         if len(self._by_digest) != found:
             raise IntegrityError(f"{len(self._by_digest)} digests, but {found} blocks have one")
+        if (listed := sum(map(len, self._duplicates.values()))) != duplicates:
+            raise IntegrityError(f"{listed} blocks are listed as duplicates, but {duplicates} are")
         if len(self._cached) + len(self._free) + len(held) != self.num_blocks:
             raise IntegrityError(f"blocks are cached that do not exist: {sorted(self._cached)[-1]} or others")
 
     def check_integrity(self, holders: Iterable[BlockTable]) -> None:
         """Run the whole audit."""
         deque(self.audit(holders), maxlen=0)
+
+    def _release(self, block: int) -> None:
+        """Cache a block without references, or free it: if its content is not registered, or a duplicate is in use."""
+        digest = self._digest[block]
+        if digest is not None:
+            duplicates = self._duplicates.get(digest)
+            if duplicates is None:
+                self._cached[block] = None
+                return
+            if self._by_digest[digest] == block:
+                self._by_digest[digest] = duplicates.pop()
+            else:
+                duplicates.remove(block)
+            if not duplicates:
+                del self._duplicates[digest]
+            self._digest[block] = None
+        self._free.append(block)
 
     def _evict(self) -> int:
         """Forget the least recently used cached block and return it."""

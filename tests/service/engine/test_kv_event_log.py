@@ -125,20 +125,26 @@ def test_snapshot_of_an_empty_cache_is_one_part() -> None:
     assert (count, decoded(next(parts))) == (1, [["AllBlocksCleared"]])
 
 
-def test_snapshot_puts_parents_first_and_leaves_out_orphans() -> None:
-    log = KvEventLog(1)
-    tree = {b"a": None, b"b": b"a", b"c": b"b", b"d": b"c", b"x": b"gone", b"y": b"x"}
-    for name in (b"d", b"y", b"b", b"c", b"x", b"a"):  # a was evicted and added again
-        log.stored(name, tree[name], [name[0]])
-    count, parts = log.snapshot(2)
-    found = [decoded(part) for part in parts]
-    assert count == len(found) == 3
-    chain = [one for part in found for event in part if event[0] == "BlockStored" for one in event[1]]  # type: ignore[attr-defined]
-    assert chain == [to_hash(name) for name in (b"a", b"b", b"c", b"d")]
+def test_snapshot_lists_the_parents_that_a_second_request_computed() -> None:
+    """Two requests compute the same prompt at once. The first ends, and its blocks would be evicted."""
+    blocks, log = made(6, 2)
+    first, second = BlockTable(), BlockTable()
+    assert blocks.allocate(first, 4)
+    assert blocks.allocate(second, 6)
+    blocks.register(first, [1, 2, 3, 4], 4)
+    blocks.register(second, [1, 2, 3, 4, 5, 6], 6)
+    blocks.free(first)
+    other = hold(blocks, [9, 9, 8, 8, 7, 7])
+    model = CacheModel()
+    for part in log.snapshot(1)[1]:
+        model.apply(encode_batch((1e10, part, 0)))
+    assert model.prefixes() == {(1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (9, 9), (9, 9, 8, 8), (9, 9, 8, 8, 7, 7)}
+    assert blocks.find_prefix(BlockTable(), [1, 2, 3, 4, 5, 6, 7]) == second.block_ids
+    blocks.check_integrity([second, other])
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
-actions = st.tuples(st.sampled_from("aaaaffxts"), prompts, st.sampled_from(["", "", "s"]), st.integers(0, 9))
+actions = st.tuples(st.sampled_from("aaaarrrffxts"), prompts, st.sampled_from(["", "", "s"]), st.integers(0, 9))
 
 
 @given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), limit=st.integers(1, 4),
@@ -146,10 +152,10 @@ actions = st.tuples(st.sampled_from("aaaaffxts"), prompts, st.sampled_from(["", 
 def test_log_replayed_equals_the_cache_at_any_time(
     num_blocks: int, size: int, limit: int, steps: list[tuple[str, list[int], str, int]]
 ) -> None:
-    """Allocate, free, flush, take and take snapshots in any order. Compare with the manager's own table of digests."""
+    """Allocate, register, free, flush, take and take snapshots in any order. Compare with the manager's own digests."""
     blocks, log = made(num_blocks, size)
     log.start()
-    model, held = CacheModel(), list[BlockTable]()
+    model, held = CacheModel(), list[tuple[BlockTable, list[int]]]()
     public: dict[bytes, tuple[int, ...]] = {}  # digest of each block without a salt -> its prefix
 
     def update() -> None:
@@ -160,12 +166,14 @@ def test_log_replayed_equals_the_cache_at_any_time(
         if what == "a":
             table = BlockTable(salt)
             if blocks.allocate(table, len(tokens), blocks.find_prefix(table, tokens)):
-                held.append(table)
-                blocks.register(table, tokens, len(tokens))
-                if not salt:
-                    public |= {digest: tuple(tokens[: (i + 1) * size]) for i, digest in enumerate(table._digests)}
+                held.append((table, tokens))
+        elif what == "r" and held:
+            table, tokens = held[which % len(held)]
+            blocks.register(table, tokens, len(tokens))
+            if not table._salt:
+                public |= {digest: tuple(tokens[: (i + 1) * size]) for i, digest in enumerate(table._digests)}
         elif what == "f" and held:
-            blocks.free(held.pop(which % len(held)))
+            blocks.free(held.pop(which % len(held))[0])
         elif what == "x":
             blocks.flush_prefix_cache()
         elif what == "t":
@@ -176,10 +184,11 @@ def test_log_replayed_equals_the_cache_at_any_time(
                 fresh.apply(encode_batch((1e10, part, 0)))
             update()
             assert fresh.prefixes() == model.prefixes()
-            assert len(fresh.prefixes()) == len(fresh.blocks)
+        assert len(model.prefixes()) == len(model.blocks)
+        blocks.check_integrity(table for table, _ in held)
     update()
     present = blocks._by_digest.keys() & public.keys()
     assert model.blocks.keys() == {to_hash(digest) for digest in present}
     for digest in present:
         assert model.blocks[to_hash(digest)].token_ids == public[digest][-size:]
-    assert model.prefixes() <= set(public.values())
+    assert model.prefixes() == {public[digest] for digest in present}

@@ -169,6 +169,39 @@ def test_register_keeps_the_first_block_of_equal_content() -> None:
     blocks.check_integrity([])
 
 
+def test_free_shares_a_used_block_of_equal_content_instead() -> None:
+    blocks = BlockManager(8, 2)
+    a, b, c = BlockTable(), BlockTable(), BlockTable()
+    for table in (a, b, c):
+        blocks.allocate(table, 4)
+    for table in (a, b, c):
+        blocks.register(table, [1, 2, 3, 4], 4)
+    blocks.free(b)
+    blocks.free(a)
+    assert blocks.counts == BlockCounts(2, 0, 6)
+    assert found(blocks, [1, 2, 3, 4, 5]) == c.block_ids
+    blocks.check_integrity([c])
+    kept = c.block_ids
+    blocks.free(c)
+    assert found(blocks, [1, 2, 3, 4, 5]) == kept
+    assert blocks.counts == BlockCounts(0, 2, 6)
+    blocks.check_integrity([])
+
+
+def test_register_frees_a_cached_block_of_equal_content() -> None:
+    blocks = BlockManager(8, 2)
+    a, b = BlockTable(), BlockTable()
+    for table in (a, b):
+        blocks.allocate(table, 4)
+    blocks.register(a, [1, 2, 3, 4], 4)
+    blocks.free(a)
+    assert blocks.counts == BlockCounts(2, 2, 4)
+    blocks.register(b, [1, 2, 3, 4], 4)
+    assert blocks.counts == BlockCounts(2, 0, 6)
+    assert found(blocks, [1, 2, 3, 4, 5]) == b.block_ids
+    blocks.check_integrity([b])
+
+
 def test_eviction_order_is_least_recently_used_leaf_first() -> None:
     blocks = BlockManager(4, 2)
     old, new = [1, 2, 3, 4], [5, 6, 7, 8]
@@ -324,13 +357,35 @@ def test_audit_names_the_fault_of_a_digest() -> None:
         blocks.check_integrity([])
 
 
+def test_audit_names_the_fault_of_a_duplicate() -> None:
+    blocks = BlockManager(4, 2)
+    a, b = BlockTable(), BlockTable()
+    for table in (a, b):
+        blocks.allocate(table, 2)
+    for table in (a, b):
+        blocks.register(table, [1, 2], 2)
+    (digest,) = blocks._by_digest
+    blocks.check_integrity([a, b])
+    blocks._duplicates[digest].append(1)
+    with pytest.raises(IntegrityError, match="2 blocks are listed as duplicates, but 1 are"):
+        blocks.check_integrity([a, b])
+    blocks._duplicates[digest] = []
+    with pytest.raises(IntegrityError, match=f"block 1: its digest {digest.hex()} does not find it"):
+        blocks.check_integrity([a, b])
+    blocks._duplicates[digest] = [1]
+    blocks._refs[0] = 0
+    blocks._cached[0] = None
+    with pytest.raises(IntegrityError, match="block 0: cached, but a duplicate of it is used"):
+        blocks.check_integrity([b])
+
+
 def test_audit_yields_after_each_part() -> None:
     blocks = BlockManager(3 * AUDIT_BLOCKS, 2)
     assert sum(1 for _ in blocks.audit([])) == 6  # of the free list, and of all blocks
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
-actions = st.tuples(st.sampled_from("aaafx"), prompts, st.sampled_from(["", "s"]), st.integers(0, 9))
+actions = st.tuples(st.sampled_from("aaarrffx"), prompts, st.sampled_from(["", "s"]), st.integers(0, 9))
 
 
 @given(num_blocks=st.integers(1, 12), size=st.integers(1, 3), steps=st.lists(actions, max_size=40))
@@ -340,7 +395,7 @@ def test_block_manager_matches_a_plain_cache(
     """Compare with a plain cache: each block records the (salt, tokens up to its end) of its last writer."""
     blocks = BlockManager(num_blocks, size)
     content: dict[int, tuple[str, list[int]]] = {}
-    held: list[BlockTable] = []
+    held: list[tuple[BlockTable, list[int]]] = []
     for what, tokens, salt, which in steps:
         if what == "a":
             table = BlockTable(salt)
@@ -351,20 +406,25 @@ def test_block_manager_matches_a_plain_cache(
             needed = -(-len(tokens) // size) - len(prefix)
             assert fits or (blocks.counts == before and needed > before.free + before.cached - len(prefix))
             if fits:
-                held.append(table)
+                held.append((table, tokens))
                 assert len(table.block_ids) == len(prefix) + needed
                 for index, block in enumerate(table.block_ids):
                     own = (salt, tokens[: (index + 1) * size])
                     if index < len(prefix):
                         assert content[block] == own
                     content[block] = own
-                blocks.register(table, tokens, len(tokens))
+        elif what == "r" and held:
+            table, tokens = held[which % len(held)]
+            blocks.register(table, tokens, len(tokens))
+            findable = blocks.find_prefix(table, [*tokens, 0])
+            assert len(findable) == len(tokens) // size
+            assert all(content[one] == content[own] for one, own in zip(findable, table.block_ids, strict=False))
         elif what == "f" and held:
-            blocks.free(held.pop(which % len(held)))
+            blocks.free(held.pop(which % len(held))[0])
         elif what == "x":
             cached = blocks.counts.cached
             assert blocks.flush_prefix_cache() == cached
-        blocks.check_integrity(held)
-    for table in held:
+        blocks.check_integrity(table for table, _ in held)
+    for table, _ in held:
         blocks.free(table)
     assert blocks.counts.used == 0
