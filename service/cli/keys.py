@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from npuserve.service.access.api_keys import LIMITS, PREFIX, check_table, hash_key, hashes, load_tables, save_tables
 from npuserve.service.config import ConfigError
@@ -26,30 +30,54 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError with a one-sentence reason.
     """
     try:
-        exists = args.action != "add" or os.path.exists(args.file)
-        tables = load_tables(args.file) if exists else {}
         if args.action == "list":
-            for name, entry in tables.items():
-                rights = [f"{field}={entry[field]}" for field in ("admin", *LIMITS) if field in entry]
-                print(" ".join([name, f"keys={len(hashes(entry))}", *rights]))
-            return 0
-        if args.name is None:
+            _list(args.file)
+        elif args.name is None:
             raise ConfigError(f"keys {args.action}: NAME is missing")
-        if args.action == "remove":
-            if args.name not in tables:
-                raise ConfigError(f"{args.file}: there is no {args.name}")
-            del tables[args.name]
-            save_tables(args.file, tables)
-            return 0
-        key = PREFIX + secrets.token_urlsafe(32)
-        entry = tables.setdefault(args.name, {"sha256": []})
-        entry["sha256"] = [*hashes(entry), hash_key(key).hex()]
-        if args.admin:
-            entry["admin"] = True
-        entry.update({field: value for field in LIMITS if (value := getattr(args, field)) is not None})
-        check_table(args.name, args.name, entry)
-        save_tables(args.file, tables)
+        else:
+            with _locked(args.file):
+                if args.action == "remove":
+                    _remove(args.file, args.name)
+                else:
+                    _add(args)
     except OSError as error:
         raise ConfigError(f"{args.file}: {error.strerror}") from None
-    print(key)
     return 0
+
+
+def _list(file: str) -> None:
+    for name, entry in load_tables(file).items():
+        rights = [f"{field}={entry[field]}" for field in ("admin", *LIMITS) if field in entry]
+        print(" ".join([name, f"keys={len(hashes(entry))}", *rights]))
+
+
+def _remove(file: str, name: str) -> None:
+    tables = load_tables(file)
+    if name not in tables:
+        raise ConfigError(f"{file}: there is no {name}")
+    del tables[name]
+    save_tables(file, tables)
+
+
+def _add(args: argparse.Namespace) -> None:
+    tables = load_tables(args.file) if os.path.exists(args.file) else {}
+    key = PREFIX + secrets.token_urlsafe(32)
+    entry = tables.setdefault(args.name, {"sha256": []})
+    entry["sha256"] = [*hashes(entry), hash_key(key).hex()]
+    if args.admin:
+        entry["admin"] = True
+    entry.update({field: value for field in LIMITS if (value := getattr(args, field)) is not None})
+    check_table(args.name, args.name, entry)
+    save_tables(args.file, tables)
+    print(key)
+
+
+@contextmanager
+def _locked(file: str) -> Iterator[None]:
+    """Lock the file's folder against other processes of this command. The file itself is replaced by each change."""
+    folder = os.open(Path(file).resolve().parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

@@ -11,8 +11,11 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from npuserve.service.arguments import did_you_mean
@@ -40,14 +43,18 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for invalid usage or an invalid setting, 130 for Ctrl-C."""
+    """Run one command and return its exit code: 2 for invalid usage or an invalid setting, 130 for Ctrl-C.
+
+    SIGTERM exits with 143 after the command has cleaned up.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model can write characters that the terminal's encoding lacks
     try:
         try:
-            return _run(argv)
+            with _exit_on_sigterm():
+                return _run(argv)
         finally:
             sys.stdout.flush()
     except ConfigError as error:
@@ -64,6 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         print(f"npuserve: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, so that a command ends its processes and removes unfinished files."""
+    if threading.current_thread() is not threading.main_thread():  # signals have handlers there only
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _open_standard_streams() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
 import tarfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,6 +57,8 @@ class Archive:
         self._left = max_bytes
         self._when = int(clock.unix_time())
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # of a file that existed
         self._file = os.fdopen(descriptor, "wb")
         self._tar = tarfile.open(fileobj=self._file, mode="w:gz")  # noqa: SIM115
 

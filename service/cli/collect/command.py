@@ -106,10 +106,10 @@ def accept_report(path: Path) -> Part:
     part = sources.file(path, MAX_REPORT_BYTES)
     if part.status == "complete":
         try:
-            is_report = "acceptance" in json.loads(part.data)
-        except (ValueError, TypeError):
-            is_report = False
-        if not is_report:
+            report = json.loads(part.data)
+        except ValueError:
+            report = None
+        if not isinstance(report, dict) or "acceptance" not in report:
             return Part(b"", "failed", "is no report of npuserve check --accept --json")
     return part
 

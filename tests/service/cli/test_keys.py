@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,15 @@ def test_keys_add_prints_key_once(file: Path, capsys: pytest.CaptureFixture[str]
     assert main(["keys", "remove", str(file), "alice"]) == 0
     assert keys.read(str(file)).find(alice) is None
     assert keys.read(str(file)).find(root)
+
+
+def test_keys_added_by_many_processes_at_once_are_all_kept(file: Path) -> None:
+    command = [sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(file)]
+    processes = [subprocess.Popen([*command, f"name{i}"], stdout=subprocess.PIPE, text=True) for i in range(8)]
+    added = [process.communicate(timeout=60)[0].strip() for process in processes]
+    found = keys.read(str(file))
+    for index, key in enumerate(added):
+        assert found.find(key) == Caller(f"name{index}", Limits(None), admin=False)
 
 
 @pytest.mark.parametrize(("arguments", "error_text"), [

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 
 from npuserve.service.cli.collect import redaction, sources
 from npuserve.service.cli.collect.archive import Archive, Part
+from npuserve.service.cli.collect.command import accept_report
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
 
@@ -47,6 +52,13 @@ def members(path: Path) -> dict[str, bytes]:
 
 def manifest(found: dict[str, bytes]) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in json.loads(found["manifest.json"])}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -303,6 +315,35 @@ def test_collect_takes_no_other_file_for_a_log_of_cann_or_a_report(
     assert found["plog/device-0/device-0_1.log"] == b"of CANN"
     assert manifest(found)["accept.json"]["detail"] == "is no report of npuserve check --accept --json"
     assert not [name for name, data in found.items() if b"MARKER" in data]
+
+
+@pytest.mark.parametrize("text", ['["acceptance", "prompt=MARKER"]', '"acceptance MARKER"', "1", "{}", ""])
+def test_accept_report_is_an_object_with_a_report(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    part = accept_report(tmp_path / "a.json")
+    assert (part.data, part.status) == (b"", "failed")
+
+
+def test_collect_ended_by_sigterm_ends_its_command(home: Path) -> None:
+    program(home / "bin", "npu-smi", f"#!/bin/sh\necho $$ >{home}/started\nexec sleep 60\n")
+    command = [sys.executable, "-m", "npuserve.service.cli", "collect", "--output", str(home / "a.tar.gz")]
+    process = subprocess.Popen(command)
+    try:
+        started = home / "started"
+        wait_until(lambda: started.exists() and started.read_text().endswith("\n"))
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    wait_until(lambda: not Path(f"/proc/{started.read_text().strip()}").exists())
+
+
+def test_archive_in_place_of_another_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.touch(0o644)
+    with Archive(path, 10):
+        pass
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_addresses_lose_user_password_and_query() -> None:
