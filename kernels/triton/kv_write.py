@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from npuserve.kernels.triton.qk_norm_rope_kv_write import scaled
+
 
 @triton.jit
 def kv_write_kernel(
@@ -79,19 +81,9 @@ def _rotated_heads(
     if gamma is not None:
         places = tl.arange(0, HALF_BLOCK)
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
-        a = _scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
-        b = _scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+        a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
+        b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
     return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], offsets, inside
-
-
-@triton.jit
-def _scaled(x, scale, gamma):
-    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK].
-
-    Both products are rounded to gamma's dtype.
-    """
-    x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
-    return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)
 
 
 @triton.jit

@@ -53,16 +53,18 @@ def _rotate_heads(
         b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
         if gamma is not None:
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
-            a = _scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
-            b = _scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+            a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
+            b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
         first, second = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
         tl.store(target + offsets, first.to(target.dtype.element_ty), mask=inside)
         tl.store(target + HALF + offsets, second.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _scaled(x, scale, gamma):
-    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK], each product rounded to
-    gamma's dtype."""
+def scaled(x, scale, gamma):
+    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK].
+
+    Both products are rounded to gamma's dtype.
+    """
     x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
     return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)
