@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from npuserve.service.grammar import mask_threads
 from npuserve.service.grammar.mask_threads import FAST_SECONDS, Lexer, MaskThreads
 
 
@@ -84,13 +86,22 @@ def test_prepared_answers_need_no_thread(seconds: float) -> None:
 
 
 class Slow(Waiting):
-    """Answer whose preparation takes long."""
+    """Answer whose preparation takes long on the clock of `MaskThreads`."""
+
+    now = 0.0
 
     def prepare(self, size: int) -> None:
-        time.sleep(8 * FAST_SECONDS)
+        Slow.now += 8 * FAST_SECONDS
         super().prepare(size)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let time pass only while a slow answer is prepared."""
+    monkeypatch.setattr(mask_threads, "time", SimpleNamespace(perf_counter=lambda: Slow.now))
+
+
+@pytest.mark.usefixtures("clock")
 def test_grammar_that_was_fast_is_for_the_caller_and_a_slow_one_for_the_threads() -> None:
     made: list[Waiting] = []
     threads, lexer = MaskThreads(77), Lexer()
@@ -111,6 +122,7 @@ def test_grammar_that_was_fast_is_for_the_caller_and_a_slow_one_for_the_threads(
     assert len(made) > 6
 
 
+@pytest.mark.usefixtures("clock")
 def test_answers_of_a_grammar_that_becomes_slow_follow_in_the_threads() -> None:
     made: list[Waiting] = []
     threads, lexer = MaskThreads(77), Lexer()
