@@ -3,7 +3,7 @@
 Each connection has its own socket, so that no data of a dead engine remains. Without a connection, new requests are
 refused and accepted ones wait. The front end holds their outputs so far and sends them to the next engine in reply to
 its Ready (`Restore`). The engine continues from there, so that readers see only a pause. Ended streams that may still
-be resumed are sent too.
+be resumed are sent too. Requests that the dead engine had not accepted are submitted again.
 
 An engine that sends nothing, not even heartbeats, is stalled: new requests are refused and accepted ones wait. Each
 request ends exactly once: with the engine's finish, with an error, or with `Stream.close`, which cancels it.
@@ -27,15 +27,7 @@ from npuserve.service.ipc.engine_connection import EngineConnection
 from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
 from npuserve.service.ipc.kv_subscription import KvSubscriptions
-from npuserve.service.ipc.messages import (
-    Abort,
-    FlushPrefixCache,
-    Load,
-    ModelInfo,
-    Outputs,
-    Record,
-    Request,
-)
+from npuserve.service.ipc.messages import Abort, FlushPrefixCache, Load, ModelInfo, Outputs, Record, Request
 from npuserve.service.ipc.profiles import ProfileCalls, ProfileReply
 from npuserve.service.ipc.resumable_streams import Records, restore_messages
 
@@ -355,19 +347,22 @@ class EngineClient:
         found.set_result(stream)
 
     async def _restore(self, connection: EngineConnection, waiting: list[Stream]) -> None:
-        """Send the state from before this connection to the engine, then the deferred messages."""
+        """Send the state from before this connection to the engine, then new requests and the deferred messages."""
         for stream in waiting:
             stream.resubmit()
         self._unanswered.update((stream.key, time.monotonic()) for stream in waiting if stream.is_live)
-        if count := sum(stream.is_live for stream in waiting):
+        accepted = [stream for stream in waiting if stream.is_accepted]
+        if count := sum(stream.is_live for stream in accepted):
             metrics.streams_continued_total.labels("engine").inc(count)
             logs.event(log, "streams continue", level=logging.WARNING, streams=count, epoch=self.epoch)
-        live = ((stream.key, stream.record) for stream in waiting if stream.is_live)
+        live = ((stream.key, stream.record) for stream in accepted if stream.is_live)
         for message in restore_messages(live, lambda: self._records.ended(time.monotonic())):
             connection.write(message)
             await connection.drained()
+        # Without acceptance, no engine has checked their limits.
+        new = [messages.Submit(one.key, one.request) for one in waiting if one.is_live and not one.is_accepted]
         deferred, self._deferred = self._deferred or [], None
-        for later in deferred:
+        for later in [*new, *deferred]:
             connection.write(later)
 
     def _on_disconnect(self) -> None:

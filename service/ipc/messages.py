@@ -253,7 +253,7 @@ class EndedRecord(msgspec.Struct, frozen=True, array_like=True):
 class Restore(Wire, frozen=True):
     """Reply to Ready: the requests from before this connection, split into several messages.
 
-    live: (key, record) of requests with a reader. They continue as if submitted, in order of arrival.
+    live: (key, record) of accepted requests with a reader. They continue as if submitted, in order of arrival.
     ended: records of streams that may be resumed.
     is_last: whether this is the last message.
     """

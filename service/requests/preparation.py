@@ -161,10 +161,8 @@ class _Lane:
                 raise _refused(job, "queue_full", (
                     f"queue full: {self._jobs} requests with {self._bytes} bytes wait to be prepared; the limits are "
                     f"{self._max_jobs} (max_preparing) and {self._max_bytes} bytes"))
-            displaced = largest.jobs[-1]
-            self.remove(displaced)
-            displaced.result.set_exception(_refused(displaced, "displaced", (
-                "displaced: too many requests wait to be prepared, and a client with fewer took the place")))
+            self._fail(largest.jobs[-1], "displaced", (
+                "displaced: too many requests wait to be prepared, and a client with fewer took the place"))
         queue = self._waiting.setdefault(job.owner, own)
         queue.jobs.append(job)
         queue.bytes += job.size
@@ -188,13 +186,18 @@ class _Lane:
         """Refuse the job if it still waits."""
         queue = self._waiting.get(job.owner)
         if queue is not None and job in queue.jobs:
-            self.remove(job)
-            job.result.set_exception(_refused(job, "timeout", (
-                f"timeout: the request waited {MAX_WAIT_SECONDS:g} s for the work on others before it")))
+            self._fail(job, "timeout", (
+                f"timeout: the request waited {MAX_WAIT_SECONDS:g} s for the work on others before it"))
 
     def close(self) -> None:
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, job: _Job, why: str, reason: str) -> None:
+        """Remove a waiting job, and refuse it unless its call has just been cancelled."""
+        self.remove(job)
+        if not job.result.done():
+            job.result.set_exception(_refused(job, why, reason))
 
     def _start(self) -> None:
         """Start jobs on the free threads, round-robin over the callers."""

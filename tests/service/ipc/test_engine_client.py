@@ -14,7 +14,7 @@ from npuserve.service import metrics
 from npuserve.service.errors import InternalError, QueueFull, Unavailable
 from npuserve.service.ipc import engine_client as module
 from npuserve.service.ipc.engine_client import EngineClient, Stream
-from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore
+from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore, Submit
 from tests.support import fake_engine
 from tests.support.fake_engine import INFO, FakeEngine, until
 
@@ -210,6 +210,26 @@ async def test_engine_client_restored_requests_wait_until_the_next_engine_answer
         assert loads == [Load(waiting=1)]
         engine.hold.set()
         assert await ids_of(stream) == [1, 2, 3, 4, 5]
+
+
+async def test_engine_client_submits_requests_again_that_no_engine_has_accepted() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        accepted = client.submit(request(name="accepted"))
+        await until(lambda: accepted.is_accepted)
+        assert engine._task
+        engine._task.cancel()  # it reads nothing any more, but keeps the connection
+        await asyncio.sleep(0.02)
+        new, left = client.submit(request(name="new")), client.submit(request(name="left"))
+        left.close()
+        await engine.die()
+        await until(lambda: client.state == "down")
+        engine.epoch = 2
+        engine.hold.set()
+        engine.start()
+        assert await ids_of(new) == await ids_of(accepted) == [1, 2, 3, 4, 5]
+        assert [record.request.request_id for _, record in engine.got(Restore)[-1].live] == ["accepted"]
+        assert [message.request.request_id for message in engine.got(Submit)] == ["accepted", "new"]
 
 
 async def test_stream_close_cancels_once() -> None:

@@ -83,8 +83,8 @@ async def test_engine_client_restore_is_in_order_of_arrival() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         late, early = time.monotonic(), time.monotonic() - 10
-        for name, arrival in (("late", late), ("early", early)):
-            client.submit(Request(name, [0], 3, arrival))
+        streams = [client.submit(Request(name, [0], 3, at)) for name, at in (("late", late), ("early", early))]
+        await until(lambda: all(stream.is_accepted for stream in streams))
         await restart_engine(engine, client)
         assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
 

@@ -136,6 +136,22 @@ async def test_run_in_a_full_queue_displaces_a_job_of_the_largest_caller(gate: G
     assert sum(isinstance(end, str) for end in results) == 8
 
 
+async def test_run_in_a_full_queue_takes_the_place_of_a_cancelled_call(gate: Gate) -> None:
+    before = rejections("displaced")
+    floods = [gate.submit(owner, f"{owner} {n}") for owner in ("a", "b") for n in range(4)]
+    await asyncio.sleep(0)
+    for n in range(4):
+        floods[n].cancel()
+        floods[n + 4].cancel()
+    one = gate.submit("one", "one")  # it runs before the cancelled calls do
+    gate.released.set()
+    assert await one == "one"
+    ends = await asyncio.gather(*floods, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    assert rejections("displaced") == before
+    assert gate.order == ["first", "one"]
+
+
 async def test_run_that_waits_too_long_is_refused(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MAX_WAIT_SECONDS", 0.01)
     with pytest.raises(QueueFull, match="timeout"):
