@@ -108,6 +108,7 @@ class Queue:
                 self.release()
             task = self.tasks.get()
             if task is None or self._closed:
+                self.release()
                 return
             task.run()
             self.release()

@@ -252,8 +252,9 @@ class Engine:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
         if (self._kv_events and self._kv_events.has_work) or self.grammars.is_replaying:
             return 0.0
-        deadline, most = self._scheduler.deadlines.next, HEARTBEAT_SECONDS
-        return most if deadline is None else min(max(0.0, deadline - time.monotonic()), most)
+        now = time.monotonic()
+        deadline = self._scheduler.deadlines.next(now)
+        return HEARTBEAT_SECONDS if deadline is None else min(max(0.0, deadline - now), HEARTBEAT_SECONDS)
 
     def _send_started(self, step: Step) -> None:
         """Report the requests that a step runs first to their front ends."""
@@ -316,8 +317,7 @@ class Engine:
 
     def _restore(self, frontend: bytes, message: Restore) -> None:
         now = time.monotonic()
-        for kept in message.ended:
-            self.registry.records.restore(kept, now)
+        self.registry.records.restore(message.ended, now)
         for key, record in message.live:
             origin = frontend, key
             try:

@@ -6,7 +6,7 @@ import time
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
-from npuserve.service.errors import DeadlineExceeded, DuplicateRequest, QueueFull, ServeError
+from npuserve.service.errors import DeadlineExceeded, DuplicateRequest, InvalidField, QueueFull, ServeError
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -35,7 +35,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self._reported = (0, 0, 0, 0, 0)
-        self._requests = (-1, -1)  # running and waiting, as published
+        self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._made = 0  # tokens since the last update of the load
         self._updated = 0.0  # last update of the load
@@ -53,15 +53,17 @@ class EngineMetrics:
         self.heartbeat()
 
     def refresh(self, now: float) -> None:
-        """Publish what an endpoint picker reads, if it has changed: running and waiting requests at once, the use of
+        """Publish what an endpoint picker reads, if it has changed: the counts of requests at once, the use of
         the KV cache at most every LOAD_SECONDS. Call it whenever that may have changed.
         """
-        requests = self._scheduler.num_running, self._scheduler.num_waiting
+        scheduler, load = self._scheduler, self.load
+        requests = scheduler.num_running, scheduler.num_waiting, scheduler.num_paused
         if requests != self._requests:
             self._requests = requests
-            metrics.requests_running.set(requests[0])
-            metrics.requests_waiting.set(requests[1])
-            self.load = Load(*requests, self.load.free_kv_ratio, self.load.tokens_per_second)
+            running, waiting, paused = requests
+            metrics.requests_running.set(running)
+            metrics.requests_waiting.set(waiting)
+            self.load = Load(running, waiting, load.free_kv_ratio, load.tokens_per_second, paused)
         if now - self._updated >= LOAD_SECONDS:
             self._update(now)
 
@@ -89,9 +91,11 @@ class EngineMetrics:
         self._update(time.monotonic())
 
     def rejected(self, error: ServeError) -> None:
-        named = {DeadlineExceeded: "deadline", DuplicateRequest: "duplicate"}
-        why = error.why if isinstance(error, QueueFull) else named.get(type(error), "too_large")
-        metrics.queue_rejections_total.labels(why).inc()
+        named = {DeadlineExceeded: "deadline", DuplicateRequest: "duplicate", InvalidField: "too_large"}
+        if why := error.why if isinstance(error, QueueFull) else named.get(type(error)):
+            metrics.queue_rejections_total.labels(why).inc()
+        else:  # its constraint cannot be compiled on this server
+            metrics.grammar_errors_total.labels("compile").inc()
 
     def heartbeat(self) -> None:
         metrics.engine_heartbeat.set(time.monotonic())
@@ -109,7 +113,8 @@ class EngineMetrics:
             self._generated, self._rate_since = 0, now
         blocks = scheduler.blocks.counts
         usage = blocks.used / scheduler.blocks.num_blocks
-        self.load = Load(scheduler.num_running, scheduler.num_waiting, 1.0 - usage, self._rate)
+        self.load = Load(
+            scheduler.num_running, scheduler.num_waiting, 1.0 - usage, self._rate, scheduler.num_paused)
         if blocks != self._blocks:
             self._blocks = blocks
             metrics.kv_cache_usage_ratio.set(usage)

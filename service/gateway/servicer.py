@@ -200,7 +200,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     @property
     def _live_requests(self) -> int:
-        return self._engine.load.running + self._engine.load.waiting
+        load = self._engine.load
+        return load.running + load.waiting + load.paused
 
     async def _check(
         self, request: vllm.GenerateRequest, context: Context, fields: dict[str, Any]

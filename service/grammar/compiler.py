@@ -135,7 +135,7 @@ class GrammarCompiler:
                 raise CompilerFull(f"{self._max_queue} constraints wait to be compiled")
             compilation = self._pending[constraint] = Compilation(self._vocabulary)
             self._queue.append(constraint)
-            if not self._idle and len(self._threads) < MAX_WORKERS:
+            if self._idle < len(self._queue) and len(self._threads) < MAX_WORKERS:
                 self._start_thread()
             self._condition.notify()
             return compilation

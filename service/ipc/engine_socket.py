@@ -70,8 +70,9 @@ class EngineSocket:
                 found += [(name, messages.decode_to_engine(data)) for data in self._read(name)]
                 if name not in self._frontends:
                     found.append((name, None))
-            if events & selectors.EVENT_WRITE and (frontend := self._frontends.get(name)):
-                self._write(name, frontend)
+            frontend = self._frontends.get(name)
+            if events & selectors.EVENT_WRITE and frontend and not self._write(name, frontend):
+                found.append((name, None))
         return found
 
     def wake(self) -> None:

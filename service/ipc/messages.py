@@ -136,12 +136,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Load of the engine. free_kv_ratio is 1 for an empty cache; reusable prefixes count as free."""
+    """Load of the engine: its requests, and the cache. free_kv_ratio is 1 for an empty cache; reusable prefixes count
+    as free."""
 
     running: int = 0
     waiting: int = 0
     free_kv_ratio: float = 1.0
     tokens_per_second: float = 0.0
+    paused: int = 0
 
     @property
     def used_kv_ratio(self) -> float:

@@ -101,7 +101,7 @@ class Records:
         self.live: dict[str, Record] = {}
         self._seconds = seconds
         self._limits = max_records, max_bytes
-        self._ended: dict[str, EndedRecord] = {}
+        self._ended: dict[str, EndedRecord] = {}  # the oldest first
         self._bytes = 0
 
     def begin(self, record: Record) -> None:
@@ -127,13 +127,15 @@ class Records:
         self.live.pop(token, None)
         self._drop(token)
 
-    def restore(self, kept: EndedRecord, now: float) -> None:
-        """Add a front end's copy of an ended record, unless the known record is more complete."""
-        known = self._ended.get(kept.token)
-        more = known and (known.is_finished, known.tokens) >= (kept.is_finished, kept.tokens)
-        if kept.token and self._seconds and kept.token not in self.live and not more:
-            self._keep(msgspec.structs.replace(kept, ended=min(kept.ended, now)))
-            self.expire(now)
+    def restore(self, copies: Iterable[EndedRecord], now: float) -> None:
+        """Add a front end's copies of ended records, except where the known record is more complete."""
+        for kept in copies:
+            known = self._ended.get(kept.token)
+            more = known and (known.is_finished, known.tokens) >= (kept.is_finished, kept.tokens)
+            if kept.token and self._seconds and kept.token not in self.live and not more:
+                self._keep(msgspec.structs.replace(kept, ended=min(kept.ended, now)))
+        self._ended = dict(sorted(self._ended.items(), key=lambda item: item[1].ended))  # those of several front ends
+        self.expire(now)
 
     def find(self, token: str, owner: str, now: float) -> Record | None:
         """Return the record of a token; None if there is none, or if it belongs to another owner."""

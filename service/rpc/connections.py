@@ -14,7 +14,9 @@ import contextlib
 import ipaddress
 import os
 import socket
+import stat
 from collections import Counter
+from collections.abc import Set
 from urllib.parse import unquote
 
 from npuserve.service.rpc.call import Context
@@ -55,17 +57,22 @@ class Connections:
         """
         busy = {_address(peer) for peer in self._calls}
         with contextlib.suppress(FileNotFoundError):
-            for descriptor in os.listdir("/proc/self/fd"):
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                        continue
-                    if connection.getsockname()[1] != port:
-                        continue
-                    host, peer_port = connection.getpeername()[:2]
-                    address = ipaddress.ip_address(host)
-                    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-                    if (str(mapped or address), peer_port) not in busy:
-                        connection.shutdown(socket.SHUT_RDWR)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+                    if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                        _close_unless_busy(descriptor, port, busy)
+
+
+def _close_unless_busy(descriptor: int, port: int, busy: Set[tuple[str, int]]) -> None:
+    """Close a connection to `port` whose peer is not in `busy`. Raises OSError if the socket is not connected."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != port:
+            return
+        host, peer_port = connection.getpeername()[:2]
+        address = ipaddress.ip_address(host)
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        if (str(mapped or address), peer_port) not in busy:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _address(peer: str) -> tuple[str, int]:

@@ -40,10 +40,15 @@ class Deadlines:
     def ids(self) -> set[int]:
         return set(self._moments)
 
-    @property
-    def next(self) -> float | None:
-        """Latest time for the next call of `Scheduler.expire`; None without deadlines."""
-        return self._order[0][0] - self._estimator.margin if self._order else None
+    def next(self, now: float) -> float | None:
+        """Return the latest time for the next call of `Scheduler.expire`; None without deadlines.
+
+        A request that is due, but can still meet its deadline, is late at its last moment.
+        """
+        due = bisect_right(self._order, (now + self._estimator.margin, math.inf))
+        moments = [self._estimator.last_moment(self._moments[id][1]) for _, id in self._order[:due]]
+        moments += [moment - self._estimator.margin for moment, _ in self._order[due : due + 1]]
+        return min(moments, default=None)
 
     def set(self, sequence: Sequence) -> None:
         """Set or replace the moment of a request. One without a deadline has none."""

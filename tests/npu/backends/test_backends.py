@@ -230,6 +230,18 @@ def test_cpu_enqueue_runs_in_order_on_own_thread(cpu):
     assert pending[3].wait() == 9
 
 
+def test_cpu_enqueue_ends_its_last_task_after_the_backend_is_gone():
+    backend = CpuBackend()
+    go = threading.Event()
+    task = backend.enqueue(lambda: go.wait(20))
+    del backend  # its thread ends after the task
+    go.set()
+    waiting = threading.Thread(target=task.wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
 def test_cpu_enqueue_uses_last_set_threads():
     backend, before = CpuBackend(native=False), torch.get_num_threads()
     try:

@@ -283,6 +283,11 @@ def test_publisher_connects_to_a_router_that_binds(tmp_path: Path) -> None:
         assert bound.recv_multipart()[:2] == [TOPIC, bytes(8)]
 
 
+def test_publisher_connects_to_an_address_that_has_two_colons() -> None:
+    """The discard prefix of RFC 6666 is no address of this host: it could not be bound."""
+    KvEventPublisher("/nowhere", "tcp://[100::1]:5557", "", TOPIC)._context.destroy(linger=0)
+
+
 @contextmanager
 def taken_port() -> Iterator[int]:
     with socket.socket() as one:

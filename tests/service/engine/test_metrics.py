@@ -15,6 +15,14 @@ from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
 from npuserve.service.engine import loop
 from npuserve.service.engine.metrics import EngineMetrics
+from npuserve.service.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidField,
+    NoTokenizer,
+    QueueFull,
+    ServeError,
+)
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.scheduling.block_manager import BlockManager
@@ -105,6 +113,35 @@ def test_load_has_the_current_counts_between_two_updates_of_the_cache() -> None:
         scheduler.add(m.Request(str(number), [1, 2], 3, 0.0), (b"f", number), 0.0)
         made.refresh(now)
         assert (made.load.running, made.load.waiting) == (0, number + 1)
+
+
+def test_load_counts_a_paused_request_that_holds_blocks() -> None:
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=4, aging_seconds=10)
+    made = EngineMetrics(scheduler)
+    sequence = scheduler.add(m.Request("r", [1, 2], 3, 0.0), (b"f", 1), 0.0).sequence
+    plan = scheduler.schedule(0.0)
+    scheduler.apply(plan.step, StepResult({sequence.id: 5}, {}, {}, 0.0), 0.0)
+    scheduler.pause(sequence.id)
+    made.refresh(0.0)
+    assert (made.load.running, made.load.waiting, made.load.paused) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(("error", "why"), [
+    (InvalidField("prompt", "is too long"), "too_large"), (DeadlineExceeded("deadline: late"), "deadline"),
+    (QueueFull("queue full"), "queue_full"), (NoTokenizer("the model has no tokenizer"), None),
+    (InternalError("the compiler cannot start"), None),
+])
+def test_rejection_is_counted_by_its_reason_or_as_an_error_of_the_grammar(error: ServeError, why: str | None) -> None:
+    def count() -> list[float]:
+        return [metrics.grammar_errors_total.labels("compile")._value.get(),
+                metrics.queue_rejections_total.labels(why or "too_large")._value.get()]
+
+    made = EngineMetrics(Scheduler(
+        BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=4, aging_seconds=10))
+    before = count()
+    made.rejected(error)
+    assert [now - then for now, then in zip(count(), before, strict=True)] == ([0, 1] if why else [1, 0])
 
 
 def test_gauges_are_written_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ async def test_flush_cache_waits_for_running_requests(folder: Path) -> None:
         flushed = await stub.FlushCache(common_pb2.FlushCacheRequest())
         assert (flushed.success, flushed.message) == (True, "11 blocks freed")
         client = server.frontend._engine
-        client._last_load = Load(running=1, waiting=2)
+        client._last_load = Load(running=1, waiting=1, paused=1)
         flushed = await stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=0.1))
         assert (flushed.success, flushed.message) == (
             False, "11 blocks freed; the blocks of 3 requests in progress stay")

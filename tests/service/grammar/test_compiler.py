@@ -152,6 +152,23 @@ def test_full_queue_is_refused(monkeypatch: pytest.MonkeyPatch):
     compiler.close()
 
 
+def test_constraints_of_one_moment_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch):
+    both = threading.Barrier(2)
+    compiler = GrammarCompiler(vocabulary(), max_seconds=20)
+    assert compiler.submit(GOOD).wait(SECONDS)  # its thread is idle now
+    compile_one = CompileProcess.compile
+
+    def waiting(self: CompileProcess, constraint: Constraint) -> Any:
+        both.wait(SECONDS)
+        return compile_one(self, constraint)
+
+    monkeypatch.setattr(CompileProcess, "compile", waiting)
+    with compiler._condition:  # no thread takes the first one before the second one is there
+        made = [compiler.submit(Constraint("choices", json.dumps([str(i)]))) for i in range(2)]
+    assert all(compilation.wait(SECONDS) and compilation.error is None for compilation in made)
+    compiler.close()
+
+
 def test_close_refuses_what_waits(monkeypatch: pytest.MonkeyPatch):
     go = threading.Event()
     monkeypatch.setattr(CompileProcess, "compile", lambda self, constraint: go.wait(SECONDS))

@@ -90,6 +90,21 @@ def test_engine_socket_closed_front_end_is_disconnected(tmp_path: Path, engine: 
     assert not engine.send(name, m.Reply(1, 1, 1))
 
 
+def test_engine_socket_front_end_that_dies_after_a_message_with_unread_output_is_reported(
+    tmp_path: Path, engine: EngineSocket
+) -> None:
+    frontend = connect(tmp_path)
+    frontend.sendall(m.encode(m.Hello()))
+    name, _ = first(engine)
+    large = m.Outputs(1, m.Load(), [m.Output(0, list(range(200_000)))])
+    for _ in range(3):  # more than the socket holds
+        assert engine.send(name, large)
+    frontend.sendall(m.encode(m.Cancel(1)))
+    frontend.close()
+    found = [*engine.receive(1.0), *engine.receive(0.0)]
+    assert [(origin, type(message)) for origin, message in found] == [(name, m.Cancel), (name, type(None))]
+
+
 def test_engine_socket_replaces_socket_of_dead_engine(tmp_path: Path) -> None:
     dead, living = EngineSocket(f"{tmp_path}/e"), EngineSocket(f"{tmp_path}/e")
     with connect(tmp_path) as frontend:

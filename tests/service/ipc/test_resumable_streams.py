@@ -210,7 +210,7 @@ def test_records_token_is_stored_once(doings: list[tuple[str, str, int]]) -> Non
             one = kept.live.get(token) if what == "end" else None
             one = one or record(token, tokens)
             if what == "restore":
-                kept.restore(encoded(one), float(now))
+                kept.restore([encoded(one)], float(now))
             else:
                 kept.begin(one) if what == "begin" else kept.end(one, float(now))
         elif what == "drop":
@@ -223,15 +223,26 @@ def test_records_token_is_stored_once(doings: list[tuple[str, str, int]]) -> Non
 
 def test_records_restore_keeps_more_complete_record() -> None:
     kept = Records(10.0)
-    kept.restore(encoded(record("t", 5)), 1.0)
-    kept.restore(encoded(record("t", 3)), 1.0)
-    kept.restore(encoded(record("u", 3, finish=True)), 1.0)
-    kept.restore(encoded(record("u", 5)), 1.0)
+    kept.restore([encoded(record("t", 5)), encoded(record("t", 3))], 1.0)
+    kept.restore([encoded(record("u", 3, finish=True)), encoded(record("u", 5))], 1.0)
     kept.begin(live := record("v", 1))
-    kept.restore(encoded(record("v", 9, finish=True)), 1.0)
+    kept.restore([encoded(record("v", 9, finish=True))], 1.0)
     found = {token: kept.find(token, "me", 1.0) for token in "tuv"}
     assert [len(found[token].token_ids) for token in "tu"] == [5, 3]  # type: ignore[union-attr]
     assert found["v"] is live
+
+
+def test_records_of_several_front_ends_expire_by_age() -> None:
+    kept, limited = Records(60.0), Records(60.0, max_records=1)
+    new, old = (msgspec.structs.replace(encoded(record(token, 1)), ended=ended)
+                for token, ended in (("new", 995.0), ("old", 945.0)))
+    for each in (kept, limited):
+        each.restore([new], 1000.0)
+        each.restore([old], 1000.0)
+    assert [one.token for one in kept.ended(1000.0)] == ["old", "new"]
+    assert [one.token for one in limited.ended(1000.0)] == ["new"]
+    assert kept.find("old", "me", 1006.0) is None
+    assert kept.find("new", "me", 1006.0)
 
 
 def test_load_restores_saved_records_once(tmp_path: Path) -> None:

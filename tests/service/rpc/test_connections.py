@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,13 @@ async def test_connections_wait_until_idle_returns_after_last_call() -> None:
         assert not waiting.done()
         call.end()
     assert await waiting
+
+
+def test_connections_close_idle_leaks_no_descriptor(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w"), socket.socket():
+        before = len(os.listdir("/proc/self/fd"))
+        Connections().close_idle(1)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(("family", "host", "peer"), [

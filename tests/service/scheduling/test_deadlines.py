@@ -34,7 +34,7 @@ def test_deadlines_match_a_plain_dict(changes: list[tuple[int, int | None]], now
             deadlines.set(sequences[key])
             plain[key] = moment
     assert deadlines.ids == set(plain)
-    assert deadlines.next == min((moment - margin for moment in plain.values()), default=None)
+    assert deadlines.next(now) == min((moment - margin for moment in plain.values()), default=None)
     due = sorted((moment, k) for k, moment in plain.items() if moment <= now + margin)
     assert [sequence.id for sequence in deadlines.late(now)] == [k for _, k in due]
 
@@ -120,19 +120,38 @@ def test_deadline_keeps_the_tokens_generated_before() -> None:
     assert finish.timing.last_step_end < 101.0
 
 
+def test_next_deadline_of_a_request_without_tokens_is_its_last_moment() -> None:
+    """The margin of 0.8 s is for tokens: the engine would check for so long in vain, without a pause."""
+    estimator = LatencyEstimator(8)
+    estimator.token_gap = 0.4
+    waiting, answering = (Sequence(key, (b"", key), Request("r", [1], 3, 0.0), 1.0, Account("")) for key in range(2))
+    waiting.deadline, answering.deadline = 10.0, 10.5
+    answering.token_ids = [1, 2]
+    deadlines = Deadlines(estimator)
+    for sequence in (waiting, answering):
+        deadlines.set(sequence)
+    assert deadlines.next(9.0) == pytest.approx(9.2)
+    assert deadlines.late(9.3) == []
+    assert deadlines.next(9.3) == pytest.approx(9.7)
+    assert deadlines.late(9.7) == [answering]
+    deadlines.forget(answering.id)
+    assert deadlines.next(9.7) == pytest.approx(10.0 - MIN_MARGIN_SECONDS)
+    assert deadlines.late(9.99) == [waiting]
+
+
 def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added() -> None:
     harness = SchedulerHarness()
     deadline = harness.now + 10.0
     sequence = harness.add([1, 2, 3], 60, deadline=deadline)
     harness.tick()
-    assert harness.scheduler.deadlines.next == pytest.approx(deadline - MIN_MARGIN_SECONDS)
+    assert harness.scheduler.deadlines.next(harness.now) == pytest.approx(deadline - MIN_MARGIN_SECONDS)
     for _ in range(8):
         harness.plan()
         harness.now += 0.5
         harness.collect()
     margin = harness.scheduler._estimator.margin
     assert margin > 0.9
-    assert harness.scheduler.deadlines.next == pytest.approx(deadline - margin)
+    assert harness.scheduler.deadlines.next(harness.now) == pytest.approx(deadline - margin)
     harness.settle(harness.scheduler.expire(deadline - margin - TICK))
     assert sequence.id in harness.live
     harness.settle(harness.scheduler.expire(deadline - margin + TICK))
