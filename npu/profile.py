@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""Names of profiles: one part of a path, without dots."""
 Ending = Literal["steps", "duration", "stopped"]
 """Why a profile ended: all its steps ran, its time was over, or it was stopped."""
 

@@ -286,7 +286,7 @@ class InternalError(ServeError):
 
 
 class EngineKiller(ServeError):
-    """The request crashes the engine. Running it alone has confirmed this (engine/blame.py)."""
+    """The request crashes the engine. Running it alone has confirmed this (engine/crash_tracker.py)."""
 
     code = code_pb2.INTERNAL
 

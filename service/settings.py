@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; off: never",
         "capture_chunks": "capture steps with chunks of prompts too, up to 512 tokens, on devices with graphs",
         "max_queue": "maximum waiting requests; more are refused",
-        "max_requests_per_client": "maximum concurrent requests per client (API key or address); 0: no limit",
+        "max_requests_per_client": "maximum requests at once per client (API key, certificate or address); 0: no limit",
         "max_preparing": "maximum requests waiting to be tokenized, per front end and size class" ,
         "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: no limit",
         "max_buffered_tokens": "unread tokens of a stream at which its request pauses",

@@ -1,7 +1,7 @@
 """ctypes binding of the native library, and the constants that Python and C++ share.
 
 Installing the package on a machine with a C++ compiler builds the library beside this file. C++ defines the constants
-(runtime/constants.h). Python reads them here, so that no number is written twice.
+of the kernels (runtime/constants.h), and Python reads them here.
 """
 
 from __future__ import annotations

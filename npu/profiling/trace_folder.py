@@ -9,10 +9,8 @@ import re
 import shutil
 from pathlib import Path
 
-from npuserve.npu.profile import ProfileError
+from npuserve.npu.profile import NAME, ProfileError
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-"""Names of profiles: one part of a path, without dots."""
 SUFFIX = ".trace.json"
 MAX_TRACES = 20
 """Traces that are kept; the oldest are removed."""

@@ -136,8 +136,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Load of the engine: its requests, and the cache. free_kv_ratio is 1 for an empty cache; reusable prefixes count
-    as free."""
+    """Load of the engine. free_kv_ratio is 1 for an empty cache; reusable prefixes count as free."""
 
     running: int = 0
     waiting: int = 0
@@ -266,8 +265,7 @@ class Restore(Wire, frozen=True):
 
 
 class Submit(Wire, frozen=True):
-    """New request. The engine refuses it at once (an Output with an error) or queues it (its key in Outputs.accepted).
-    """
+    """New request. The engine refuses it (an Output with an error) or queues it (its key in Outputs.accepted)."""
 
     key: int
     request: Request

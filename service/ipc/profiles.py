@@ -6,17 +6,15 @@ The engine runs one profile at a time, whichever front end has started it (npu/p
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 
 import msgspec
 
-from npuserve.npu.profile import ProfileSummary
+from npuserve.npu.profile import NAME, ProfileSummary
 from npuserve.service.errors import InvalidField, ProfileRefused, ServeError, Unavailable, WireError, from_wire
 
 MAX_PROFILE_STEPS = 1000
 MAX_PROFILE_SECONDS = 600.0
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 DEFAULT_STEPS = 20
 DEFAULT_SECONDS = 60.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npuserve.npu.step import SamplingParams
-from npuserve.service.config import MAX_SAMPLES
+from npuserve.service.config import MAX_SAMPLES, PRIORITY_RANGE
 from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations
 from npuserve.service.ipc.messages import ModelInfo, Request
 from npuserve.service.parsing.tool_choice import check_parsing, tool_constraint
@@ -28,7 +28,7 @@ from npuserve.v1 import tokenize_pb2
 if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
-PRIORITY = Range(-100, 100)
+PRIORITY = Range(*PRIORITY_RANGE)
 MAX_REQUEST_ID_CHARACTERS = 128
 """Default of Policy.max_request_id_characters."""
 MAX_CACHE_SALT_CHARACTERS = 128

@@ -1,0 +1,387 @@
+"""CPU backend: kernels, memory, threads and the queue of tasks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npuserve.kernels import native
+from npuserve.kernels.native.choice import CpuKernelSettings
+from npuserve.kernels.native.packed import PackedWeight, dense, write
+from npuserve.kernels.registry import GOLDEN, KERNELS
+from npuserve.npu import backends
+from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends import cpu as cpu_module
+from npuserve.npu.backends.cpu import CpuBackend
+
+needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "dtype"),
+    [
+        ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("auto", "float16", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_cpu_resolve_dtype(asked, checkpoint, dtype):
+    assert select("cpu").resolve_dtype(asked, checkpoint) == dtype
+
+
+def test_cpu_resolve_dtype_unsupported_is_refused():
+    with pytest.raises(BackendError, match="dtype: 'float16' is not one of auto, float32, bfloat16"):
+        select("cpu").resolve_dtype("float16", "float16")
+
+
+def test_cpu_set_threads_sets_kernels_and_torch(monkeypatch, cpu):
+    set_to: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: set_to.append(("torch", count)))
+    monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
+        set_threads=lambda count, cpus: set_to.append(("native", count))))
+    monkeypatch.setattr(cpu_module, "_TORCH_THREADS", 64)
+    monkeypatch.setattr(cpu_module, "usable_cores", lambda: 3)
+    cpu.set_threads(5)
+    assert cpu.threads == 5
+    cpu.set_threads(0)
+    assert cpu.threads == 3
+    if cpu.kernels == GOLDEN:
+        assert set_to == [("torch", 5), ("torch", 3)]
+    else:  # torch's threads do not compete with the kernels'
+        assert set_to == [("native", 5), ("torch", 1), ("native", 3), ("torch", 1)]
+
+
+def test_cpu_uses_native_kernels_where_built():
+    assert (select("cpu").kernels == "cpu") == select("cpu").deterministic == native.available()
+    plain = CpuBackend(native=False)
+    assert (plain.name, plain.kernels, plain.deterministic, plain.block_multiple) == ("cpu", GOLDEN, False, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (37, 13)])
+def test_cpu_weight_written_in_pieces_equals_source(cpu, dtype, n, k):
+    numbers = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = cpu.weight(n, k, dtype)
+    for first in range(0, n, 5):
+        write(weight, first, numbers[first : first + 5])
+    assert (tuple(weight.shape), weight.dtype) == ((n, k), dtype)
+    assert torch.equal(dense(weight), numbers)
+    words = weight.words if isinstance(weight, PackedWeight) else weight
+    assert words.nbytes == cpu.weight_bytes(n, k, dtype)
+
+
+@needs_native
+def test_packed_weight_write_beyond_rows_is_refused():
+    weight = CpuBackend().weight(20, 8, torch.float32)
+    for first, shape in ((19, (2, 8)), (-1, (1, 8)), (0, (1, 9))):
+        with pytest.raises(ValueError, match=r"of a weight of \(20, 8\)"):
+            write(weight, first, torch.ones(shape))
+
+
+@pytest.mark.parametrize(("dtype", "keys", "values"), [
+    (torch.float32, (5, 2, 2, 10, 16, 1), (5, 2, 32, 16, 1)),
+    (torch.bfloat16, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
+    (torch.int8, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
+])
+def test_cpu_cache_shapes_match_kernels(cpu, dtype, keys, values):
+    shapes = cpu.cache_shapes(5, 32, 2, 10, dtype)
+    assert shapes == ((keys, values) if cpu.kernels == "cpu" else ((5, 32, 2, 10),) * 2)
+    assert cpu.empty(shapes[0], dtype).shape == shapes[0]
+    assert cpu.scale_shape(5, 32, 2) == ((5, 2, 32) if cpu.kernels == "cpu" else (5, 32, 2))
+
+
+def test_cache_dtype_only_where_supported(cpu, monkeypatch):
+    assert cpu.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
+    assert cpu.cache_dtype("int8", torch.bfloat16) == torch.int8
+    with pytest.raises(BackendError, match="kv_cache_dtype: 'fp8' is not possible on cpu; possible are auto, int8"):
+        cpu.cache_dtype("fp8", torch.bfloat16)
+    monkeypatch.setattr(CpuBackend, "cache_dtypes", ())
+    assert cpu.cache_dtype("auto", torch.float32) == torch.float32
+    with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; only auto is possible"):
+        cpu.cache_dtype("int8", torch.float32)
+
+
+def resident_mib(address: int) -> int:
+    """MiB in memory of the mapping at an address; 0 if there is none. Other threads' memory does not count."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1]) >> 10
+    return 0
+
+
+@needs_native
+def test_arena_small_weights_share_and_release_pages():
+    backend = CpuBackend()
+    small = [backend.weight(16, 16, torch.float32) for _ in range(100)]
+    for weight in small:
+        write(weight, 0, torch.ones(16, 16))
+    assert all(weight.words.data_ptr() % 64 == 0 for weight in small)
+    address = small[0].words.data_ptr()
+    assert resident_mib(address) < 8
+    large = [backend.weight(4096, 2048, torch.float32) for _ in range(2)]
+    for weight in large:
+        write(weight, 0, torch.ones(4096, 2048))
+    assert resident_mib(address) > 60
+    row = large[1].words[-8:]
+    assert row.sum() != 0
+    del small, large, weight
+    assert row.sum() != 0  # a view keeps the mapping
+    del row
+    gc.collect()
+    assert resident_mib(address) < 8
+    assert not backend.empty((1000,), torch.int32).any()
+
+
+@needs_native
+def test_arena_large_tensor_gets_own_mapping(monkeypatch):
+    monkeypatch.setattr(native.Arena, "CHUNK", 1 << 12)
+    arena = native.Arena()
+    made = [arena.empty((size,), torch.uint8) for size in (100, 1 << 14, 4000, 10)]
+    for number, tensor in enumerate(made):
+        tensor.fill_(number)
+    assert all((tensor == number).all() and tensor.data_ptr() % 64 == 0 for number, tensor in enumerate(made))
+
+
+@pytest.mark.parametrize(
+    ("files", "room", "cores"),
+    [
+        ({}, None, None),
+        ({"memory.max": "max\n", "memory.current": "5", "cpu.max": "max 100000"}, None, None),
+        (
+            {
+                "memory.max": "1000", "memory.current": "700", "memory.stat": "anon 600\ninactive_file 50\n",
+                "cpu.max": "50000 100000",
+            },
+            350,
+            1,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000", "memory/memory.usage_in_bytes": "950",
+                "memory/memory.stat": "inactive_file 5\ntotal_inactive_file 100\n",
+                "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+            },
+            150,
+            None,
+        ),
+    ],
+)
+def test_cpu_memory_and_cores_of_control_group(tmp_path, monkeypatch, files, room, cores):
+    monkeypatch.setattr(cpu_module, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    available = select("cpu").memory_available()
+    assert available == room if room is not None else available > 1 << 20
+    assert cpu_module.usable_cores() == (cores or 8)
+
+
+def test_cpu_enqueue_runs_in_order_on_own_thread(cpu):
+    seen: list[tuple[int, str]] = []
+    release = threading.Event()
+
+    def work(number: int) -> int:
+        release.wait(10)
+        seen.append((number, threading.current_thread().name))
+        return number * number
+
+    pending = [cpu.enqueue(lambda number=number: work(number)) for number in range(5)]
+    assert not seen  # enqueue does not block
+    release.set()
+    assert [task.wait() for task in pending] == [0, 1, 4, 9, 16]
+    assert seen == [(number, "npuserve-cpu") for number in range(5)]
+    assert pending[3].wait() == 9
+
+
+def test_cpu_enqueue_ends_its_last_task_after_the_backend_is_gone():
+    backend = CpuBackend()
+    go = threading.Event()
+    task = backend.enqueue(lambda: go.wait(20))
+    del backend  # its thread ends after the task
+    go.set()
+    waiting = threading.Thread(target=task.wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_cpu_enqueue_uses_last_set_threads():
+    backend, before = CpuBackend(native=False), torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            backend.set_threads(number)
+            assert backend.enqueue(torch.get_num_threads).wait() == number
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_cpu_threads_pinned_if_one_per_core():
+    cpu, cores, before = CpuBackend(), set(os.sched_getaffinity(0)), native.library().threads
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def check(number: int, expected: list[set[int]]) -> None:
+        """Check the affinity of each thread. expected: processors by thread, the queue's thread first."""
+        cpu.set_threads(1)
+        known = threads()
+        cpu.set_threads(number)
+        started = [int(thread) for thread in threads() - known]
+        until = time.monotonic() + 10  # a thread sets its affinity when it starts
+        while (found := sorted(map(sorted, map(os.sched_getaffinity, started)))) != sorted(map(sorted, expected[1:])):
+            assert time.monotonic() < until, found
+            time.sleep(0.01)
+        assert cpu.enqueue(lambda: os.sched_getaffinity(0)).wait() == expected[0]
+        assert os.sched_getaffinity(0) == cores  # other threads are not pinned
+
+    try:
+        if len(cores) > 1:
+            check(len(cores), [{core} for core in sorted(cores)])
+        check(len(cores) + 1, [cores] * (len(cores) + 1))
+    finally:
+        cpu.set_threads(before)
+
+
+@pytest.mark.parametrize(("wanted", "name"), [
+    (CpuKernelSettings(gemm="fma"), "cpu_gemm: 'fma'"),
+    (CpuKernelSettings(weights="compact"), "cpu_weights: 'compact'")])
+def test_cpu_choose_kernels_without_native_is_refused(wanted, name):
+    cpu = CpuBackend(native=False)
+    assert cpu.choose_kernels(CpuKernelSettings(), 1024) is None
+    with pytest.raises(BackendError, match=f"{name} needs the native CPU kernels, .* only auto is possible"):
+        cpu.choose_kernels(wanted, 1024)
+
+
+@needs_native
+@pytest.mark.skipif("avx512_bf16" in (native.library().isas if native.available() else ()),
+                    reason="this processor has the bfloat16 instruction")
+def test_cpu_choose_kernels_unsupported_gemm_is_backend_error():
+    with pytest.raises(BackendError, match=r"cpu_gemm: 'bf16' is not possible.*possible are auto, fma"):
+        CpuBackend().choose_kernels(CpuKernelSettings(gemm="bf16"), 0)
+
+
+def test_cpu_enqueue_error_is_raised_by_wait(cpu):
+    def fail() -> None:
+        raise ValueError("the device is on fire")
+
+    failed, after = cpu.enqueue(fail), cpu.enqueue(lambda: 7)
+    with pytest.raises(ValueError, match="on fire"):
+        failed.wait()
+    assert after.wait() == 7
+
+
+def test_cpu_thread_ends_with_backend_and_frees_results():
+    before = set(threading.enumerate())
+    backend = CpuBackend(native=False)
+    held = torch.ones(3)
+    gone = weakref.ref(held)
+    backend.enqueue(lambda held=held: held.sum()).wait()
+    backend.synchronize()
+    (thread,) = set(threading.enumerate()) - before
+    del held
+    assert gone() is None
+    del backend
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+EXIT = """
+import os, sys, threading, torch
+from npuserve.kernels import native
+from npuserve.npu.backends.cpu import CpuBackend
+
+def fail(backend, step):
+    begun = threading.Event()
+
+    def work():
+        begun.set()
+        step()
+
+    backend.enqueue(work)
+    begun.wait()
+    raise RuntimeError("the engine fails")
+
+def native_kernels():
+    size, times = 64 << 20, 30
+    memory, found = native.library().allocate(size), torch.empty(1, dtype=torch.int32)
+
+    def read():
+        for _ in range(times):
+            native.call("read", ("read", torch.int8, [memory, found], [1, size]))
+        return found
+
+    program = native.record(read)
+    fail(CpuBackend(), lambda: program.replay(1))
+
+def torch_operators():
+    x = torch.ones(300, 300)
+    fail(CpuBackend(native=False), lambda: [x @ x for _ in range(300)])
+
+torch.set_num_threads(1)
+for step in sys.argv[1:]:
+    if os.fork() == 0:
+        globals()[step]()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_cpu_exit_during_step_shows_error():
+    steps = [*["native_kernels"] * native.available(), "torch_operators"]
+    done = subprocess.run([sys.executable, "-c", EXIT, *steps], capture_output=True, text=True)
+    assert done.stdout.split() == ["1"] * len(steps)
+    assert done.stderr.count("RuntimeError: the engine fails\n") == done.stderr.count("Error") == len(steps)
+
+
+def test_cpu_fetch_copies_result_of_previous_work(cpu):
+    tensor = torch.zeros(2, 3, dtype=torch.int64)
+    buffers = [cpu.host_buffer(2, 3, dtype=torch.int64) for _ in range(2)]
+
+    def step(buffer: torch.Tensor) -> backends.base.Event:
+        tensor.add_(1)
+        return cpu.fetch(tensor, buffer)
+
+    pending = [cpu.enqueue(lambda buffer=buffer: step(buffer)) for buffer in buffers]
+    for number, (task, buffer) in enumerate(zip(pending, buffers, strict=True)):
+        task.wait().wait()
+        assert (buffer == number + 1).all()
+
+
+def test_cpu_captured_step_replays_any_rows(cpu):
+    x = torch.arange(1.0, 7.0).view(6, 1)
+    captured = cpu.capture(lambda rows: KERNELS["rms_norm"].implementations["cpu"].function(
+        x[:rows], torch.ones(1), 0.0), 6, decode=True)
+    if cpu.kernels == GOLDEN:
+        assert captured is None
+        return
+    assert captured.largest == 6
+    for rows in (1, 4, 6):
+        assert captured.size(rows) == rows
+        assert captured.replay(rows, [1] * rows).shape == (rows, 1)
+        result, calls = captured.replay_timed(rows, [1] * rows)
+        assert torch.equal(result, captured.replay(rows, [1] * rows))
+        assert [name for name, seconds in calls if seconds > 0] == ["rms_norm"]
+
+
+def test_cpu_kv_cache_share_is_bounded():
+    assert select("cpu").kv_cache_share(8 << 20) == 2 << 20
+    assert select("cpu").kv_cache_share(1 << 40) == 4 << 30
