@@ -40,7 +40,7 @@ COMPILE_SECONDS = metrics.tally(metrics.grammar_compile_seconds)
 class Compiler(Protocol):
     """Methods of npuserve.service.grammar.compiler.GrammarCompiler. `submit` raises CompilerFull."""
 
-    def submit(self, constraint: Constraint) -> Compilation: ...
+    def submit(self, constraint: Constraint, client: str) -> Compilation: ...
     def close(self) -> None: ...
 
 
@@ -54,7 +54,9 @@ class BuiltCompiler(NamedTuple):
 class PendingGrammar:
     """Grammar that one request waits for. `submit` is called once the scheduler admits the request."""
 
-    def __init__(self, request: Request, constraint: Constraint, compile: Callable[[Constraint], Compilation | None]):
+    def __init__(
+        self, request: Request, constraint: Constraint, compile: Callable[[Constraint, str], Compilation | None]
+    ):
         self.request = request
         self.constraint = constraint
         self.since = time.monotonic()
@@ -68,7 +70,7 @@ class PendingGrammar:
         """Begin the compilation if the compiler is built. Raises QueueFull, unless an earlier engine had accepted the
         request, and NoTokenizer."""
         try:
-            self.compilation = self._compile(self.constraint)
+            self.compilation = self._compile(self.constraint, self.request.client)
         except CompilerFull as error:
             if not self.request.prior.accepted:
                 raise QueueFull(f"{self.constraint.field}: {error}") from error
@@ -177,7 +179,7 @@ class Grammars:
         if self._built:
             self._built.compiler.close()
 
-    def _submit(self, constraint: Constraint) -> Compilation | None:
+    def _submit(self, constraint: Constraint, client: str) -> Compilation | None:
         """Submit a constraint; None while the compiler is being built. Raises CompilerFull and NoTokenizer."""
         if self._build is None:
             raise NoTokenizer(f"{constraint.field}: the model's folder has no tokenizer")
@@ -186,7 +188,7 @@ class Grammars:
                 raise NoTokenizer(f"{constraint.field}: {self._failure}")
             raise InternalError(f"{constraint.field}: the compiler cannot start")
         if self._built is not None:
-            return self._built.compiler.submit(constraint)
+            return self._built.compiler.submit(constraint, client)
         if self._builder is None:
             self._builder = threading.Thread(target=self._start, args=(self._build,), name="grammar-start", daemon=True)
             self._builder.start()

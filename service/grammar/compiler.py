@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from llguidance import LLMatcher
@@ -14,6 +15,7 @@ from npuserve.service.grammar.compile_process import (
     build_byte_matcher,
     build_library_matcher,
 )
+from npuserve.service.grammar.compile_queue import MAX_RUNNING_PER_CLIENT, CompileQueue, WaitingConstraint
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError
 from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.grammar.matcher import Matcher
@@ -22,7 +24,10 @@ from npuserve.service.ipc.messages import Constraint
 
 STACK_BYTES = 64 << 20
 """Stack of a thread that compiles. It is larger than a child's, which compiled the same constraint before."""
-MAX_WORKERS = 2
+MAX_WORKERS = MAX_RUNNING_PER_CLIENT + 1
+LEXER_BYTES = 16 << 20
+"""Counted memory of the lexer of a compiled constraint. Answers add states, of about 0.5 kB each, up to
+matcher.MAX_STATES, and the library does not report their number."""
 
 
 class Compilation:
@@ -83,29 +88,29 @@ class Compilation:
 class GrammarCompiler:
     """Compiler of constraints. It keeps the results by content, the least recently used ones up to a size.
 
-    Safe to use from several threads. Memory of answers that still run is not counted.
+    Safe to use from several threads. Constraints of answers that still run are not counted.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, max_cache_bytes: int = 256 << 20, max_seconds: float = 2.0,
+        self, vocabulary: Vocabulary, *, max_cache_bytes: int = 512 << 20, max_seconds: float = 2.0,
         max_queue: int = 256, max_bytes: int = 512 << 20, on_done: Callable[[], None] | None = None,
     ):
         """Start no process before the first constraint.
 
-        max_cache_bytes: estimated memory of the results that are kept.
+        max_cache_bytes: estimated memory of the results that are kept: about 30 compiled constraints by default.
         max_seconds, max_bytes: limits of processor time and memory for the compilation of one constraint.
-        max_queue: constraints that wait.
+        max_queue: see CompileQueue.
         on_done: called in a thread of the compiler after each compilation, to wake up a waiting loop.
         """
         self._vocabulary = vocabulary
-        self._max_cache_bytes, self._max_queue = max_cache_bytes, max_queue
+        self._max_cache_bytes = max_cache_bytes
         self._limits = max_seconds, max_bytes
         self._on_done = on_done
         self._condition = threading.Condition()
         self._cache: OrderedDict[Constraint, Compilation] = OrderedDict()
         self._cached_bytes = 0
         self._pending: dict[Constraint, Compilation] = {}
-        self._queue: deque[Constraint] = deque()
+        self._queue = CompileQueue(max_queue)
         self._threads: list[threading.Thread] = []
         self._processes: list[CompileProcess] = []
         self._idle = 0
@@ -116,7 +121,7 @@ class GrammarCompiler:
         """Return the estimated memory of the results that are kept."""
         return self._cached_bytes
 
-    def submit(self, constraint: Constraint) -> Compilation:
+    def submit(self, constraint: Constraint, client: str = "") -> Compilation:
         """Return the compilation of a constraint, which may be done already. Equal constraints share one.
 
         Returns at once. Raises CompilerFull if too many constraints wait.
@@ -130,11 +135,12 @@ class GrammarCompiler:
                     return found
                 self._cached_bytes -= self._cache.pop(constraint).num_bytes
             if found := self._pending.get(constraint):
+                if constraint in self._queue:
+                    with contextlib.suppress(CompilerFull):  # then it waits for the other client's turn
+                        self._queue.add(constraint, client)
                 return found
-            if len(self._queue) >= self._max_queue:
-                raise CompilerFull(f"{self._max_queue} constraints wait to be compiled")
+            self._queue.add(constraint, client)
             compilation = self._pending[constraint] = Compilation(self._vocabulary)
-            self._queue.append(constraint)
             if self._idle < len(self._queue) and len(self._threads) < MAX_WORKERS:
                 self._start_thread()
             self._condition.notify()
@@ -165,7 +171,8 @@ class GrammarCompiler:
         with self._condition:
             self._processes.append(process)
         try:
-            while (constraint := self._next()) is not None:
+            while (taken := self._next()) is not None:
+                constraint = taken.constraint
                 library, by_byte, error, num_bytes, is_final = None, None, None, BASE_BYTES, True
                 try:
                     compiled = process.compile(constraint)
@@ -177,35 +184,39 @@ class GrammarCompiler:
                 except Exception as found:  # no constraint may end the thread
                     error = ConstraintError(f"{constraint.kind}: cannot be compiled: {type(found).__name__}")
                     is_final = False
-                self._keep(constraint, (library, error, by_byte), num_bytes, is_final)
+                self._keep(taken, (library, error, by_byte), num_bytes, is_final)
                 if self._on_done:
                     self._on_done()
         finally:
             process.end()
 
-    def _next(self) -> Constraint | None:
+    def _next(self) -> WaitingConstraint | None:
+        """Wait for the next constraint; None when the compiler is closed."""
         with self._condition:
             self._idle += 1
-            self._condition.wait_for(lambda: self._queue or self._is_closed)
+            while not self._is_closed and (taken := self._queue.take()) is None:
+                self._condition.wait()
             self._idle -= 1
-            if self._is_closed:
-                for constraint in self._queue:
-                    self._pending.pop(constraint)._finish(None, ConstraintError("the server ends"))
-                self._queue.clear()
-                return None
-            return self._queue.popleft()
+            if not self._is_closed:
+                return taken
+            for constraint in [one for one in self._pending if one in self._queue]:
+                self._pending.pop(constraint)._finish(None, ConstraintError("the server ends"))
+            self._queue.clear()
+            return None
 
     def _keep(
-        self, constraint: Constraint, result: tuple[LLMatcher | None, ConstraintError | None, LLMatcher | None],
+        self, taken: WaitingConstraint, result: tuple[LLMatcher | None, ConstraintError | None, LLMatcher | None],
         num_bytes: int, is_final: bool,
     ) -> None:
         """Give a compilation its result, see Compilation._finish.
 
         is_final: False for an error of the machine, after which the constraint is compiled again.
         """
+        constraint, error = taken.constraint, result[1]
         with self._condition:
+            self._queue.end(taken.client)
             compilation = self._pending.pop(constraint)
-            compilation.num_bytes = num_bytes + 2 * len(constraint.text)
+            compilation.num_bytes = num_bytes + 2 * len(constraint.text) + (0 if error else LEXER_BYTES)
             compilation._finish(*result)
             if not is_final:
                 return

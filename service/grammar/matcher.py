@@ -75,11 +75,14 @@ class Matcher:
             return self._has_ended
         if self.is_stopped:
             return False
-        taken = self._library.try_consume_tokens([token_id])
+        taken = bool(self._library.try_consume_tokens([token_id]))
         self._check()
         if taken and self._forced:
             self._forced.advance(token_id)
-        return bool(taken)
+        if not taken and self._allows(token_id):
+            # Another answer of the same grammar has used up the states of their lexer.
+            raise MatcherError("the constraint exceeds its limits: too many states")
+        return taken
 
     def fill(self, bits: NDArray[Any]) -> None:
         """Write the mask of the allowed tokens. End tokens are allowed where the text satisfies the constraint.
@@ -118,6 +121,13 @@ class Matcher:
             ids.append(token)
             at += len(tokens[token])
         return ids[: self._library.validate_tokens(ids)] if ids else []
+
+    def _allows(self, token_id: int) -> bool:
+        """Return whether the mask allows a token."""
+        bits = np.zeros(-(-self._vocabulary.size // 32), np.uint32)
+        self._library.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+        return bool(int(bits[token_id // 32]) >> token_id % 32 & 1)
 
     def _texts_differ(self, mask: NDArray[np.uint32]) -> bool:
         """Return whether the allowed tokens begin with different bytes, or one of them is no text."""

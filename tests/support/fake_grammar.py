@@ -116,7 +116,7 @@ class FakeCompiler:
         self._rule = vocabulary, end_ids
         self._most = most
 
-    def submit(self, constraint: Constraint) -> FakeCompilation:
+    def submit(self, constraint: Constraint, client: str = "") -> FakeCompilation:
         if constraint not in self.compilations:
             if sum(not one.done for one in self.compilations.values()) >= self._most:
                 raise CompilerFull("too many constraints wait")

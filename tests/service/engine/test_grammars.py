@@ -66,7 +66,7 @@ def test_constraint_without_a_compiler_is_refused() -> None:
 
 
 def test_full_compiler_refuses_new_requests_only() -> None:
-    def full(constraint: Constraint) -> Compilation | None:
+    def full(constraint: Constraint, client: str) -> Compilation | None:
         raise CompilerFull("256 constraints wait")
 
     with pytest.raises(QueueFull, match=r"choices: 256 constraints wait"):

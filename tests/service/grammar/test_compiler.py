@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from npuserve.service.grammar.compile_process import CompileProcess
-from npuserve.service.grammar.compiler import GrammarCompiler
+from npuserve.service.grammar.compiler import LEXER_BYTES, GrammarCompiler
 from npuserve.service.grammar.errors import CompilerFull, ConstraintError
 from npuserve.service.ipc.messages import Constraint
 from tests.support.grammars import Kind, accepts, vocabulary
@@ -93,12 +93,13 @@ def test_one_of_must_exclude_without_formats_too(
 
 
 def test_cache_is_bounded_by_bytes():
-    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=1 << 20, max_seconds=20)
-    for i in range(40):
+    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=5 * LEXER_BYTES, max_seconds=20)
+    for i in range(20):
         compilation = compiler.submit(Constraint("choices", json.dumps([f"answer {i}"])))
         assert compilation.wait(SECONDS)
-        assert compiler.cached_bytes <= 1 << 20
-    assert accepts(compilation.matcher(), "answer 39")
+        assert compiler.cached_bytes <= 5 * LEXER_BYTES
+    assert accepts(compilation.matcher(), "answer 19")
+    assert len(compiler._cache) == 4
     compiler.close()
 
 
@@ -138,15 +139,17 @@ def test_full_queue_is_refused(monkeypatch: pytest.MonkeyPatch):
         return compile_one(self, constraint)
 
     monkeypatch.setattr(CompileProcess, "compile", waiting)
-    compiler = GrammarCompiler(vocabulary(), max_queue=2, max_seconds=20)
+    compiler = GrammarCompiler(vocabulary(), max_queue=4, max_seconds=20)
     made = []
-    for i in range(2):  # one for each thread
-        made.append(compiler.submit(Constraint("choices", json.dumps([str(i)]))))
+    for i in range(2):  # as many as one client may compile at a time
+        made.append(compiler.submit(Constraint("choices", json.dumps([str(i)])), "flood"))
         assert began.acquire(timeout=SECONDS)
-    made += [compiler.submit(Constraint("choices", json.dumps([str(i)]))) for i in (2, 3)]
-    with pytest.raises(CompilerFull):
-        compiler.submit(GOOD)
-    assert compiler.submit(Constraint("choices", '["3"]')) is made[3]
+    made += [compiler.submit(Constraint("choices", json.dumps([str(i)])), "flood") for i in (2, 3)]
+    with pytest.raises(CompilerFull, match="2 constraints of this client wait"):
+        compiler.submit(GOOD, "flood")
+    assert compiler.submit(Constraint("choices", '["3"]'), "flood") is made[3]
+    made.append(compiler.submit(GOOD, "other"))  # begins at once
+    assert began.acquire(timeout=SECONDS)
     go.set()
     assert all(compilation.wait(SECONDS) and compilation.error is None for compilation in made)
     compiler.close()

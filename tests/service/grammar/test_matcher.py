@@ -252,3 +252,28 @@ def test_step_beyond_the_limits_is_a_matcher_error():
     with pytest.raises(MatcherError):
         state.advance(ord("a"))
     assert not state.is_complete
+
+
+def test_answer_whose_lexer_another_answer_has_exhausted_fails_by_its_limits():
+    """Not by a token that its mask allowed, as if the answer violated its constraint."""
+    first = matcher("json_schema", {"type": "string", "pattern": "(.*a.{30}b.*|.*b.{29}c.*)"})
+    other = Matcher(vocabulary(), first._library.deep_copy())
+    letters = [encode(letter)[0] for letter in "abc"]
+    for token in encode('"abcabbac'):
+        assert first.advance(token)
+        assert other.advance(token)
+    ids = allowed(other)
+    rng = random.Random(1)
+
+    def exhaust() -> None:
+        while True:
+            allowed(first)
+            assert first.advance(rng.choice(letters))
+
+    def advance_to_a_new_state() -> None:
+        for token in ids:
+            assert Matcher(vocabulary(), other._library.deep_copy()).advance(token)
+
+    for work in (exhaust, advance_to_a_new_state):
+        with pytest.raises(MatcherError, match="limits"):
+            work()
