@@ -21,8 +21,8 @@ class ToolCallScanner:
     """Scanner of the text after <tool_call>, which may be split anywhere.
 
     The text is a tool call as soon as it has the key "name" with a string and the beginning of the value of
-    "arguments", in any order. An object with a name and no arguments is a call with the arguments {}. Other keys are
-    ignored. The value of "arguments" is kept as it is written, also if it is not JSON.
+    "arguments", in any order. Other keys are ignored beside these. An object that has a name alone is a call with the
+    arguments {}. The value of "arguments" is kept as it is written, also if it is not JSON.
 
     name: name of the function; "" until known.
     is_call: whether the text is a tool call.
@@ -38,6 +38,7 @@ class ToolCallScanner:
         self.status = OPEN
         self.rest = ""
         self._has_arguments = False
+        self._has_other_keys = False
         self._tag = ""  # text that may be the beginning of an end
         self._step: Callable[[str], bool] = self._object  # returns whether the character can follow
         self._key = ""
@@ -134,6 +135,7 @@ class ToolCallScanner:
         if self._key == "arguments":
             self._has_arguments = True
             self.is_call = bool(self.name)
+        self._has_other_keys |= self._key not in ("name", "arguments")
         self._string = ""
         self._step = self._value
         self._is_scalar = c not in '"{['
@@ -186,7 +188,7 @@ class ToolCallScanner:
 
     def _end_object(self) -> None:
         self._step = self._after_object
-        if self.name and not self._has_arguments:
+        if self.name and not self._has_arguments and not self._has_other_keys:
             self._has_arguments = self.is_call = True
             self.arguments = "{}"
 

@@ -117,6 +117,19 @@ def tool_constraint(
     return Constraint("structural_tag", tag, "chat.tools")
 
 
+def constrained_format(
+    form: AnswerFormat, constraint: Constraint | None, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]
+) -> AnswerFormat:
+    """Return the format of an answer under the client's constraint.
+
+    The constraint begins with the answer. Reasoning that the prompt has begun is therefore empty, unless the constraint
+    itself writes </think>.
+    """
+    if not form.has_reasoning or constraint is None or tokenizer is None or THINK_END in constraint.text:
+        return form
+    return form._replace(has_reasoning=reasoning_state(tokenizer, prompt_ids) != "begun")
+
+
 def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoning) -> str:
     """Return the structural tag of an answer that must be a tool call, after its reasoning.
 

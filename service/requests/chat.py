@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ def chat_prompt(
     bad = Violations()
     roles = ROLES | tokenizer.chat.roles
     messages = [_message(index, message, roles, bad) for index, message in enumerate(chat.messages)]
+    if tokenizer.chat.format.has_object_arguments:
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            _read_arguments(call)
     tools: list[dict[str, Any]] = []
     arguments: dict[str, Any] = {}
     for index, tool in enumerate(chat.tools):
@@ -97,6 +101,15 @@ def _message(index: int, message: prompt_pb2.Message, roles: frozenset[str], bad
             with bad.collect():
                 calls.append(from_json(call, f"{path}.tool_calls[{i}]"))
     return found
+
+
+def _read_arguments(call: dict[str, Any]) -> None:
+    """Replace the arguments of a tool call by the object whose text they are. Arguments that are no such text stay."""
+    function = call.get("function", call)
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        with contextlib.suppress(InvalidField):
+            function["arguments"] = from_json(arguments, "arguments")
 
 
 def from_json(text: str, field: str) -> dict[str, Any]:

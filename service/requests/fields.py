@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -47,15 +48,22 @@ def parse_json(text: str, field: str, name: str) -> Any:
 
     name: what the text must be, for the error: "a JSON object".
 
-    Raises InvalidField, naming `field`, for a text that is not JSON or that escapes a lone surrogate.
+    Raises InvalidField, naming `field`, for a text that is not JSON, that escapes a lone surrogate, or that has a
+    number too large for a float.
     """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
 
+    def parse_float(number: str) -> float:
+        value = float(number)
+        if math.isinf(value):
+            raise ValueError(f"{quoted(number)} is too large")
+        return value
+
     unescaped = ""
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse, parse_float=parse_float)
         if "\\u" in text:
             unescaped = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from npuserve.npu.step import SamplingParams
 from npuserve.service.config import MAX_SAMPLES, PRIORITY_RANGE
 from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations
 from npuserve.service.ipc.messages import ModelInfo, Request
-from npuserve.service.parsing.tool_choice import check_parsing, tool_constraint
+from npuserve.service.parsing.tool_choice import check_parsing, constrained_format, tool_constraint
 from npuserve.service.requests.constraint import check_constraint
 from npuserve.service.requests.fields import check_number, check_token_ids, quoted
 from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
@@ -120,6 +120,7 @@ def check(
     prompt_ids: list[int] = []
     with bad.collect():
         prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy.plain_content)
+    answer_format = constrained_format(answer_format, constraint, folder.tokenizer, prompt_ids)
     constraint = constraint or tool_constraint(message, folder.tokenizer, prompt_ids, bad)
     max_tokens, min_tokens = check_lengths(message.stopping, len(prompt_ids), info.max_model_len, bad)
     bad.check()

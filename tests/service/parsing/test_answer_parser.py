@@ -76,6 +76,9 @@ CASES: dict[str, tuple[str, Found]] = {
         '<tool_call>\n{"id": [{"name": "no"}], "name": "f", "x": 1.5, "arguments": {"a": 1}, "y": "}"}\n</tool_call>',
         ("", "", [F])),
     "keys twice": (call(arguments='{"a": 1}, "name": "g", "arguments": {}'), ("", "", [F])),
+    "other key than arguments": (
+        '<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>',
+        ('<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>', "", [])),
     "no arguments": ('<tool_call>\n{"name": "f"}\n</tool_call>', ("", "", [("f", "{}")])),
     "white space inside": ('<tool_call> { "name" :\t"f" ,\n"arguments" : { "a" : 1 } } </tool_call>', (
         "", "", [("f", '{ "a" : 1 }')])),

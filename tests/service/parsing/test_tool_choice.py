@@ -180,8 +180,41 @@ def test_parse_output_takes_the_format_of_the_template(folder: ModelFolder) -> N
     assert check(asked(parse=True, mode=NONE), folder).answer_format == AnswerFormat(True, False)
 
 
+@pytest.mark.parametrize(("opened", "fields", "has_reasoning"), [
+    ("<think>\n", {"json_object": True}, False), ("<think>\n", {"regex": "a+"}, False),
+    ("<think>\n", {"regex": "[ab]+</think>a"}, True), ("", {"regex": "a+"}, True), ("<think>\n", {}, True),
+])
+def test_constraint_after_an_open_tag_leaves_no_reasoning(
+    folder: ModelFolder, opened: str, fields: dict[str, Any], has_reasoning: bool
+) -> None:
+    checked = check(asked(parse=True, opened=opened, **fields), folder)
+    assert checked.answer_format == AnswerFormat(has_reasoning, True)
+
+
+@pytest.mark.parametrize(("template", "rendered"), [
+    ("{{ call.function.arguments | tojson }}", '{"a": 1}'),
+    ("{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}",
+     '{"a":1}'),
+    ("{{ call.function.arguments }}", '{"a":1}'),
+])
+def test_arguments_of_a_call_are_an_object_where_the_template_writes_json(
+    tmp_path: Path, template: str, rendered: str
+) -> None:
+    calls = "{% for call in message.tool_calls or [] %}" + template + "{% endfor %}"
+    source = "{% for message in messages %}" + calls + "{% endfor %}"
+    made = pb.GenerateRequest()
+    for arguments in ('{"a":1}', "cut", {"b": 2}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        made.chat.messages.add(role="assistant", tool_calls=[json.dumps(call)])
+    cut, object_ = ('"cut"', '{"b": 2}') if "if" not in template and "tojson" in template else ("cut", '{"b": 2}')
+    if "tojson" not in template:
+        object_ = "{'b': 2}"
+    assert prompt(made, templated(tmp_path, source)) == rendered + cut + object_
+
+
 @pytest.mark.parametrize(("source", "expected"), [
     ("{{ messages }}", PLAIN),
+    ("<tool_call>{{ call.arguments | tojson }}", AnswerFormat(False, False, True)),
     ("<think>", AnswerFormat(True, False)),
     ("{{- '<tool_call>\\n{\"name\": \"' + name + '\", \"arguments\": ' }}", AnswerFormat(False, True)),
     ('"<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <json>}"', AnswerFormat(False, True)),

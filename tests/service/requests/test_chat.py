@@ -34,7 +34,8 @@ def test_from_json_keeps_the_order_of_keys(tool: dict[str, Any]) -> None:
         assert json.dumps(from_json(json.dumps(value), "chat.tools[0]")) == json.dumps(value)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '"x"', "null", "{", '{"a": NaN}', "{'a': 1}", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[1]", '"x"', "null", "{", '{"a": NaN}', "{'a': 1}", '{"a": 1e999}',
+                                  '{"a": [-1e400]}', "[" * 100_000])
 def test_from_json_of_other_values_is_refused(text: str) -> None:
     with pytest.raises(InvalidField, match=r"^chat\.tools\[3\]: must be the text of a JSON object"):
         from_json(text, "chat.tools[3]")
