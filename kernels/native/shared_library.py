@@ -117,9 +117,10 @@ class Library:
         cpus: processor of each thread, beginning with the caller, which binds itself to the first. () leaves the
             choice to the system.
 
-        Raises OSError if the system refuses a thread.
+        Raises OSError if the system refuses a thread; later runs then use the caller's thread alone.
         """
         if self._lib.npuserve_set_threads(threads, (ctypes.c_int * threads)(*cpus) if cpus else None):
+            self.threads = 1
             raise OSError(f"cannot start {threads} threads: the system's limit of threads or memory")
         self.threads = threads
 

@@ -131,7 +131,15 @@ inline bool compress(const char *plain, int64_t words, char *block) {
         for (int h = 0; h < HISTOGRAMS; h++) times[v] += counts[h][v];
         if (times[v]) values[different++] = uint8_t(v);
     }
-    std::stable_sort(values, values + different, [&](uint8_t a, uint8_t b) { return times[a] > times[b]; });
+    // The 16 most frequent values first. A sort of the standard library would be shared with the other sets.
+    for (int i = 0; i < std::min(different, 16); i++) {
+        int most = i;
+        for (int j = i + 1; j < different; j++) {
+            uint32_t a = times[values[j]], b = times[values[most]];
+            if (a > b || (a == b && values[j] < values[most])) most = j;
+        }
+        std::swap(values[i], values[most]);
+    }
     uint32_t rare = 0;
     for (int i = 16; i < different; i++) rare += times[values[i]];
     if (rare > Header::MAX_EXCEPTIONS) return false;

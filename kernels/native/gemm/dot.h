@@ -1,4 +1,5 @@
-// Products of one word of x and w, which gemm/tile.h adds up along K.
+// Products of one word of x and w, which gemm/tile.h adds up along K. W_BITS: what differs between a word of weights and
+// a panel's word.
 //
 // A word is 32 bits along K: one float32, two bfloat16 or four int8. A panel of w holds, word after word, the words of
 // 16 columns; x holds its words row by row.
@@ -13,6 +14,7 @@ namespace NPUSERVE_ISA {
 struct DotFloat32 {
     static constexpr int PER_WORD = 1;
     static constexpr int64_t PANEL = 64;  // bytes of a panel's word
+    static constexpr uint32_t W_BITS = 0;
     typedef F Acc, W, X;
     static INLINE Acc start() { return zero(); }
     static INLINE W get(const char *w) { return load(reinterpret_cast<const float *>(w)); }
@@ -31,6 +33,7 @@ INLINE ivec load_words(const char *w, int part) {
 struct DotBFloat16 {
     static constexpr int PER_WORD = 2;
     static constexpr int64_t PANEL = 64;
+    static constexpr uint32_t W_BITS = 0;
     typedef F Acc;
     static INLINE Acc start() { return zero(); }
 #if defined(__AVX512BF16__)
@@ -108,8 +111,7 @@ struct DotInt8 {
 #else
     static constexpr int W_OFFSET = 0;
 #endif
-    // What differs between a word of weights and a panel's word: to add 128 to a byte is to change its highest bit.
-    static constexpr uint32_t W_BITS = W_OFFSET ? 0x80808080u : 0;
+    static constexpr uint32_t W_BITS = W_OFFSET ? 0x80808080u : 0;  // to add 128 to a byte changes its highest bit
 };
 
 // Product of activations and weights of a dtype.

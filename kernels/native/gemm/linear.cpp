@@ -28,12 +28,6 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
-// See DotInt8::W_BITS.
-template <class Dot>
-constexpr uint32_t PACKED_BITS = 0;
-template <>
-constexpr uint32_t PACKED_BITS<DotInt8> = DotInt8::W_BITS;
-
 template <class T, class Dot>
 struct Pack {
     static constexpr int64_t ROWS = 16;
@@ -55,7 +49,7 @@ struct Pack {
                     std::memcpy(line, in, sizeof(line));
                 else
                     std::memcpy(line, in, bytes);
-                for (int64_t i = 0; i < count; i++) out[(w + i) * LANES + r % LANES] = line[i] ^ PACKED_BITS<Dot>;
+                for (int64_t i = 0; i < count; i++) out[(w + i) * LANES + r % LANES] = line[i] ^ Dot::W_BITS;
             }
         }
     }
@@ -73,7 +67,7 @@ struct Unpack {
             const uint32_t *in = op.at<uint32_t>(0) + row / LANES * words * LANES + row % LANES;
             T *out = op.at<T>(1) + i * k;
             for (int64_t w = 0; w < words; w++) {
-                uint32_t word = in[w * LANES] ^ PACKED_BITS<Dot>;
+                uint32_t word = in[w * LANES] ^ Dot::W_BITS;
                 if (w < whole)
                     std::memcpy(out + w * Dot::PER_WORD, &word, sizeof word);
                 else

@@ -22,7 +22,9 @@ extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 extern const Kernel ATTENTION[];
 extern const Kernel ROPE[];
+#if !defined(__AMX_TILE__)
 extern const Kernel ROWWISE[];
+#endif
 extern const Kernel RANKS[];
 extern const Kernel SAMPLE[];
 extern const Kernel UNIFORM[];
@@ -32,6 +34,9 @@ extern const Kernel VOCABULARY[];
 namespace NPUSERVE_ISA {
 
 using namespace REST;
+#if defined(__AMX_TILE__)
+extern const Kernel ROWWISE[];  // its swiglu rounds as the epilogue of linear_swiglu does
+#endif
 extern const Kernel LINEAR[];
 extern const Kernel CEILINGS[];
 #if !defined(__AVXVNNI__)

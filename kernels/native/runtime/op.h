@@ -61,8 +61,9 @@ struct KernelTable {
 // Returns this thread's scratch of at least `bytes`, aligned to 64 and reused by later calls. Throws std::bad_alloc.
 void *scratch(size_t bytes);
 
+// Always inline: of a function that the objects of several sets share, the linker would keep the one of any set.
 template <class T>
-T ceil_div(T a, T b) {
+inline __attribute__((always_inline)) T ceil_div(T a, T b) {
     return (a + b - 1) / b;
 }
 

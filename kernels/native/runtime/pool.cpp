@@ -91,12 +91,13 @@ struct Job {
     }
 
     void set(const KernelTable *kernels, const Op *first, int64_t number, int64_t rows_of_all, int threads_of_all) {
+        count = 0;  // if memory is missing, a thread that enters late finds nothing to do
+        if (capacity < number) {
+            progress.reset(new Progress[size_t(number)]);
+            capacity = number;
+        }
         table = kernels, ops = first, count = number, rows = rows_of_all, threads = threads_of_all;
         failed.store(false, std::memory_order_relaxed);
-        if (capacity < count) {
-            progress.reset(new Progress[size_t(count)]);
-            capacity = count;
-        }
         for (int64_t i = 0; i < count; i++) {
             progress[size_t(i)].next.store(0, std::memory_order_relaxed);
             progress[size_t(i)].done.store(0, std::memory_order_relaxed);
@@ -138,20 +139,14 @@ struct Job {
 
 class Pool {
   public:
-    // Returns false if the system refuses a thread; the threads that have started are used.
+    // Returns false if the system refuses a thread; the caller's thread is then the only one.
     bool resize(int threads, const int *cpus) {
-        {
-            std::lock_guard<std::mutex> lock(sleep_);
-            stopping_ = true;
-        }
-        wake_.notify_all();
-        for (auto &thread : threads_) thread.join();
-        threads_.clear();
-        stopping_ = false;
+        stop();
         try {
             for (int i = 1; i < threads; i++)
                 threads_.emplace_back([this, cpu = cpus ? cpus[i] : -1] { serve(cpu); });
         } catch (const std::exception &) {  // std::system_error or std::bad_alloc
+            stop();
             return false;
         }
         return true;
@@ -190,6 +185,17 @@ class Pool {
     }
 
   private:
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(sleep_);
+            stopping_ = true;
+        }
+        wake_.notify_all();
+        for (auto &thread : threads_) thread.join();
+        threads_.clear();
+        stopping_ = false;
+    }
+
     void serve(int cpu) {
         stay_on(cpu);
         uint64_t seen = 0;
