@@ -25,7 +25,8 @@ class Delta(NamedTuple):
 
     num_tokens: tokens that this part's text covers.
     matched_stop: the stop string that ended the answer.
-    keep: with a matched stop string, number of the answer's tokens up to its end.
+    keep: with a matched stop string, number of the answer's tokens that its text depends on. The same text and stop
+        string result from these tokens alone.
     boundaries: positions within this part where it could have ended, as (characters, tokens) of this part, ascending.
     """
 
@@ -52,7 +53,8 @@ class Detokenizer:
     MAX_UNFINISHED_TOKENS consecutive tokens that end inside a character, the complete characters are sent.
 
     The answer ends at the stop string with the first end; the longest one wins if several end there. So the result does
-    not depend on how the tokens are split into calls. A character belongs to the token that completes it.
+    not depend on how the tokens are split into calls. A character belongs to the token that completes it. A stop string
+    in a run of byte tokens with invalid UTF-8 belongs to the whole run, without which the text would be another.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Detokenizer:
                 stop = self._matcher.step(character)
                 if stop is not None and self._num_tokens > self._min_tokens:
                     self._match = stop, i
+                    self._num_tokens += piece.later_tokens
                     return
         self._unfinished = 0 if piece.is_complete else self._unfinished + 1
         if self._unfinished in (0, MAX_UNFINISHED_TOKENS):

@@ -20,10 +20,15 @@ MAX_HELD_TOKENS = 3
 
 
 class Piece(NamedTuple):
-    """Text that one token completes. is_complete: no bytes of this token are left for the next piece."""
+    """Text that one token completes.
+
+    is_complete: no bytes of this token are left for the next piece.
+    later_tokens: number of tokens after this one that the text depends on.
+    """
 
     text: str
     is_complete: bool
+    later_tokens: int = 0
 
 
 class TextStream(Protocol):
@@ -78,6 +83,14 @@ def _piece(decoder: codecs.IncrementalDecoder, data: bytes) -> Piece:
     return Piece(text, not decoder.getstate()[0])
 
 
+def _is_utf8(run: Sequence[bytes], is_final: bool = True) -> bool:
+    try:
+        _utf8().decode(b"".join(run), is_final)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class ByteFallbackStream:
     """Incremental decoder of SentencePiece-style BPE, which writes rare characters as runs of single-byte tokens.
 
@@ -100,7 +113,7 @@ class ByteFallbackStream:
         data = b"" if byte is None else bytes((byte,))
         if not text and (byte is not None or self._run or self._open):
             return self._in_run(data)
-        return [*self._end_run(), self._stripped_piece(self._tail() + text)]
+        return [*self._end_run(), Piece(self._strip_text(self._tail() + text), True)]
 
     def flush(self) -> tuple[list[Piece], str]:
         return self._end_run(), self._tail()
@@ -112,33 +125,34 @@ class ByteFallbackStream:
         if len(self._run) < MAX_RUN_BYTES:
             return []
         self._open = _utf8("npuserve.replace_each")
-        return self._release([_piece(self._open, data) for data in self._run])
+        return self._release([_piece(self._open, data) for data in self._run], _is_utf8(self._run, False))
 
     def _end_run(self) -> list[Piece]:
-        try:
-            b"".join(self._run).decode()
-        except UnicodeDecodeError:
-            return self._release([Piece(REPLACEMENT * len(data), True) for data in self._run])
+        if not (is_valid := _is_utf8(self._run)):
+            return self._release([Piece(REPLACEMENT * len(data), True) for data in self._run], is_valid)
         decoder = _utf8()
-        return self._release([_piece(decoder, data) for data in self._run])
+        return self._release([_piece(decoder, data) for data in self._run], is_valid)
 
-    def _release(self, pieces: list[Piece]) -> list[Piece]:
+    def _release(self, pieces: list[Piece], is_valid: bool) -> list[Piece]:
+        """End the part of the run that is held back. Without its last tokens an invalid run may be valid."""
         self._run = []
-        return [self._stripped_piece(*piece) for piece in pieces]
+        last = len(pieces) - 1
+        return [Piece(self._strip_text(piece.text), piece.is_complete, 0 if is_valid else last - i)
+                for i, piece in enumerate(pieces)]
 
     def _tail(self) -> str:
         tail = self._open.decode(b"", True) if self._open else ""
         self._open = None
         return tail
 
-    def _stripped_piece(self, text: str, is_complete: bool = True) -> Piece:
+    def _strip_text(self, text: str) -> str:
         while self._strip and text:
             if not text.startswith(self._stripped):
                 self._strip = 0
             else:
                 text = text[len(self._stripped) :]
                 self._strip -= 1
-        return Piece(text, is_complete)
+        return text
 
 
 class WindowStream:

@@ -191,6 +191,35 @@ def test_push_result_is_independent_of_the_split_of_the_tokens(
     assert kept == whole._replace(text=whole.text + (whole.matched_stop or ""))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), skip=st.booleans(), include_stop=st.booleans(), min_tokens=st.integers(0, 6),
+       stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=4))
+def test_stop_kept_tokens_alone_give_the_same_answer(
+    kind: str, data: st.DataObject, skip: bool, include_stop: bool, min_tokens: int, stop: list[str]
+) -> None:
+    """A resumed stream replays the kept tokens."""
+    ids = data.draw(ids_of(kind))
+    whole = run(kind, [ids], skip, stop, include_stop, min_tokens)
+    assert run(kind, [ids[: whole.keep]], skip, stop, include_stop, min_tokens) == whole
+
+
+@pytest.mark.parametrize(("data", "stop", "expected"), [
+    (b"AA\xff", "\ufffd\ufffd", ("", 3, "\ufffd\ufffd", 3)),
+    (b"A\xffAA", "\ufffd\ufffd", ("", 4, "\ufffd\ufffd", 4)),  # the stop string ends within the run
+    (b"ABAB", "B", ("A", 2, "B", 2)),  # the text of a valid run depends on no later token
+    (b"AB" * 15 + b"A\xffB", "BA", ("A", MAX_RUN_BYTES, "BA", MAX_RUN_BYTES)),
+    (b"AB" * 20 + b"\xff", "BA", ("A", 3, "BA", 3)),
+    (b"A" * 40 + b"\xffBB", "\ufffdB", ("A" * 40, 42, "\ufffdB", 42)),
+])
+def test_stop_in_a_run_of_byte_tokens_keeps_the_tokens_that_its_text_depends_on(
+    data: bytes, stop: str, expected: Answer
+) -> None:
+    ids = ids_of_bytes("byte fallback", data)
+    for given_ids in (ids, ids[: expected[1]]):
+        for chunks in ([given_ids], [[i] for i in given_ids]):
+            assert run("byte fallback", chunks, stop=[stop]) == expected
+
+
 def ids_of_bytes(kind: str, data: bytes) -> list[int]:
     """Return the ids of the single-byte tokens of `data`."""
     made = tokenizer(kind)
