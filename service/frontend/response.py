@@ -283,16 +283,26 @@ class ResponseBuilder:
         return message
 
     def _position(self, report: TokenLogprobs) -> pb.PositionLogprobs:
-        top = zip(report.top_ids, report.top_logprobs, strict=True)
+        top = zip(report.top_ids, report.top_logprobs, _ranks(report), strict=True)
         return pb.PositionLogprobs(
             chosen=self._token(report.token_id, report.logprob, report.rank),
-            top=[self._token(token, logprob, rank) for rank, (token, logprob) in enumerate(top, 1)])
+            top=[self._token(token, logprob, rank) for token, logprob, rank in top])
 
     def _token(self, token: int, logprob: float, rank: int) -> pb.TokenLogprob:
         return pb.TokenLogprob(token_id=token, logprob=logprob, rank=rank, text=self._text_of(token))
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.token_text(token) if self._tokenizer else ""
+
+
+def _ranks(report: TokenLogprobs) -> list[int]:
+    """Return the rank of each of the most likely tokens: 1 + the number of more likely tokens."""
+    ranks: list[int] = []
+    for place, (token, logprob) in enumerate(zip(report.top_ids, report.top_logprobs, strict=True)):
+        is_tied = place > 0 and logprob == report.top_logprobs[place - 1]
+        # The rank of the sampled token counts logits. Different logits may round to equal logprobs.
+        ranks.append(report.rank if token == report.token_id else ranks[-1] if is_tied else place + 1)
+    return ranks
 
 
 def _write_timing(target: pb.Timing, timing: messages.Timing, now: float, arrival: float) -> None:

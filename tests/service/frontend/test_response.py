@@ -221,6 +221,26 @@ def test_response_logprobs_without_ids_are_sent_per_token(folder: ModelFolder) -
     assert [(t.token_id, t.logprob, t.rank, t.text) for t in position.top] == [(0, -0.5, 1, "a")]
 
 
+@pytest.mark.parametrize(("sampled", "rank", "logprobs", "ranks"), [
+    (5, 2, [-0.5, -1.0, -1.0, -1.5], [1, 2, 2, 4]),  # tokens 3, 4, 5, 6
+    (4, 1, [-1.0, -1.0, -1.0, -2.0], [1, 1, 1, 4]),
+    (9, 7, [-1.0, -1.5, -1.5, -1.5], [1, 2, 2, 2]),
+    (5, 3, [-0.5, -1.0, -1.0, -2.0], [1, 2, 3, 4]),  # different logits with equal logprobs
+])
+def test_response_ranks_of_equal_logprobs_are_equal(
+    folder: ModelFolder, sampled: int, rank: int, logprobs: list[float], ranks: list[int]
+) -> None:
+    checked = validation.check(ask("abc", 9, logprobs=4, prompt_logprobs=4), folder, INFO, "r", 10.0)
+    builder = ResponseBuilder(checked, folder.tokenizer)
+    report = TokenLogprobs(sampled, -1.0, rank, [3, 4, 5, 6], logprobs)
+    finish = Finish("length", 3, 0, 1, TIMING)
+    builder.add([Output(1, [sampled], finish, None, [report], [report, report])])
+    made = builder.last_message(finish, 12.0)
+    for position in (*made.logprobs, *made.prompt_logprobs[1:]):
+        assert position.chosen.rank == rank
+        assert [token.rank for token in position.top] == ranks
+
+
 def test_response_prompt_logprobs_of_chunks_are_in_first_message(folder: ModelFolder) -> None:
     checked = validation.check(ask("abc", 9, prompt_logprobs=1), folder, INFO, "r", 10.0)
     builder = ResponseBuilder(checked, folder.tokenizer)
