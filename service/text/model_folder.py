@@ -200,12 +200,15 @@ def _eos_ids(data: dict[str, Any], file: str) -> list[int]:
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:
     """Return the sampling defaults of generation_config.json, as vLLM's `--generation-config auto` does.
 
-    There are none with "do_sample": false.
+    "do_sample": false is temperature 0. As in transformers, only the repetition penalty applies to greedy decoding.
     """
+    found: dict[str, float] = {}
+    names = tuple(DEFAULT_RANGES)
     if generation.get("do_sample") is False:
-        return {}
-    found = {}
-    for name, allowed in DEFAULT_RANGES.items():
+        found["temperature"] = 0.0
+        names = ("repetition_penalty",)
+    for name in names:
+        allowed = DEFAULT_RANGES[name]
         value = generation.get(name)
         if value is None:
             continue

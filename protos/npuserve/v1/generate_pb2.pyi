@@ -61,7 +61,8 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 @_typing.final
 class GenerateRequest(_message.Message):
     """A prompt and the parameters of its generation. An absent optional field has the default given in its comment. For
-    temperature, top_p, top_k, min_p and repetition_penalty, a default in the model's generation_config.json takes precedence.
+    temperature, top_p, top_k, min_p and repetition_penalty, a default in the model's generation_config.json takes
+    precedence. With "do_sample": false there, the default temperature is 0, and only repetition_penalty is read from it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

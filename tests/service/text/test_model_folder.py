@@ -181,7 +181,9 @@ def test_open_folder_reads_eos_token_ids(
     ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9},
      {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
     ({"temperature": 0.6, "min_p": None}, {"temperature": 0.6}),
-    ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1}, {}),
+    ({"do_sample": False, "temperature": 0.6, "top_k": 1.5, "repetition_penalty": 1.1},
+     {"temperature": 0.0, "repetition_penalty": 1.1}),
+    ({"do_sample": False}, {"temperature": 0.0}),
     ({}, {}),
 ])
 def test_open_folder_reads_sampling_defaults(
