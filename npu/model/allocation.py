@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +103,21 @@ def allocate(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> Alloc
     """Allocate the weights of a model. Raises ModelError for a quantization that is not supported."""
     allocator = _Allocator(config, dtype, backend)
     return Allocation(allocator.model(), allocator.targets, allocator.static)
+
+
+def allocate_meta(
+    config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int = 1, int8_levels: float = 127.5
+) -> Allocation:
+    """Return the weights as tensors without memory, and their targets, which must not be filled.
+
+    vocabulary_tile, int8_levels: see `Backend`.
+    """
+    device = torch.device("meta")
+    backend: Any = SimpleNamespace(
+        device=device, vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
+        weight=lambda n, k, dtype: torch.empty(n, k, dtype=dtype, device=device),
+        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+    return allocate(config, dtype, backend)
 
 
 class _Allocator:

@@ -24,7 +24,7 @@ from torch import Tensor
 from npuserve.kernels.native import LANES
 from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate
+from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.progress import Progress, reporting
@@ -84,6 +84,19 @@ def load_weights(
                  "its parts", merged)
     made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
     return made.weights
+
+
+def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
+    """Return the names of the tensors that `load_weights` reads, after its checks of the files' headers.
+
+    Raises ModelError for files that cannot be read, and for tensors that are missing, unknown, or of the wrong shape or
+    type.
+    """
+    with ExitStack() as stack:
+        files = _open_files(weight_files(Path(folder)), stack)
+        _remove_ignored(files, config)
+        _check(files, allocate_meta(config, torch.float32).targets, Path(folder))
+        return list(files)
 
 
 def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:

@@ -21,7 +21,7 @@ from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Quantized, Scheme, Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord
-from npuserve.npu.model.allocation import allocate
+from npuserve.npu.model.allocation import allocate_meta
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.weights import ModelWeights
 
@@ -104,11 +104,9 @@ class MetaModel:
         self, config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int, int8_levels: float,
         block_size: int = 128, cache_dtype: torch.dtype | None = None, scale_dtype: torch.dtype = torch.bfloat16,
     ):
-        backend: Any = SimpleNamespace(
-            device=torch.device("meta"), vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
-            weight=lambda n, k, dtype: meta(n, k, dtype=dtype), empty=lambda shape, dtype: meta(*shape, dtype=dtype))
         self.config, self._dtype, self._block_size = config, dtype, block_size
-        self.weights: ModelWeights = allocate(config, dtype, backend).weights
+        self.weights: ModelWeights = allocate_meta(
+            config, dtype, vocabulary_tile=vocabulary_tile, int8_levels=int8_levels).weights
         shape = 1, block_size, config.local.num_kv_heads, config.head_dim
         self.layer_cache: Cache = meta(*shape, dtype=dtype)
         if cache_dtype in LARGEST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,43 +37,39 @@ class TensorSpec:
 class Source:
     """Reader of the tensors in a model's folder. Files are open only while read, so that their pages are released.
 
+    names: tensors to read.
     specs: by tensor name.
     Raises ModelError for files that are missing or not safetensors, and for tensors of other dtypes.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, names: Collection[str]):
         self._folder = folder
         self.specs: dict[str, TensorSpec] = {}
         for path in weight_files(folder):
             with self._open(path.name) as file:
-                for name in file.offset_keys():
+                for name in filter(names.__contains__, file.offset_keys()):
                     header = file.get_slice(name)
                     if (kind := header.get_dtype()) not in FLOATS:
                         raise ModelError(f"{path}: {name} is {kind}; supported are {', '.join(FLOATS)}")
                     self.specs[name] = TensorSpec(path.name, FLOATS[kind], tuple(header.get_shape()))
 
     def read(self, name: str) -> Tensor:
-        """Return a float32 copy of a tensor. Raises ModelError if it is missing or has numbers that are not finite."""
-        with self._open(self._spec(name).file) as file:
+        """Return a float32 copy of a tensor. Raises ModelError if it has numbers that are not finite."""
+        with self._open(self.specs[name].file) as file:
             return _finite(file.get_tensor(name).to(torch.float32, copy=True), name)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Return float32 copies of the rows `ids` [n] int64 of a table."""
-        with self._open(self._spec(name).file) as file:
+        with self._open(self.specs[name].file) as file:
             return _finite(file.get_tensor(name)[ids].to(torch.float32, copy=True), name)
 
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the tensor as (first row, rows), at most MAX_PIECE_BYTES bytes at a time, or one row."""
-        spec = self._spec(name)
+        spec = self.specs[name]
         step = max(1, MAX_PIECE_BYTES // max(1, spec.nbytes // max(1, spec.shape[0])))
         for first in range(0, spec.shape[0], step):
             with self._open(spec.file) as file:
                 yield first, file.get_slice(name)[first : first + step]
-
-    def _spec(self, name: str) -> TensorSpec:
-        if name not in self.specs:
-            raise ModelError(f"{self._folder}: has no tensor {name}, which config.json requires")
-        return self.specs[name]
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.loader import check_weights
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
@@ -62,7 +63,7 @@ def quantize_checkpoint(
 ) -> QuantizationResult:
     """Quantize the model in `folder` to the folder `out`, which is replaced when the result is complete.
 
-    sequences: token ids of the calibration texts; empty for no smoothing.
+    sequences: token ids of the calibration texts, at least one in each; empty for no smoothing.
     ignore: names of layers to skip, or "re:" and a regular expression.
     strength: strength of the smoothing, in [0, 1]; None searches it.
     progress: called with (layers done, all layers).
@@ -74,8 +75,11 @@ def quantize_checkpoint(
         raise ModelError(f"{folder}: is quantized already; supported are bfloat16, float16 or float32")
     quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *ignore))
     everything, int8 = _linears(config, quantization, ignore)
-    source = Source(folder)
-    _check(source, _shapes(config), folder)
+    largest = max(map(max, sequences), default=0)
+    if largest >= config.vocab_size:
+        raise ModelError(f"{folder}: the tokenizer makes token id {largest} of the calibration text, "
+                         f"and the model's ids are in [0, {config.vocab_size - 1}]")
+    source = Source(folder, frozenset(check_weights(folder, config)))
     specs = _specs(source, int8)
     strengths = []
     with replaced_folder(out) as made:
@@ -141,35 +145,6 @@ def _linears(
     if not int8:
         raise ModelError("ignore: names all linear layers, so that there is nothing to quantize")
     return everything, int8
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that the checkpoint must contain."""
-    c = config
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
-    if not c.tie_word_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
-    for index in range(c.num_layers):
-        prefix = f"model.layers.{index}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}{norm}.weight"] = (c.hidden_size,)
-        if c.qk_norm:
-            shapes |= {f"{prefix}self_attn.{norm}.weight": (c.head_dim,) for norm in ("q_norm", "k_norm")}
-        for linear in linears(c, index):
-            for name, rows in linear.parts.items():
-                shapes[f"{name}.weight"] = (rows.whole, linear.inputs)
-                if linear.biased:
-                    shapes[f"{name}.bias"] = (rows.whole,)
-    return shapes
-
-
-def _check(source: Source, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    found = [f"{name} is missing" for name in shapes if name not in source.specs]
-    found += [f"{name} is {list(source.specs[name].shape)} instead of {list(shape)}" for name, shape in shapes.items()
-              if name in source.specs and source.specs[name].shape != shape]
-    if found:
-        raise ModelError(f"{folder}: the tensors do not fit config.json: {'; '.join(found)}")
 
 
 def _specs(source: Source, int8: frozenset[str]) -> dict[str, TensorSpec]:

@@ -194,6 +194,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.npu.backends import select, select_prefill
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.model.config import ModelConfig, ModelError
+    from npuserve.npu.model.loader import check_weights
     from npuserve.npu.model.shard import Shard
     from npuserve.npu.model.storage import choose_kernels
     from npuserve.service.text.model_folder import resolve
@@ -214,6 +215,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
         found["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
         missing = missing_weights(folder)
+        if not missing:
+            check_weights(folder, facts)
         plan = memory_plan(config, facts, backend, prefill, None if missing else folder)
     except (ModelError, BackendError) as error:
         return found | {"error": str(error)}

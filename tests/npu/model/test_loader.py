@@ -12,7 +12,7 @@ from npuserve.kernels.native.packed import dense
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.loader import load_weights, refused_bytes
+from npuserve.npu.model.loader import check_weights, load_weights, refused_bytes
 from npuserve.npu.model.shard import Shard
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
@@ -124,6 +124,21 @@ def test_loader_reports_all_problems_at_once(tmp_path):
         "1 not of a float type: model.layers.1.self_attn.q_proj.weight I8",
     ):
         assert part in message
+    with pytest.raises(ModelError) as caught:
+        check_weights(tmp_path, ModelConfig.from_folder(tmp_path))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_check_weights_returns_the_tensors_that_are_loaded(tmp_path, kind):
+    model = random_model(kind)
+    saved(model, tmp_path)
+    rewrite(tmp_path, model__layers__9__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    config = ModelConfig.from_folder(tmp_path)
+    for shard in (Shard(0, 1), Shard(1, 2)):
+        names = check_weights(tmp_path, config.sharded(shard))
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        assert set(names) == model.state_dict().keys() - tied
 
 
 def test_loader_with_many_missing_tensors_names_a_few(tmp_path):

@@ -238,7 +238,7 @@ def test_quantize_checkpoint_keeps_ignored_layers(tmp_path):
 def _spoil(folder: Path, **changes: torch.Tensor | None) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in changes.items():
-        tensors.pop(f"model.{name.replace('__', '.')}.weight")
+        tensors.pop(f"model.{name.replace('__', '.')}.weight", None)
         if tensor is not None:
             tensors[f"model.{name.replace('__', '.')}.weight"] = tensor
     save_file(tensors, folder / "model.safetensors")
@@ -248,10 +248,14 @@ def _spoil(folder: Path, **changes: torch.Tensor | None) -> None:
     (lambda f: edit_config(f, architectures=["MambaForCausalLM"]), {}, "MambaForCausalLM.*is not supported"),
     (lambda f: edit_config(f, quantization_config=Quantization((), ()).to_json() | {
         "config_groups": {"group_0": Quantization((), ()).to_json()}}), {}, "quantization_config"),
-    (lambda f: _spoil(f, layers__0__mlp__up_proj=None), {}, "model.layers.0.mlp.up_proj.weight is missing"),
+    (lambda f: _spoil(f, layers__0__mlp__up_proj=None), {}, "1 missing: model.layers.0.mlp.up_proj.weight"),
     (lambda f: _spoil(f, layers__1__input_layernorm=torch.ones(31)), {},
-     r"input_layernorm.weight is \[31\] instead of \[32\]"),
-    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "model.norm.weight is I8; supported are"),
+     r"input_layernorm.weight \[31\] instead of \[32\]"),
+    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.int8)), {}, "1 not of a float type: model.norm.weight I8"),
+    (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.float64)), {}, "model.norm.weight is F64; supported are F32"),
+    (lambda f: _spoil(f, layers__0__other=torch.ones(1)), {}, "1 unknown: model.layers.0.other.weight"),
+    (lambda f: edit_config(f, num_hidden_layers=2), {}, "9 unknown: .*; config.json has 2 layers, the files have 3"),
+    (lambda f: edit_config(f, vocab_size=9), {}, r"makes token id \d+ of .* text, and the model's ids are in \[0, 8\]"),
     (lambda f: _spoil(f, layers__2__mlp__up_proj=torch.full((48, 32), torch.nan)), {}, "up_proj.weight.* not finite"),
     (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a complete safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
@@ -266,6 +270,18 @@ def test_quantize_checkpoint_refusal_leaves_no_files(tmp_path, spoil, arguments,
     with pytest.raises(ModelError, match=message):
         quantize_checkpoint(folder, tmp_path / "out", sequences(2), **arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_quantize_checkpoint_leaves_out_tensors_that_are_ignored(tmp_path):
+    folder = saved(random_model("qwen3"), tmp_path / "model")  # its LM head is tied
+    names = load_file(folder / "model.safetensors").keys()
+    quantize_checkpoint(folder, tmp_path / "expected")
+    ignored = {"lm_head.weight": torch.ones(100, 32), "model.layers.9.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save_file(load_file(folder / "model.safetensors") | ignored, folder / "model.safetensors")
+    quantize_checkpoint(folder, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == load_file(tmp_path / "expected" / "model.safetensors").keys()
+    assert names < written.keys()
 
 
 def test_quantize_checkpoint_of_quantized_model_is_refused(tmp_path):

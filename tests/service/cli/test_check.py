@@ -22,6 +22,7 @@ from npuserve.npu.quantization import W8A8, Quantization
 from npuserve.service.cli.main import main
 from tests.support.benches import bench
 from tests.support.command import npuserve
+from tests.support.models import edit_config, random_model, saved
 
 ISAS = native.library().isas if native.available() else []
 Capture = pytest.CaptureFixture[str]
@@ -238,6 +239,16 @@ def test_model_missing_weights_are_reported(folder: Path, capsys: Capture) -> No
     assert main(["check", str(folder)]) == 0
     assert "cannot be served yet: " in capsys.readouterr().out
     assert checked(capsys)[1]["model"]["missing_weights"] is None
+
+
+def test_model_with_tensors_that_serve_refuses_fails(tmp_path: Path, capsys: Capture) -> None:
+    saved(random_model("llama"), tmp_path)
+    assert main(["check", str(tmp_path), "--device", "cpu"]) == 0
+    edit_config(tmp_path, num_hidden_layers=2)
+    capsys.readouterr()
+    code, report = checked(capsys, str(tmp_path), "--device", "cpu")
+    assert code == 1
+    assert report["model"]["error"].endswith("; config.json has 2 layers, the files have 3")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from npuserve.service.cli.main import main
 from npuserve.service.cli.quantize import calibration_ids, default_texts, texts_of, topics
 from npuserve.service.config import ConfigError
 from npuserve.service.text.tokenizer_loader import load_tokenizer
+from tests.support.models import random_model, saved
 
 QUICK = ["--samples", "2", "--sample-tokens", "32"]
 
@@ -94,6 +97,15 @@ def test_quantize_option_out_of_range_is_refused(option, capsys):
     with pytest.raises(SystemExit):
         main(["quantize", "", "out", option])
     assert f"argument {option.split('=')[0]}" in capsys.readouterr().err
+
+
+def test_quantize_tokenizer_beyond_the_vocabulary_is_one_sentence(tmp_path, capsys):
+    folder = saved(random_model("llama"), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(storyteller.FOLDER / name, folder)
+    assert main(["quantize", str(folder), str(tmp_path / "out"), *QUICK]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("npuserve:")]
+    assert re.search(r"makes token id \d+ of the calibration text, and the model's ids are in \[0, 99\]$", line)
 
 
 def test_default_texts_are_every_other_topic():
