@@ -62,7 +62,7 @@ def build(
     vocabulary: byte-level token to id.
     merges: pairs of tokens, in descending priority.
     added: tokens, by id, that are matched before the text is split; the id may be in the vocabulary too.
-    prefix_space: prepend a space to a text that does not begin with one (GPT-2 only).
+    prefix_space: prepend a space to a text that does not begin with one; for Qwen2 to each part that its split makes.
     head, tail: ids of added tokens that encode(add_special_tokens=True) puts around the text.
 
     Raises ValueError for a merge outside the vocabulary and for an id outside [0, 2**32 - 1].
@@ -81,7 +81,7 @@ def build(
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Split(Regex(_QWEN2_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False),
         ])
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)

@@ -1,5 +1,9 @@
 """Loader of a model folder's tokenizer. The result equals that of transformers' AutoTokenizer for the same folder.
 
+There is one exception. For some classes transformers 5 takes only the vocabulary from tokenizer.json and builds the
+normalizer and the pre-tokenizer itself; this loader takes them from tokenizer.json. They differ for LlamaTokenizer and
+a tokenizer.json with the normalizer `Prepend`, as Llama 2's: here a text that begins with a space gets another one.
+
 `load_tokenizer` takes the first of: tokenizer.json; vocab.json with merges.txt (`byte_bpe`); other files, if
 transformers is installed, since only transformers can read them. Code in the folder is never run.
 """
@@ -22,9 +26,10 @@ from npuserve.service.text.tokenizer import Tokenizer
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "tekken.json", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 _ENDOFTEXT = "<|endoftext|>"
+_QWEN2, _GPT2 = "Qwen2Tokenizer", "GPT2Tokenizer"
 _CLASS_DEFAULTS = {
-    "Qwen2Tokenizer": {"eos_token": _ENDOFTEXT, "unk_token": _ENDOFTEXT, "pad_token": _ENDOFTEXT},
-    "GPT2Tokenizer": {"bos_token": _ENDOFTEXT, "eos_token": _ENDOFTEXT, "unk_token": _ENDOFTEXT},
+    _QWEN2: {"eos_token": _ENDOFTEXT, "unk_token": _ENDOFTEXT, "pad_token": _ENDOFTEXT},
+    _GPT2: {"bos_token": _ENDOFTEXT, "eos_token": _ENDOFTEXT, "unk_token": _ENDOFTEXT},
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
 }
 """Named tokens of a tokenizer class, used for the names that tokenizer_config.json leaves out."""
@@ -58,16 +63,17 @@ class _Config:
 
     special_tokens_map.json and added_tokens.json are read only if tokenizer_config.json has no added_tokens_decoder.
 
+    class_name: class that AutoTokenizer selects, without "Fast"; "" if the files name none.
     added: id to the fields of an AddedToken.
     named: name, such as eos_token, to the token's text.
     special: text to the fields of an AddedToken, for all tokens that the files make special.
+    extra: texts of tokens that are special unless they are added tokens already: these keep their flags.
     defaults: texts of the tokens that only the class makes special; the vocabulary may lack them.
     """
 
     def __init__(self, folder: Path):
         self.values = _read_json(folder / "tokenizer_config.json")
-        name = self.values.get("tokenizer_class") or ""
-        self.class_name = name.removesuffix("Fast") if isinstance(name, str) else ""
+        self.class_name = _class_name(self.values.get("tokenizer_class"), _read_json(folder / "config.json"))
         fields: dict[str, dict[str, Any]] = {}
         if "added_tokens_decoder" in self.values:
             self.added = {int(i): _fields(token) for i, token in self.values["added_tokens_decoder"].items()}
@@ -84,9 +90,13 @@ class _Config:
         defaults = {k: v for k, v in _CLASS_DEFAULTS.get(self.class_name, {}).items() if k not in own}
         self.named.update(defaults)
         self.defaults = set(defaults.values())
+        # The class Qwen2Tokenizer makes all of these tokens special.
+        self.extra = {*map(_content, extra if self.class_name != _QWEN2 else [])} - {*self.named.values()}
         self.special: dict[str, dict[str, Any]] = {}
         for token in [*filter(None, own.values()), *extra]:
             content = _content(token)
+            if content in self.extra and content in fields:
+                continue
             flags = _fields(token) if isinstance(token, dict) else {"content": content, "normalized": False}
             self.special[content] = {**flags, **fields.get(content, {}), "special": True}
         if "added_tokens_decoder" not in self.values:
@@ -96,6 +106,17 @@ class _Config:
 
     def flag(self, name: str) -> bool:
         return self.values.get(name) is True
+
+
+def _class_name(name: object, model: Mapping[str, Any]) -> str:
+    """Return the class that AutoTokenizer selects.
+
+    name: tokenizer_class of tokenizer_config.json.
+    model: content of config.json.
+    """
+    found = name.removesuffix("Fast") if isinstance(name, str) else ""
+    kind = model.get("model_type")
+    return _QWEN2 if kind == "qwen2" or (kind == "qwen3" and not found) else found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -130,14 +151,30 @@ def _load_tokenizer_json(folder: Path, config: _Config) -> FastTokenizer:
     kept = known if "added_tokens_decoder" not in config.values else {}
     new = [fields for _, fields in sorted(config.added.items()) if fields["content"] not in kept]
     tokenizer.add_tokens([tokenizers.AddedToken(**fields) for fields in new])
-    special = [kept.get(c) or tokenizers.AddedToken(**fields) for c, fields in config.special.items()]
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    special = [kept.get(c) or tokenizers.AddedToken(**fields) for c, fields in config.special.items()
+               if c not in config.extra & present]
     special += [known.get(c) or tokenizers.AddedToken(c, normalized=False) for c in sorted(config.defaults)
                 if tokenizer.token_to_id(c) is not None]
     for token in special:
         token.special = True
     tokenizer.add_special_tokens(special)
     tokenizer.encode_special_tokens = config.flag("split_special_tokens")
+    if config.class_name in (_QWEN2, _GPT2):
+        _set_prefix_space(tokenizer, config.flag("add_prefix_space"))
     return FastTokenizer(tokenizer)
+
+
+def _set_prefix_space(tokenizer: tokenizers.Tokenizer, prefix_space: bool) -> None:
+    """Set add_prefix_space of the pre-tokenizer ByteLevel."""
+    if (pre_tokenizer := tokenizer.pre_tokenizer) is None:
+        return
+    state = json.loads(pre_tokenizer.__getstate__())
+    for step in state.get("pretokenizers", [state]):
+        if step["type"] == "ByteLevel":
+            step["add_prefix_space"] = prefix_space
+    pre_tokenizer.__setstate__(json.dumps(state).encode())
+    tokenizer.pre_tokenizer = pre_tokenizer
 
 
 def _load_byte_bpe(folder: Path, config: _Config) -> FastTokenizer:
@@ -145,9 +182,9 @@ def _load_byte_bpe(folder: Path, config: _Config) -> FastTokenizer:
     if class_name not in byte_bpe.CLASSES:
         supported = ", ".join(byte_bpe.CLASSES)
         raise ValueError(f"tokenizer_class {class_name!r} with vocab.json and merges.txt: must be one of {supported}")
-    for flag in ("split_special_tokens", *(["add_prefix_space"] if byte_bpe.is_qwen2(class_name) else [])):
-        if config.flag(flag):
-            raise ValueError(f"tokenizer_config.json: {flag} is not supported for {class_name} without tokenizer.json")
+    if config.flag("split_special_tokens"):
+        raise ValueError(
+            f"tokenizer_config.json: split_special_tokens is not supported for {class_name} without tokenizer.json")
     vocabulary, merges = byte_bpe.read_vocabulary(folder)
     ids = {**vocabulary, **{fields["content"]: i for i, fields in config.added.items()}}
     tokens = {fields["content"]: fields for fields in config.added.values()} | config.special

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 from hypothesis import given
+from tokenizers import pre_tokenizers
 
 from npuserve.service.config import ConfigError
 from npuserve.service.text.tokenizer_loader import load_tokenizer
@@ -65,12 +66,34 @@ def test_load_byte_fallback_equals_transformers(tmp_path: Path, config: dict[str
     QWEN,
     {**QWEN, "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
     {**QWEN, "extra_special_tokens": ["<think>"]},  # special in the configuration only
+    {**QWEN, "tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": ["<think>", "<new>"]},
+    {**QWEN, "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<think>"]},
+    {**QWEN, "tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": {"think_token": "<think>"}},
+    {**QWEN, "add_prefix_space": True},
+    {**QWEN, "tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True},
 ])
 @pytest.mark.parametrize("decoder", [True, False])
-def test_load_byte_level_equals_transformers(tmp_path: Path, config: dict[str, Any], decoder: bool) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_load_byte_level_equals_transformers(
+    tmp_path: Path, config: dict[str, Any], decoder: bool, model_type: str
+) -> None:
     trained = train()
     added = {"added_tokens_decoder": added_tokens_decoder(trained)} if decoder else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     check_equal(save(tmp_path, trained, {**config, **added}))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("config", [{"add_prefix_space": True}, {"add_prefix_space": False}, {}])
+def test_load_gpt2_prefix_space_is_that_of_the_configuration(
+    tmp_path: Path, config: dict[str, Any], saved: bool
+) -> None:
+    trained = train("GPT2Tokenizer")
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=saved)
+    folder = save(tmp_path, trained, {**QWEN, "tokenizer_class": "GPT2TokenizerFast", **config})
+    check_equal(folder)
+    ours = load(folder)
+    assert (ours.encode("time", False) == ours.encode(" time", False)) == bool(config.get("add_prefix_space"))
 
 
 def test_load_added_tokens_decoder_overrides_tokenizer_json(tmp_path: Path) -> None:
@@ -93,9 +116,12 @@ def test_load_without_added_tokens_decoder_reads_special_tokens_map(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer"])
 @pytest.mark.parametrize("legacy", [True, False])
-def test_load_vocab_and_merges_equals_transformers(tmp_path: Path, name: str, legacy: bool) -> None:
+@pytest.mark.parametrize("more", [{}, {"add_prefix_space": True}, {"extra_special_tokens": ["<think>"]}])
+def test_load_vocab_and_merges_equals_transformers(
+    tmp_path: Path, name: str, legacy: bool, more: dict[str, Any]
+) -> None:
     trained = train(name)
-    config = {**QWEN, "tokenizer_class": name, "bos_token": SPECIAL[1], "unk_token": SPECIAL[0]}
+    config = {**QWEN, "tokenizer_class": name, "bos_token": SPECIAL[1], "unk_token": SPECIAL[0], **more}
     if name == "GPT2Tokenizer":
         config["add_bos_token"] = True
     if not legacy:
@@ -122,7 +148,7 @@ def test_load_vocab_and_merges_uses_the_named_tokens_of_the_class(tmp_path: Path
 @pytest.mark.parametrize(("config", "message"), [
     ({}, "tokenizer_class None .* must be one of Qwen2Tokenizer, Qwen2TokenizerFast, GPT2Tokenizer"),
     ({"tokenizer_class": "BloomTokenizer"}, "tokenizer_class 'BloomTokenizer'"),
-    ({**QWEN, "add_prefix_space": True}, "add_prefix_space is not supported for Qwen2Tokenizer"),
+    ({**QWEN, "split_special_tokens": True}, "split_special_tokens is not supported for Qwen2Tokenizer"),
     ({**QWEN, "added_tokens_decoder": {"5": {"content": "<x>"}}}, "an id has two tokens"),
     ({**QWEN, "added_tokens_decoder": {"5": {}}}, "malformed: KeyError: 'content'"),
 ])
