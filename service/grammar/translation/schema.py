@@ -93,20 +93,19 @@ class _Schema:
         self._is_old = name in _OLD_DRAFTS
         self._id = "id" if "draft-04" in name else "$id"
         self._has_prefix = not self._is_old and "2019-09" not in name  # otherwise `prefixItems` is an unknown keyword
-        self._documents: dict[str, tuple[Any, str]] = {}  # URI -> subschema and its base
-        self._definitions: dict[tuple[int, str], str] = {}  # subschema and base -> its name in the result
-        self._ahead: list[tuple[Any, str, str, str]] = []  # subschema, base, path, name
+        self._documents: dict[str, tuple[Any, str]] = {}  # URI -> subschema and the base around it
+        self._definitions: dict[tuple[int, str], str] = {}  # subschema and the base around it -> its name in the result
+        self._ahead: list[tuple[Any, str, str, str]] = []  # subschema, base around it, path, name
         self._bounds: list[float] = []  # of numbers, of all subschemas
 
     def translate(self) -> dict[str, Any]:
-        base = self._base_of(self._root, "")
-        self._documents[urldefrag(base)[0]] = self._root, base
+        self._documents[self._base_of(self._root, "")] = self._root, ""
         self._find_documents(self._root, "", 0)
-        result = self._walk(self._root, base, "", 0)
+        result = self._walk(self._root, "", "", 0)
         definitions: dict[str, Any] = {}
         while self._ahead:
-            schema, inner, path, name = self._ahead.pop()
-            found = self._walk(schema, inner, path, 0)
+            schema, base, path, name = self._ahead.pop()
+            found = self._walk(schema, base, path, 0)
             definitions[name] = {**found, ORIGIN: path} if isinstance(found, dict) else found
         result = {} if result is True else result
         if not isinstance(result, dict):
@@ -121,14 +120,14 @@ class _Schema:
         if depth > 4 * MAX_DEPTH:
             raise ConstraintError(f"json_schema: must be nested at most {4 * MAX_DEPTH} deep")
         if isinstance(value, dict):
-            base = self._base_of(value, base)
+            outer, base = base, self._base_of(value, base)
             if base:
-                self._documents.setdefault(base, (value, base))
+                self._documents.setdefault(base, (value, outer))
             for keyword in ("$anchor", "$dynamicAnchor"):
                 if isinstance(anchor := value.get(keyword), str):
-                    self._documents.setdefault(f"{base}#{anchor}", (value, base))
+                    self._documents.setdefault(f"{base}#{anchor}", (value, outer))
             if isinstance(own := value.get(self._id), str) and own.startswith("#"):
-                self._documents.setdefault(f"{base}{own}", (value, base))
+                self._documents.setdefault(f"{base}{own}", (value, outer))
             self._bounds += [value[keyword] for keyword in (*_LOWER, *_UPPER) if _is_number(value.get(keyword))]
             value = [item for keyword, item in value.items() if keyword not in ("const", "enum")]
         for item in value if isinstance(value, list) else ():
@@ -144,7 +143,7 @@ class _Schema:
             return base
 
     def _walk(self, schema: Any, base: str, path: str, depth: int) -> Any:
-        """Return the translated subschema: an object or a bool."""
+        """Return the translated subschema: an object or a bool. base: the base around it, without its own `$id`."""
         if depth > MAX_DEPTH:
             raise _error(path, f"subschemas must be nested at most {MAX_DEPTH} deep")
         if isinstance(schema, bool):
@@ -234,15 +233,15 @@ class _Schema:
     def _reference(self, reference: Any, base: str, path: str) -> str:
         if not isinstance(reference, str):
             raise _error(path, "'$ref' must be a string")
-        schema, inner, target = self._target(reference, base, path)
-        key = (id(schema), inner)
+        schema, outer, target = self._target(reference, base, path)
+        key = (id(schema), outer)
         if key not in self._definitions:
             self._definitions[key] = f"r{len(self._definitions)}"
-            self._ahead.append((schema, inner, target, self._definitions[key]))
+            self._ahead.append((schema, outer, target, self._definitions[key]))
         return f"#/$defs/{self._definitions[key]}"
 
     def _target(self, reference: str, base: str, path: str) -> tuple[Any, str, str]:
-        """Return the subschema of a reference, its base and its path."""
+        """Return the subschema of a reference, the base around it and its path."""
         try:
             if reference.startswith("#"):  # also for a base that is no hierarchical URI, such as a URN
                 uri, fragment = base, unquote(reference[1:])
@@ -257,8 +256,9 @@ class _Schema:
             raise _error(path, f"'$ref' to the unknown anchor {reference[:100]!r}")
         if uri not in self._documents:
             raise _error(path, f"'$ref' to another document is not supported: {reference[:100]!r}")
-        value, inner = self._documents[uri]
+        value, outer = self._documents[uri]
         for step in fragment.split("/")[1:]:
+            outer = self._base_of(value, outer)
             step = step.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict) and step in value:
                 value = value[step]
@@ -266,8 +266,7 @@ class _Schema:
                 value = value[int(step)]
             else:
                 raise _error(path, f"'$ref' to an unknown part of the schema: {reference[:100]!r}")
-            inner = self._base_of(value, inner)
-        return value, inner, fragment
+        return value, outer, fragment
 
 
 def _list(value: Any, path: str) -> list[Any]:

@@ -152,6 +152,10 @@ EDGES: dict[str, tuple[Any, str, str]] = {
             "a": {"$id": "x", **NUMBER}, "b": {"$id": f"{ID}b/x", **STRING}}}, "1", '"a"'),
     "patterns that are written in two ways": (
         {"patternProperties": {"(a)": STRING, "(?:a)": {"maxLength": 1}}}, '{"a":"x"}', '{"a":1}'),
+    "$id of a folder in a referenced schema": (
+        {"$id": f"{ID}b", "$ref": "#/$defs/x", "$defs": {
+            "x": {"$id": "sub/x", "type": "array", "items": {"$ref": "y"}}, "y": {"$id": "sub/y", **NUMBER},
+            "z": {"$id": "sub/sub/y", **STRING}}}, "[1]", '["x"]'),
     "$id in a constant is none": (
         {"$id": ID, "$ref": "x", "$defs": {"a": {"const": {"$id": "x", **STRING}}, "b": {"$id": "x", **NUMBER}}}, "1",
         '"a"'),
