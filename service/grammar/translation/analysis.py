@@ -1,4 +1,7 @@
-"""Analysis of schemas: infinite values, alternatives that exclude each other, names of properties, exact numbers."""
+"""Analysis of schemas: infinite values, alternatives that exclude each other, names of properties, exact numbers.
+
+Also rewriting of keywords that the library reads otherwise than JSON Schema.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from npuserve.service.grammar.translation.errors import ConstraintError
 _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 """Types that exclude each other: an integer, also one written as 1.0, is no fraction. "number" is both."""
+
+_APPLICATORS = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
+"""Keywords between which the library reads the other keywords as schemas of their own."""
 
 _LITERALS = re.compile(r"\^(?:(\w+)|\((?:\?:)?(\w+(?:\|\w+)*)\))\$")
 """Expressions of given names, such as "^(a|b)$"."""
@@ -240,3 +246,17 @@ def _expression(rule: Mapping[str, Any]) -> str | None:
     if rule.keys() <= {"minLength", "maxLength"}:
         return pattern.translate(rf"^[\s\S]{{{rule.get('minLength', 0)},{rule.get('maxLength', '')}}}$", quoted=True)
     return None
+
+
+def grouped(out: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a translated schema with all its keywords that may refer to each other in one group.
+
+    The library would not compare 'additionalProperties' with 'patternProperties' if 'anyOf' stood between them. The
+    group has the place of 'properties' or 'required', which determines the order of the properties in an answer.
+    """
+    names = list(out)
+    place = next((i for i, name in enumerate(names) if name in ("properties", "required")), 0)
+    before = [name for name in names[:place] if name in _APPLICATORS]
+    group = [name for name in names if name not in _APPLICATORS]
+    after = [name for name in names[place:] if name in _APPLICATORS]
+    return {name: out[name] for name in (*before, *group, *after)}

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from npuserve.service.grammar.translation import formats, pattern
 from npuserve.service.grammar.translation.analysis import (
     declare_matched_names,
+    grouped,
     is_exact,
     require_finite_value,
     restrict_names,
@@ -181,7 +182,7 @@ class _Schema:
             self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)
         if added:
             out.setdefault("allOf", []).extend(added)
-        return out or True
+        return grouped(out) or True
 
     def _refuse_unsupported(self, schema: Mapping[str, Any], path: str) -> None:
         may_lack = schema.get("minContains") == 0 and "maxContains" not in schema and not self._is_old

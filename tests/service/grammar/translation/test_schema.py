@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import itertools
 import json
 import random
 from decimal import Decimal
@@ -171,6 +172,29 @@ def test_edge_of_a_keyword_is_honoured(name: str) -> None:
     assert not kind(schema).is_valid(json.loads(bad))
     assert accepts(matcher("json_schema", schema), good)
     assert not accepts(matcher("json_schema", schema), bad)
+
+
+@pytest.mark.parametrize("other", [
+    {"anyOf": [{}]}, {"allOf": [{}]}, {"oneOf": [{}]}, {"$ref": "#/$defs/any"}, {"enum": [{"a": 1}, {"b": 1}]}])
+@pytest.mark.parametrize(("keywords", "good"), [
+    ({"additionalProperties": False, "patternProperties": {"^a": NUMBER}}, '{"a":1}'),
+    ({"additionalProperties": NUMBER, "propertyNames": {"pattern": "^a"}}, '{"a":1}'),
+    ({"additionalProperties": False, "properties": {"a": NUMBER}}, '{"a":1}'),
+])
+def test_order_of_keywords_has_no_effect(keywords: dict[str, Any], good: str, other: dict[str, Any]) -> None:
+    for order in itertools.permutations([*keywords.items(), *other.items()]):
+        schema = {"type": "object", **dict(order), "$defs": {"any": {}}}
+        assert accepts(matcher("json_schema", schema), good), schema
+        assert not accepts(matcher("json_schema", schema), '{"b":1}'), schema
+
+
+def test_properties_of_an_answer_have_the_order_of_the_schema() -> None:
+    parts = {"allOf": [{"properties": {"a": NUMBER}, "required": ["a"]}],
+             "properties": {"b": NUMBER}, "required": ["b"]}
+    first, second = '{"a":1,"b":1}', '{"b":1,"a":1}'
+    for schema, good, bad in ((parts, first, second), (dict(reversed(parts.items())), second, first)):
+        assert accepts(matcher("json_schema", {"type": "object", **schema}), good)
+        assert not accepts(matcher("json_schema", {"type": "object", **schema}), bad)
 
 
 CHECKS: dict[str, Any] = {
