@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 from npuserve.service.grammar.translation import pattern
 from npuserve.service.grammar.translation.errors import ConstraintError
 
+MIN_BOUND = 1e-12
+"""Smallest magnitude of a bound that is not 0."""
+MAX_DIGITS = 8
+"""Digits of a divisor, and its decimals. The library computes in 32 bits with them."""
 _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 """Types that exclude each other: an integer, also one written as 1.0, is no fraction. "number" is both."""
@@ -103,6 +107,59 @@ def is_exact(number: float) -> bool:
     """
     _, digits, exponent = Decimal(repr(number)).as_tuple()
     return int("".join(map(str, digits))) <= 1 << 53 and abs(int(exponent)) <= 22
+
+
+def divisor_fault(number: float) -> str:
+    """Return why the library does not honour a divisor exactly; "" if it does.
+
+    It multiplies the double by 10 until it is an integer, which has many more digits if a product is rounded.
+    """
+    if not 1e-9 <= number < 10 ** MAX_DIGITS:
+        return f"must be in [1e-9, 1e{MAX_DIGITS})"
+    coefficient, decimals = _decimal(number)
+    if coefficient != 1 and max(len(str(coefficient)), decimals) > MAX_DIGITS:
+        return f"must have at most {MAX_DIGITS} digits"
+    scaled = number
+    while not float(scaled).is_integer():
+        scaled *= 10
+    return "" if scaled < 1 << 32 else f"{number} is not supported, since its product with 10 is no exact double,"
+
+
+def _decimal(number: float) -> tuple[int, int]:
+    """Return the integer that the digits of a positive number make without its point, and its decimals."""
+    numerator, denominator = Decimal(repr(number)).as_integer_ratio()
+    decimals = 0
+    while 10 ** decimals % denominator:
+        decimals += 1
+    return numerator * 10 ** decimals // denominator, decimals
+
+
+def allow_short_multiples(out: dict[str, Any]) -> None:
+    """Allow multiples with fewer decimals than 'multipleOf', such as 0.5 for 0.25. The library requires 0.50 there.
+
+    A multiple of 0.25 with one decimal is a multiple of both 0.25 and 0.1. The library computes their common divisor.
+    """
+    coefficient, decimals = _decimal(out.get("multipleOf", 1))
+    units = [10 ** n for n in range(1, decimals) if 10 ** n <= coefficient and coefficient * 10 ** n < 1 << 32]
+    if not units or out.get("type") == "integer":
+        return
+    number = {"type": "number", "multipleOf": out.pop("multipleOf")}
+    short = [{**number, "allOf": [{"multipleOf": unit / 10 ** decimals}]} for unit in units]
+    other = {"type": ["null", "boolean", "string", "array", "object"]}
+    out.setdefault("allOf", []).append({"anyOf": [other, number, *short]})
+
+
+def inside_bound(value: float, sign: int, others: Sequence[float]) -> float:
+    """Return the exclusive bound, or a close one inside it that the library honours.
+
+    sign: 1 for a lower bound, -1 for an upper one.
+    others: bounds of all subschemas.
+
+    Between an integer and a bound less than 1 away from it, the library includes the integer.
+    """
+    if value != int(value) or not any(0 < sign * (other - value) < 1 for other in others):
+        return value
+    return float(value + sign * max(MIN_BOUND, 10.0 ** (len(str(int(abs(value)))) - 15)))
 
 
 def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:

@@ -19,8 +19,12 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 from npuserve.service.grammar.translation import formats, pattern
 from npuserve.service.grammar.translation.analysis import (
+    MIN_BOUND,
+    allow_short_multiples,
     declare_matched_names,
+    divisor_fault,
     grouped,
+    inside_bound,
     is_exact,
     require_finite_value,
     restrict_names,
@@ -31,8 +35,6 @@ MAX_DEPTH = 64
 """Nesting of subschemas."""
 MAX_INTEGER = 1 << 53
 """Larger integers are not exact in the library."""
-MIN_BOUND = 1e-12
-"""Smallest magnitude of a bound that is not 0."""
 MAX_COUNT = 100_000
 """Bound of minLength, minItems and so on. A larger maxLength or maxItems is reduced to it."""
 
@@ -177,6 +179,7 @@ class _Schema:
         self._items(schema, base, path, depth, out)
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
+        allow_short_multiples(out)
         declare_matched_names(schema, out)
         if "propertyNames" in schema:
             self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)
@@ -321,8 +324,8 @@ def _copy(keyword: str, value: Any, path: str, out: dict[str, Any]) -> None:
             raise _error(path, f"'{keyword}' must be at most {MAX_COUNT}")
         out[keyword] = min(int(value), MAX_COUNT)
     elif keyword == "multipleOf":
-        if not _is_number(value) or not 1e-9 <= value <= MAX_INTEGER:
-            raise _error(path, f"'multipleOf' must be a number in [1e-9, {MAX_INTEGER}]")
+        if fault := divisor_fault(value) if _is_number(value) else "must be a number":
+            raise _error(path, f"'multipleOf' {fault}")
         out[keyword] = value
 
 
@@ -362,7 +365,7 @@ def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any], others: S
                     raise _error(f"{path}/{keyword}", f"'{keyword}' must be a number")
                 out[keyword] = _tightened(value, is_lower, f"{path}/{keyword}")
         if (value := out.get(exclusive)) is not None:
-            out[exclusive] = _inside(value, 1 if is_lower else -1, others)
+            out[exclusive] = inside_bound(value, 1 if is_lower else -1, others)
 
 
 def _tightened(value: float, is_lower: bool, path: str) -> float:
@@ -375,19 +378,6 @@ def _tightened(value: float, is_lower: bool, path: str) -> float:
         raise _error(path, f"a bound must be 0 or at least {MIN_BOUND} away from it")
     assert Fraction(float(value)) == Fraction(value)
     return value
-
-
-def _inside(value: float, sign: int, others: Sequence[float]) -> float:
-    """Return the exclusive bound, or a close one inside it that the library honours.
-
-    sign: 1 for a lower bound, -1 for an upper one.
-    others: bounds of all subschemas.
-
-    Between an integer and a bound less than 1 away from it, the library includes the integer.
-    """
-    if value != int(value) or not any(0 < sign * (other - value) < 1 for other in others):
-        return value
-    return float(value + sign * max(MIN_BOUND, 10.0 ** (len(str(int(abs(value)))) - 15)))
 
 
 def _check_properties(out: Mapping[str, Any], path: str) -> None:

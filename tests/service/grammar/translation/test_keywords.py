@@ -86,6 +86,7 @@ IN_PART: dict[str, tuple[Any, str, str]] = {
     "pattern": ({"additionalProperties": {"pattern": "(?=a)b"}}, "look-around", "/additionalProperties/pattern"),
     "enum": ({"allOf": [{"enum": [1, 2**60]}]}, "at most 9007199254740992", "/allOf/0/enum"),
     "minimum": ({"items": {"minimum": 1e300}}, "must be within", "/items/minimum"),
+    "multipleOf": ({"items": {"multipleOf": 0.07}}, "0.07 is not supported", "/items/multipleOf"),
     "minItems": ({"items": {"type": "array", "minItems": 10**6}}, "at most 100000", "/items/minItems"),
 }
 """Keyword -> schema that is refused, part of the message, and the path in it."""

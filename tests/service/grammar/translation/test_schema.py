@@ -197,6 +197,20 @@ def test_properties_of_an_answer_have_the_order_of_the_schema() -> None:
         assert not accepts(matcher("json_schema", {"type": "object", **schema}), bad)
 
 
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    ({"multipleOf": 0.25}, ["0.5", "0.50", "-1.5", "0.75", "1", "1.0", '"a"', "[0.1]"], ["0.1", "0.2", "0.55", "1.1"]),
+    ({**NUMBER, "multipleOf": 0.125}, ["0.5", "0.25", "0.125", "0.250", "2"], ["0.3", "0.15", "0.120", "null"]),
+    ({**NUMBER, "multipleOf": 1.25}, ["2.5", "1.25", "5", "10.0"], ["1.5", "2", "3.5"]),
+    ({**NUMBER, "multipleOf": 0.075}, ["0.15", "0.3", "0.075", "3"], ["0.07", "0.5", "1"]),
+    ({"enum": [0.5, 0.75, 1], "multipleOf": 0.25}, ["0.5", "0.75", "1"], ["0.25"]),
+    ({**NUMBER, "minimum": 0.5, "maximum": 0.6, "multipleOf": 0.25}, ["0.5"], ["0.25", "0.6"]),
+    ({**NUMBER, "multipleOf": 0.05}, ["0.5", "0.05", "0.50"], ["0.51"]),
+])
+def test_multiples_may_have_fewer_decimals(schema: Any, good: list[str], bad: list[str]) -> None:
+    for text in good + bad:
+        assert accepts(matcher("json_schema", schema), text) is (text in good), text
+
+
 CHECKS: dict[str, Any] = {
     "date": datetime.date.fromisoformat,
     "date-time": lambda text: datetime.datetime.fromisoformat(text.replace("Z", "+00:00")),
@@ -262,6 +276,7 @@ REFUSED = [
     ({"type": "integer", "const": "a"}, "nsatisfiable"), ({"enum": []}, "at least one value"), ({"type": "foo"},
         "'type' must be"), ({"type": []}, "'type' must be"), (False, "must be an object"), ([], "must be"),
     ({"minLength": -1}, "minLength"), ({"minimum": "1"}, "minimum"), ({"multipleOf": 0}, "multipleOf"),
+    ({"multipleOf": 0.999999999}, "at most 8 digits at /multipleOf"), ({"multipleOf": 4000000007}, "must be in"),
     ({"const": 2**53 + 1}, "at most 9007199254740992"),
     ('{"const": 1e400}', "at most 9007199254740992 at /const"), ('{"enum": [[-1e400]]}', "at /enum"),
     ({"const": 0.19559076106322826}, "at most 15 digits"), ({"enum": [{"a": 1.5e-30}]}, "at most 15 digits"),
