@@ -20,12 +20,13 @@ _SCHEMAS = ("additionalProperties", "items")
 _LISTS = ("prefixItems", "anyOf", "allOf", "oneOf")
 _MAPS = ("properties", "patternProperties")
 _MESSAGES = {
-    "oneOf constraints": ("oneOf", "keyword 'oneOf' is supported only if its schemas exclude each other"),
-    "min/maxProperties": ("maxProperties", "keyword 'maxProperties' is supported only if all 'properties' are in "
-                                           "'required'"),
-    "patternProperty": ("patternProperties", ""),
+    "oneOf constraints": (("oneOf",), "keyword 'oneOf' is supported only if its schemas exclude each other"),
+    "min/maxProperties": (("maxProperties", "minProperties"), (
+        "keyword '{}' is supported only if all 'properties' are in 'required', or as 1 more than 'required' lists if "
+        "'additionalProperties' is false and there are no 'patternProperties'")),
+    "patternProperty": (("patternProperties",), ""),
 }
-"""Beginning of a message -> the keyword that it is about, and clearer text; "" for none."""
+"""Beginning of a message -> the keywords that it is about, and clearer text that names the one found; "" for none."""
 
 Refusal = Callable[[str], str]
 """Function that returns the library's message for a grammar, "" if it compiles."""
@@ -50,7 +51,7 @@ def located(message: str, grammar: str, refusal: Refusal) -> ConstraintError:
             return refusal(json.dumps({"grammars": [alone]}, ensure_ascii=False)) == message
 
         if is_refused(schema):
-            return _error(message, schema, _path(schema, is_refused))
+            return _error(message, schema.get(ORIGIN, ""), *_refused_part(schema, is_refused))
     return ConstraintError(message)
 
 
@@ -62,8 +63,8 @@ def _subgrammars(grammar: str) -> list[dict[str, Any]]:
     return found
 
 
-def _path(schema: Mapping[str, Any], is_refused: Callable[[Any], bool]) -> str:
-    """Return the path of the smallest refused part."""
+def _refused_part(schema: Mapping[str, Any], is_refused: Callable[[Any], bool]) -> tuple[str, Mapping[str, Any]]:
+    """Return the path of the smallest refused part, and the part."""
     definitions, path, entered = schema.get("$defs", {}), "", set[str]()
     while True:
         for step, inner in _parts(schema):
@@ -75,7 +76,7 @@ def _path(schema: Mapping[str, Any], is_refused: Callable[[Any], bool]) -> str:
                 schema, path = inner, path + step
                 break
         else:
-            return path
+            return path, schema
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -93,11 +94,12 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield pointer(f"/{keyword}", name), inner
 
 
-def _error(message: str, schema: Mapping[str, Any], path: str) -> ConstraintError:
-    keyword, text = next((found for begin, found in _MESSAGES.items() if message.startswith(begin)), ("", ""))
-    origin = schema.get(ORIGIN, "")
+def _error(message: str, origin: str, path: str, part: Mapping[str, Any]) -> ConstraintError:
+    keywords, text = next((found for begin, found in _MESSAGES.items() if message.startswith(begin)), ((), ""))
+    keyword = next((name for name in keywords if name in part), "")
+    text = text.format(keyword or "/".join(keywords)) or message
     path = f"{path}/{keyword}" if keyword else path or "/"
-    described = f"{text or message} at {path}"
+    described = f"{text} at {path}"
     if not origin:
         return ConstraintError(f"json_schema: {described}")
     if origin.startswith("structural_tag: "):

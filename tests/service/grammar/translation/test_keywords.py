@@ -165,6 +165,25 @@ def test_keyword_that_cannot_be_honoured_is_named_with_its_path(keyword: str) ->
     assert str(error.value).endswith(f" at {path}")
 
 
+@pytest.mark.parametrize(("schema", "path"), [
+    ({"properties": {"a": {}}, "minProperties": 1}, "keyword 'minProperties' is .* at /minProperties"),
+    ({"items": {"properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 2}}, "at /items/minProperties"),
+    ({"properties": {"a": {}}, "minProperties": 1, "maxProperties": 2}, "keyword 'maxProperties' .* at /maxProperties"),
+    ({"properties": {"a": {}}, "allOf": [{"minProperties": 1}]}, "keyword 'maxProperties/minProperties' .* at /"),
+])
+def test_refused_number_of_properties_is_named_by_its_own_keyword(schema: Any, path: str) -> None:
+    with pytest.raises(ConstraintError, match=f"^json_schema: .*{path}$"):
+        matcher("json_schema", schema)
+
+
+def test_one_more_property_is_honoured_where_no_others_may_follow() -> None:
+    schema = {"type": "object", "properties": {"a": NULL, "b": NULL, "c": NULL}, "required": ["a"],
+              "additionalProperties": False}
+    for count, bad in (("minProperties", '{"a":null}'), ("maxProperties", '{"a":null,"b":null,"c":null}')):
+        assert accepts(matcher("json_schema", {**schema, count: 2}), '{"a":null,"b":null}')
+        assert not accepts(matcher("json_schema", {**schema, count: 2}), bad)
+
+
 @pytest.mark.parametrize("name", sorted({*formats.FORMATS, *formats.UNSUPPORTED, "int32"}))
 def test_format_is_honoured_refused_or_unknown(name: str) -> None:
     schema = {"properties": {"a": {"type": "string", "format": name}}}
