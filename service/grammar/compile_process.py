@@ -29,6 +29,8 @@ from llguidance import LLMatcher
 from npuserve.service.grammar.errors import ConstraintError
 from npuserve.service.grammar.matcher import limits
 from npuserve.service.grammar.refusal import located
+from npuserve.service.grammar.translation.ebnf import CONVERTED
+from npuserve.service.grammar.translation.lark import PREAMBLE
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData, build_tokenizer
 from npuserve.service.ipc import process_control
@@ -39,7 +41,8 @@ MAX_WALL_RATIO = 10
 """Real time of a compilation, as a multiple of its limit of processor time."""
 BASE_BYTES = 64 << 10
 """Estimated memory of the smallest compiled constraint."""
-_POSITION = re.compile(r"^at \d+\(\d+\): ")
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+"""Line and column in a grammar, at the beginning of a message of the library."""
 _LISTING = re.compile(r"\n +\d+ \| ")
 """First line of the grammar in a message of the library."""
 
@@ -162,7 +165,8 @@ def _built(tokenizer: Any, grammar: str, kind: str) -> tuple[LLMatcher, str]:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        return matcher, _message(matcher.get_error())
+        is_clients = kind == "grammar" and not grammar.startswith(PREAMBLE + CONVERTED)
+        return matcher, _message(matcher.get_error(), is_clients=is_clients)
     is_possible = matcher.stop_reason() in ("NotStopped", "NoExtension")
     return matcher, "" if is_possible else "no answer satisfies the constraint"
 
@@ -176,15 +180,20 @@ def build_byte_matcher(vocabulary: Vocabulary, grammar: str, kind: str) -> LLMat
     return None if message else matcher
 
 
-def _message(error: str) -> str:
+def _message(error: str, *, is_clients: bool) -> str:
     """Return the library's message without its dump of the state and its names of definitions.
 
     Also without the translated grammar and the position there, which are not the client's.
+
+    is_clients: whether the grammar is the client's text after PREAMBLE, so that the position is given.
     """
     text = _LISTING.split(error.partition("<state>")[0].partition("<non-verbose/>")[0])[0]
-    text = " ".join(_POSITION.sub("", text).split())
-    text = text.partition(" while processing json-schema:")[0]
-    return "no answer satisfies the constraint" if text in ("", "NoExtensionBias") else text[:400]
+    found = _POSITION.match(text)
+    text = " ".join(text[found.end() if found else 0:].split()).partition(" while processing json-schema:")[0]
+    if text in ("", "NoExtensionBias"):
+        return "no answer satisfies the constraint"
+    place = f" at line {int(found[1]) - len(PREAMBLE.splitlines())}, column {found[2]}" if found and is_clients else ""
+    return text[:400] + place
 
 
 def _resident_bytes() -> int:

@@ -14,6 +14,8 @@ import re
 from npuserve.service.grammar.translation import gbnf_lark
 from npuserve.service.grammar.translation.errors import ConstraintError
 
+CONVERTED = "// converted from GBNF\n"
+"""First line of a converted grammar. Positions in it are not the client's."""
 MAX_DEPTH = 100
 """Nesting of parentheses."""
 
@@ -35,7 +37,7 @@ def to_lark(text: str) -> str:
     if not text.strip():
         raise ConstraintError("grammar: must not be empty")
     if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
-        return gbnf_lark.to_lark(text)
+        return CONVERTED + gbnf_lark.to_lark(text)
     outside = _LARK_TOKEN.sub(lambda found: '""' if _is_terminal(found.group()) else " ", text)
     for pattern, name in _REFUSED:
         if found := pattern.search(outside):

@@ -161,7 +161,7 @@ class _Parser:
         most = -1 if comma and not high else int(high or low) if len(high) < 8 else MAX_REPEAT + 1
         if max(least, most) > MAX_REPEAT or (most != -1 and most < least):
             raise self._error(f"a repetition must be in [0, {MAX_REPEAT}], with its bounds in order", at)
-        return Rep(item, least, most)
+        return Rep(item, least, most) if most else Seq(())
 
     def _atom(self, kind: str, token: str, at: int) -> Node:
         if kind == "name":

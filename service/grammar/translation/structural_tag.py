@@ -261,7 +261,7 @@ class _Translator:
         if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= 1000 and -1 <= high <= 1000) or (
                 high != -1 and high < low):
             raise _error(path, "'min' and 'max' must be integers in [0, 1000], or -1 for no maximum")
-        return f"{inner}{{{low},{'' if high == -1 else high}}}"
+        return f"{inner}{{{low},{'' if high == -1 else high}}}" if high else '""'
 
 
 _FORMATS: dict[str, Callable[[_Translator, Any, str, Sequence[str] | None, int], str]] = {

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from npuserve.service.grammar.translation import gbnf_lark
 from npuserve.service.grammar.translation.errors import ConstraintError
 from npuserve.service.grammar.translation.gbnf import Alt, Chars, Node, Ref, Rep, Seq, parse
 from npuserve.service.ipc.messages import Constraint
@@ -19,6 +20,7 @@ GRAMMARS = [
     'root ::= [^ab]{1,2} | "a"+ "b"', 'root ::= s root? "c"\ns ::= [ab]*',
     'root ::= (root "a"?){0,2} "b"', "root ::= y | y root\ny ::= \"a\" [bc]* | \"b\"  # comment\n",
     'root ::= ("a" |\n  "b")\n  c\nc ::= "c" root | ""',
+    'root ::= "a"{0}', 'root ::= ("a" root){0,0} "b"', 'root ::= "a"{0} "b" root | "c"{0,0} | "a"',
 ]
 ALPHABET = "abc()"
 LENGTH = 5
@@ -83,6 +85,24 @@ def test_escapes_and_classes():
 def test_malformed_or_refused_grammar(text: str, message: str):
     with pytest.raises(ConstraintError, match=message):
         matcher("grammar", text)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ('start: a\na: "x" )\n', r"expecting rule.* at line 2, column 8$"),
+    ('start: "a"\n\n\nfoo bar', r" at line 4, column 5$"),
+    ("start: a\na: b", r"^unknown name: .* at line 2, column 4$"),
+    ("start: A{0,0}", r"cannot be 0.* at line 1, column "),
+])
+def test_error_of_the_library_has_the_position_in_the_clients_grammar(text: str, message: str):
+    with pytest.raises(ConstraintError, match=message):
+        matcher("grammar", text)
+
+
+def test_error_of_a_converted_grammar_has_no_position(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gbnf_lark, "to_lark", lambda text: "start: a\n)")
+    with pytest.raises(ConstraintError, match=r"^Expected|^expecting") as error:
+        matcher("grammar", 'root ::= "a"')
+    assert "line" not in str(error.value)
 
 
 def test_lark_brackets_are_an_optional_part():

@@ -84,6 +84,8 @@ FORMATS: dict[str, tuple[Any, list[str], list[str]]] = {
     "plus": (tag({"type": "plus", "content": CONST}), ["ab", "abab"], [""]),
     "star": (tag({"type": "star", "content": CONST}), ["", "abab"], ["a"]),
     "repeat": (tag({"type": "repeat", "min": 1, "max": 2, "content": CONST}), ["ab", "abab"], ["", "ababab"]),
+    "repeat 0 times": (tag({"type": "sequence", "elements": [
+        {"type": "repeat", "min": 0, "max": 0, "content": CONST}, CONST]}), ["ab"], ["", "abab"]),
     "dispatch": (tag({"type": "dispatch", "rules": [["<f>", CONST]]}), ["x<f>aby<f>ab", "x"], ["<f>x"]),
     "dispatch once": (tag({"type": "dispatch", "rules": [["<f>", CONST]], "loop": False}), ["x<f>ab", "x"], ["<f>abx"]),
     "overlapping triggers": (tag({"type": "dispatch", "rules": [["ab", CONST], ["bc", ANY]], "loop": False}),
