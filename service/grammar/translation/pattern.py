@@ -13,6 +13,7 @@ backslash too. So a class for JSON strings contains these five at most, beside i
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_DEPTH = 100
@@ -69,6 +70,7 @@ class _Translator:
     def __init__(self, pattern: str, quoted: bool):
         self._text, self._quoted = pattern, quoted
         self._at = 0
+        self._anchors: list[int] = []  # positions
 
     def translate(self) -> str:
         out = self._alternatives(0)
@@ -76,8 +78,8 @@ class _Translator:
             raise self._error("unmatched ')'")
         return out
 
-    def _error(self, message: str) -> PatternError:
-        return PatternError(f"{message} at position {self._at}")
+    def _error(self, message: str, at: int | None = None) -> PatternError:
+        return PatternError(f"{message} at position {self._at if at is None else at}")
 
     def _peek(self, text: str) -> bool:
         return self._text.startswith(text, self._at)
@@ -90,14 +92,36 @@ class _Translator:
     def _alternatives(self, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise self._error(f"groups must be nested at most {MAX_DEPTH} deep")
-        out = []
+        out, is_first, ends = [], True, list[int]()
         while self._at < len(self._text) and not self._peek(")"):
             if self._take("|"):
                 out.append("|")
+                is_first, ends = True, []
                 continue
+            count = len(self._anchors)
             atom, is_repeatable = self._atom(depth)
-            out.append(atom + self._quantifier(is_repeatable))
+            quantifier = self._quantifier(is_repeatable)
+            out.append(atom + quantifier)
+            if quantifier in ("{0}", "{0,0}"):
+                del self._anchors[count:]
+                continue
+            self._check_anchors(self._anchors[count:], is_first, quantifier in ("", "{1}", "{1,1}"))
+            is_first = is_first and set(atom) <= set("(?:)^")
+            if not set(atom) <= set("(?:)$"):
+                for at in ends:
+                    self._refuse_anchor(at)
+            ends += [at for at in self._anchors[count:] if self._text[at] == "$"]
         return "".join(out)
+
+    def _check_anchors(self, anchors: Sequence[int], is_first: bool, is_once: bool) -> None:
+        """Raise for the anchors in an atom that is not the first one of its alternative, or is repeated."""
+        for at in anchors:
+            if not is_once or (self._text[at] == "^" and not is_first):
+                self._refuse_anchor(at)
+
+    def _refuse_anchor(self, at: int) -> None:
+        place = "beginning" if self._text[at] == "^" else "end"
+        raise self._error(f"'{self._text[at]}' is supported only at the {place}, outside of repeated groups,", at)
 
     def _atom(self, depth: int) -> tuple[str, bool]:
         """Return the next atom, and whether a quantifier may follow."""
@@ -112,6 +136,7 @@ class _Translator:
             return self._class(), True
         self._at += 1
         if character in "^$":
+            self._anchors.append(self._at - 1)
             return character, False
         if character == ".":
             return self._written(r"\n\r\x{2028}\x{2029}", True, _ALL_CONTROLS - {10, 13}), True

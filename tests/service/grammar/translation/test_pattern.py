@@ -67,6 +67,10 @@ def test_walks_of_a_regex_match_it_whole(pattern: str):
         "the last character"),
     (r"\ud800", "must be a character"), (r"\p{Greek}", "general categories"), ("[a", "unclosed '\\['"), (r"[\d-z]",
         "range must begin"),
+    ("a^b", r"'\^' is supported only at the beginning.* at position 1"), ("(a|x*(^b))", "at position 6"),
+    ("x$y", r"'\$' is supported only at the end.* at position 1"), ("(a|b$)c", "at position 4"),
+    ("x(a$)?", r"outside of repeated groups, at position 3"), ("(^a){2}", "at position 1"),
+    ("$^", "at position 1"), ("(^|b)^a", "at position 5"),
     (r"\q", "the escape"), ("(" * 200 + ")" * 200, "at most 100 deep"),
 ])
 def test_unsupported_pattern_is_refused_with_its_position(pattern: str, message: str):
@@ -74,6 +78,15 @@ def test_unsupported_pattern_is_refused_with_its_position(pattern: str, message:
         translate(pattern, quoted=True)
     with pytest.raises(ConstraintError, match=r"^json_schema: regular expression .* at /properties/a/pattern$"):
         matcher("json_schema", {"properties": {"a": {"pattern": pattern}}})
+
+
+@pytest.mark.parametrize(("pattern", "text"), [
+    ("^^a$$", "a"), ("(^|x)a", "xa"), ("(a|^)b(c$|$)", "ab"), ("((^a))b", "ab"), ("(^a){1}$", "a"), ("(^b){0}a", "a"),
+    ("()^a", "a"), ("a$(?:)", "a"), ("^(?:^a$|^$)$", ""),
+])
+def test_anchor_at_an_end_is_honoured(pattern: str, text: str):
+    assert accepts(matcher("regex", pattern), text)
+    assert accepts(matcher("json_schema", {"type": "string", "pattern": pattern}), f'"{text}"')
 
 
 @pytest.mark.parametrize("pattern", [r"[^\s\S]", "a^b", "$a"])
