@@ -1,8 +1,10 @@
 """Regular expressions of the formats of JSON Schema, in the syntax of the grammar library.
 
-Every text that they accept is valid by the RFC of the format, and by the checks of the Python package `jsonschema`.
-They leave out some valid texts: leap seconds, the year 0000, mail addresses with quotation marks, zones of IPv6
-addresses. Formats that JSON Schema does not define are annotations, as the specification says.
+Every text that they accept is valid by the RFC of the format, and by the checks of the Python package `jsonschema`,
+which wrongly refuses some relative JSON pointers, such as "205". They leave out some valid texts: leap seconds, the
+year 0000, fractions of a second of more than 6 digits, `t` and `z` in lower case, mail addresses with quotation marks
+or an IP address, zones of IPv6 addresses, host names with Punycode, with a last label that begins with a digit, or with
+long labels (`_LABELS`). Formats that JSON Schema does not define are annotations, as the specification says.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _IPV6 = "(?:" + "|".join([
     rf"(?:{_GROUP}:){{7}}{_GROUP}",
     *(rf"(?:{_GROUP}:){{{n}}}(?::{_GROUP}){{1,{7 - n}}}" for n in range(1, 7)),
     rf":(?::{_GROUP}){{1,7}}",
+    rf"(?:{_GROUP}:){{6}}{_IPV4}",
+    *(rf"(?:{_GROUP}:){{{n}}}(?::{_GROUP}){{0,{5 - n}}}:{_IPV4}" for n in range(1, 6)),
+    rf":(?::{_GROUP}){{0,5}}:{_IPV4}",
     rf"(?:{_GROUP}:){{1,7}}:",
     "::",
 ]) + ")"
@@ -40,8 +45,12 @@ def _label(first: str, most: int) -> str:
     return rf"{first}(?:{_OUTER}|{_INNER}{_OUTER}{ends[0]}|{_INNER}-{_OUTER}{ends[1]})?"
 
 
-_HOSTNAME = rf"(?:{_label(_OUTER, 63)}\.){{0,3}}{_label('[a-zA-Z]', 61)}"
-"""At most 4 labels, so that it has at most 253 characters."""
+_LABELS = ((2, 4, 63), (5, 5, 46), (6, 6, 37), (7, 8, 26), (9, 16, 11), (17, 32, 5))
+"""Least and most labels of a host name, and the length of the second and later ones, so that it has at most 253
+characters. The first label has at most 63."""
+_HOSTNAME = "(?:" + "|".join([_label("[a-zA-Z]", 63), *(
+    rf"{_label(_OUTER, 63)}\.(?:{_label(_OUTER, size)}\.){{{least - 2},{most - 2}}}{_label('[a-zA-Z]', min(size, 61))}"
+    for least, most, size in _LABELS)]) + ")"
 _UNRESERVED = r"a-zA-Z0-9._~!$&'()*+,;=\-"
 _PERCENT = r"%[0-9a-fA-F]{2}"
 _PCHAR = rf"(?:[{_UNRESERVED}:@]|{_PERCENT})"
@@ -69,7 +78,7 @@ FORMATS = {
     "uri": _URI,
     "uri-reference": f"(?:{_URI}|{_RELATIVE})",
     "json-pointer": _POINTER,
-    "relative-json-pointer": rf"(?:0|[1-9]{{1,9}})(?:\#|{_POINTER})",
+    "relative-json-pointer": rf"(?:0|[1-9][0-9]*)(?:\#|{_POINTER})",
 }
 """Format -> expression of the whole text."""
 FORMATS |= {"idn-email": FORMATS["email"], "idn-hostname": FORMATS["hostname"],
