@@ -23,6 +23,8 @@ _LARK_TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"|/(?!/|\*)(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/|//[^\n]*|\#[^\n]*', re.DOTALL)
 _OPTIONS = re.compile(r"(?m)^\s*[?!\w.-]+\s*\[(?!\s*lazy\s*\])[^\]]*\]\s*:")
 """Options of a rule, before its colon. Elsewhere brackets are an optional part."""
+_GBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
+"""Beginning of a rule in GBNF."""
 _REFUSED = (
     (re.compile(r"%(?!ignore\b|import\b)\w+"), "the directive"),
     (re.compile(r"@\w+"), "the reference to another grammar"),
@@ -36,7 +38,7 @@ def to_lark(text: str) -> str:
     """Return a client's grammar in Lark's syntax. Raise ConstraintError."""
     if not text.strip():
         raise ConstraintError("grammar: must not be empty")
-    if re.search(r"(?m)^\s*[\w-]+\s*::=", text):
+    if _GBNF.search(text):
         return CONVERTED + gbnf_lark.to_lark(text)
     outside = _LARK_TOKEN.sub(lambda found: '""' if _is_terminal(found.group()) else " ", text)
     for pattern, name in _REFUSED:
@@ -47,6 +49,11 @@ def to_lark(text: str) -> str:
         if _is_terminal(found.group()):
             _check_depth(found.group())
     return text
+
+
+def is_regular(text: str) -> bool:
+    """Return whether a client's grammar is GBNF without errors and recursion, so that it is a regular expression."""
+    return bool(_GBNF.search(text)) and gbnf_lark.is_regular(text)
 
 
 def _is_terminal(token: str) -> bool:

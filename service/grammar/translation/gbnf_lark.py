@@ -16,6 +16,21 @@ def to_lark(text: str) -> str:
     return _Converter(rules).convert()
 
 
+def is_regular(text: str) -> bool:
+    """Return whether a grammar in GBNF has neither errors nor recursion."""
+    try:
+        rules = parse(text)
+        _require_finite_text(rules)
+        return not is_recursive(rules)["root"]
+    except ConstraintError:
+        return False
+
+
+def to_terminals(text: str, prefix: str) -> list[str]:
+    """Return the terminals of a grammar in GBNF without recursion. The first one, `prefix` and 0, is the whole text."""
+    return _Converter(parse(text), prefix).terminals()
+
+
 def _require_finite_text(rules: Mapping[str, Node]) -> None:
     finite: set[str] = set()
     while found := {name for name, node in rules.items() if name not in finite and _is_finite(node, finite)}:
@@ -36,10 +51,10 @@ def _is_finite(node: Node, finite: set[str]) -> bool:
 
 
 class _Converter:
-    def __init__(self, rules: Mapping[str, Node]):
+    def __init__(self, rules: Mapping[str, Node], prefix: str = "T"):
         self._rules = rules
         self._is_recursive = is_recursive(rules)
-        self._names = {name: f"{'r' if self._is_recursive[name] else 'T'}{i}" for i, name in enumerate(rules)}
+        self._names = {name: f"{'r' if self._is_recursive[name] else prefix}{i}" for i, name in enumerate(rules)}
         self._terminals: dict[Node, str] = {}  # largest parts without recursion
 
     def convert(self) -> str:
@@ -58,6 +73,9 @@ class _Converter:
         self._terminals.clear()
         return "\n".join([f"start: {self._names['root']}",
                           *(f"{self._names[name]}: {self._expression(node)}" for name, node in self._rules.items())])
+
+    def terminals(self) -> list[str]:
+        return [f"{self._names[name]}: {self._inner(node)}" for name, node in self._rules.items()]
 
     def _text(self, lines: list[str], plain: Mapping[str, Node]) -> str:
         return "\n".join([*lines, *(f"{self._names[name]}: {self._inner(node)}" for name, node in plain.items())])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from npuserve.service.grammar.translation import schema
@@ -63,6 +63,12 @@ class GrammarBuilder:
         self._lines.append(f"T{self._rules}: {body}")
         return f"T{self._rules}"
 
+    def terminals(self, define: Callable[[str], list[str]]) -> str:
+        """Add terminals and return the name of the first one. define: function of the prefix of their names."""
+        self._rules += 1
+        self._lines += define(f"G{self._rules}_")
+        return f"G{self._rules}_0"
+
     def json_schema(self, value: dict[str, Any], whitespace: str = WHITESPACE) -> str:
         """Add a translated schema and return an expression for it."""
         options = {"whitespace_pattern": whitespace, "whitespace_flexible": True, "lenient": False,
@@ -96,6 +102,10 @@ class GrammarBuilder:
     def special_id(self, text: str) -> int | None:
         """Return the id of a special token; None if no special token has this text."""
         return self._special.get(text)
+
+    def has_special(self, text: str) -> bool:
+        """Return whether a special token is a part of a text."""
+        return self._split.search(text) is not None
 
     def free_text(self, excluded: Collection[str] = (), max_chars: int | None = None) -> str:
         """Return an expression of terminals for any text without the excluded ones."""

@@ -4,6 +4,9 @@ The format is xgrammar's, which vLLM and gateways send: {"type": "structural_tag
 {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. `_FORMATS` lists the formats that are supported. A free
 text ends at the first occurrence of the text that follows it: the end of its tag, a trigger, or a constant.
 
+The library's lexer is greedy: a terminal that may continue takes what its successor needs. So regular expressions and
+the texts after them become one terminal.
+
 A tag that the front end made from the client's tools names the field of each schema: {"type": "json_schema",
 "json_schema": ..., "x-field": "chat.tools[0].function.parameters"}. Errors of the schema name this field.
 """
@@ -15,14 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from npuserve.service.grammar.translation import schema
-from npuserve.service.grammar.translation.ebnf import to_lark
+from npuserve.service.grammar.translation.ebnf import is_regular, to_lark
 from npuserve.service.grammar.translation.errors import ConstraintError
+from npuserve.service.grammar.translation.gbnf_lark import to_terminals
 from npuserve.service.grammar.translation.lark import WHITESPACE, GrammarBuilder, quote, regex
 
 MAX_DEPTH = 32
 MAX_ITEMS = 1024
 _FREE = frozenset({"any_text", "triggered_tags", "dispatch"})
 """Formats that end with a free text."""
+_REPEATED = {"optional": "?", "plus": "+", "star": "*"}
 
 
 def translate(text: str, builder: GrammarBuilder) -> str:
@@ -69,9 +74,7 @@ class _Translator:
         self._items = 0
 
     def expression(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
-        self._items += 1
-        if depth > MAX_DEPTH or self._items > MAX_ITEMS:
-            raise _error(path, f"formats must be nested at most {MAX_DEPTH} deep, and be at most {MAX_ITEMS}")
+        self._enter(path, depth)
         if not isinstance(value, dict):
             raise _error(path, "a format must be an object")
         kind = value.get("type")
@@ -80,10 +83,74 @@ class _Translator:
             raise _error(path, f"format {kind!r} is not supported; it must be one of {', '.join(_FORMATS)}")
         if kind in _FREE or kind == "sequence":
             return method(self, value, path, ends, depth)
-        if kind == "regex" and ends is not None:  # one terminal: the lexer of the library is greedy
-            body = method(self, value, path, None, depth)
-            return self._builder.terminal(f"{body} ({' | '.join(map(quote, ends))})")
+        may_continue = kind == "or" or kind in _REPEATED or (ends is not None and kind != "const_string")
+        if may_continue and self._is_regular(value, depth) and (
+                kind == "regex" or all(map(self._is_text_or_token, ends or ()))):
+            body = self._terminal_body(value, path, depth)
+            return self._builder.terminal(body) if ends is None else self._ended(body, ends)
+        if kind == "or":
+            return method(self, value, path, ends, depth)
         return self._then(method(self, value, path, None, depth), ends)
+
+    def _enter(self, path: str, depth: int) -> None:
+        """Count a format. Raise ConstraintError beyond the limits."""
+        self._items += 1
+        if depth > MAX_DEPTH or self._items > MAX_ITEMS:
+            raise _error(path, f"formats must be nested at most {MAX_DEPTH} deep, and be at most {MAX_ITEMS}")
+
+    def _is_regular(self, value: Any, depth: int) -> bool:
+        """Return whether a format is a regular expression of text."""
+        kind = value.get("type") if isinstance(value, dict) and depth <= MAX_DEPTH else None
+        if kind in ("or", "sequence"):
+            elements = value.get("elements")
+            return isinstance(elements, list) and bool(elements) and all(
+                self._is_regular(item, depth + 1) for item in elements)
+        if kind in _REPEATED:
+            return self._is_regular(value.get("content"), depth + 1)
+        if kind == "const_string":
+            return self._is_text(value.get("value"))
+        if kind == "tag":
+            ends = _end_texts(value)
+            return self._is_text(value.get("begin")) and bool(ends) and all(map(self._is_text, ends)) and (
+                self._is_regular(value.get("content"), depth + 1))
+        if kind == "grammar":
+            return isinstance(text := value.get("grammar"), str) and is_regular(text)
+        return kind == "regex"
+
+    def _terminal_body(self, value: Any, path: str, depth: int) -> str:
+        """Return the body of a terminal for a regular format."""
+        kind = value["type"]
+        if kind in ("or", "sequence"):
+            inner = [self._inner_body(item, f"{path}/elements/{i}", depth + 1)
+                     for i, item in enumerate(value["elements"])]
+            return f"({(' | ' if kind == 'or' else ' ').join(inner)})"
+        if kind == "const_string":
+            return quote(value["value"])
+        if kind in _REPEATED:
+            return f"({self._inner_body(value['content'], f'{path}/content', depth + 1)}){_REPEATED[kind]}"
+        if kind == "tag":
+            content = self._inner_body(value["content"], f"{path}/content", depth + 1)
+            return f"({quote(value['begin'])} {content} ({' | '.join(map(quote, _end_texts(value)))}))"
+        if kind == "grammar":
+            return self._builder.terminals(lambda prefix: to_terminals(value["grammar"], prefix))
+        return self._regex(value, path, None, depth)
+
+    def _inner_body(self, value: Any, path: str, depth: int) -> str:
+        self._enter(path, depth)
+        return self._terminal_body(value, path, depth)
+
+    def _ended(self, body: str, ends: Sequence[str]) -> str:
+        """Return an expression of a terminal's body and an end: one terminal, since the library's lexer is greedy."""
+        options = [self._builder.terminal(f"{body} ({' | '.join(map(quote, ends))})")]
+        tokens = [token for end in ends if (token := self._builder.special_id(end)) is not None]
+        text = self._builder.terminal(body) if tokens else ""
+        return self._builder.rule(" | ".join([*options, *(f"{text} <[{token}]>" for token in tokens)]))
+
+    def _is_text(self, text: Any) -> bool:
+        return isinstance(text, str) and not self._builder.has_special(text)
+
+    def _is_text_or_token(self, text: str) -> bool:
+        return self._builder.special_id(text) is not None or self._is_text(text)
 
     def _then(self, expression: str, ends: Sequence[str] | None) -> str:
         return expression if ends is None else f"{expression} {self._one_of(ends)}"
@@ -130,33 +197,44 @@ class _Translator:
             raise _error(path, "'token' must be the id or the text of a special token that does not end an answer")
         return f"<[{found}]>"
 
-    def _or(self, value: Any, path: str, ends: Any, depth: int) -> str:
-        inner = [self.expression(item, f"{path}/elements/{i}", None, depth + 1)
+    def _or(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
+        inner = [self.expression(item, f"{path}/elements/{i}", ends, depth + 1)
                  for i, item in enumerate(_items(value, "elements", path))]
         return self._builder.rule(" | ".join(inner))
 
     def _sequence(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
         elements = _items(value, "elements", path)
-        parts, skipped = [], False
-        for i, item in enumerate(elements):
-            here = f"{path}/elements/{i}"
-            if skipped:  # the free text before included this constant
-                skipped = False
-                continue
-            if not (isinstance(item, dict) and item.get("type") in _FREE):
-                parts.append(self.expression(item, here, ends if i == len(elements) - 1 else None, depth + 1))
-            elif i == len(elements) - 1:
-                parts.append(self.expression(item, here, ends, depth + 1))
-            else:
+        parts, i = list[str](), 0
+        while i < len(elements):
+            item, here = elements[i], f"{path}/elements/{i}"
+            count = self._count_regular(elements[i:], depth + 1)
+            last = i + count == len(elements)
+            if isinstance(item, dict) and item.get("type") in _FREE and not last:
                 following = elements[i + 1]
                 if not isinstance(following, dict) or following.get("type") != "const_string":
                     raise _error(here, f"'{item['type']}' must be last, or be followed by a const_string")
                 end = [_text(following, "value", f"{path}/elements/{i + 1}")]
-                parts.append(self.expression(item, here, end, depth + 1))
-                skipped = True
-        if skipped and ends is not None:
-            parts.append(self._one_of(ends))
+                parts.append(self.expression(item, here, end, depth + 1))  # includes the constant
+                count = 2
+                if i + count == len(elements) and ends is not None:
+                    parts.append(self._one_of(ends))
+            elif count > 1:
+                body = " ".join(self._inner_body(inner, f"{path}/elements/{i + n}", depth + 1)
+                                for n, inner in enumerate(elements[i:i + count]))
+                has_end = last and ends is not None and all(map(self._is_text_or_token, ends))
+                part = self._ended(body, ends or ()) if has_end else self._builder.terminal(body)
+                parts.append(part if has_end or not last else self._then(part, ends))
+            else:
+                parts.append(self.expression(item, here, ends if last else None, depth + 1))
+            i += count
         return self._builder.rule(" ".join(parts))
+
+    def _count_regular(self, elements: Sequence[Any], depth: int) -> int:
+        """Return the number of the first elements that must be one terminal: regular ones after one of many texts."""
+        if isinstance(elements[0], dict) and elements[0].get("type") == "const_string":
+            return 1
+        count = next((i for i, item in enumerate(elements) if not self._is_regular(item, depth)), len(elements))
+        return max(1, count)
 
     def _any_text(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
         if value.get("max_tokens") is not None:
@@ -189,8 +267,7 @@ class _Translator:
             else:
                 text = self.expression(content, f"{path}/content", None, depth + 1)
             return self._builder.rule(f"{first} {text} {self._token(last, f'{path}/end', None, depth)}")
-        texts = [last] if isinstance(last, str) else last
-        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+        if not (texts := _end_texts(value)):
             raise _error(path, "'end' must be a string, strings or a token")
         return self._builder.rule(f"{first} {self.expression(content, f'{path}/content', texts, depth + 1)}")
 
@@ -256,7 +333,7 @@ class _Translator:
     def _repeated(self, value: Any, path: str, ends: Any, depth: int) -> str:
         inner = self._builder.rule(self.expression(value.get("content"), f"{path}/content", None, depth + 1))
         if value["type"] != "repeat":
-            return f"{inner}{ {'optional': '?', 'plus': '+', 'star': '*'}[value['type']]}"
+            return f"{inner}{_REPEATED[value['type']]}"
         low, high = value.get("min"), value.get("max")
         if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= 1000 and -1 <= high <= 1000) or (
                 high != -1 and high < low):
@@ -283,6 +360,13 @@ def _text(value: Any, name: str, path: str) -> str:
     if not isinstance(found, str):
         raise _error(path, f"'{name}' must be a string")
     return found
+
+
+def _end_texts(tag: Mapping[str, Any]) -> list[str]:
+    """Return the texts of which one ends a tag; none if the tag is malformed or ends by a token."""
+    end = tag.get("end")
+    texts = [end] if isinstance(end, str) else end
+    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
 
 
 def _texts(value: Any, name: str, path: str) -> list[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
+import re
 from typing import Any
 
 import pytest
 
 from npuserve.service.grammar.translation.errors import ConstraintError
-from tests.support.grammars import CALL, END, accepts, allowed, encode, matcher
+from npuserve.service.ipc.messages import Constraint
+from tests.support.grammars import CALL, END, accepts, allowed, compilation, encode, matcher
 
 CALL_F = {"begin": '<tool>{"f": ', "content": {"type": "json_schema",
                                                "json_schema": {"type": "integer", "maximum": 9}}, "end": "}</tool>"}
@@ -35,6 +40,18 @@ def test_error_of_a_schema_names_its_path_or_its_own_field():
         with pytest.raises(ConstraintError) as error:
             matcher("structural_tag", value)
         assert (str(error.value), error.value.field) == (message, "chat.tools[3].function.parameters")
+
+
+def const(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
+
+
+def pattern(text: str) -> dict[str, Any]:
+    return {"type": "regex", "pattern": text}
+
+
+def ebnf(text: str) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": text}
 
 
 def tag(value: Any) -> dict[str, Any]:
@@ -100,6 +117,43 @@ FORMATS: dict[str, tuple[Any, list[str], list[str]]] = {
 }
 
 
+@functools.cache
+def texts(length: int) -> list[str]:
+    return ["".join(c) for n in range(length + 1) for c in itertools.product("ab<", repeat=n)]
+
+
+GREEDY = [
+    ([pattern("[ab]+"), const("b")], "[ab]+b"), ([pattern(r"[\s\S]*"), const("b")], r"[\s\S]*b"),
+    ([const("a"), pattern("[ab]*"), pattern("a*"), const("ab")], "a[ab]*a*ab"),
+    ([{"type": "or", "elements": [pattern("a"), const("ab")]}, const("b"), pattern("<?")], "(a|ab)b<?"),
+    ([ebnf('root ::= x+\nx ::= [ab]'), const("a")], "[ab]+a"),
+    ([{"type": "tag", "begin": "<", "content": pattern(r"[\s\S]*"), "end": ["a", "<"]}, const("<")], r"<[\s\S]*[a<]<"),
+    ([{"type": "tag", "begin": "<", "content": ebnf("root ::= [ab]+"), "end": "ab"}], "<[ab]+ab"),
+    ([{"type": "tag", "begin": "", "content": {"type": "or", "elements": [
+        pattern("[ab]+"), {"type": "json_schema", "json_schema": {"const": {}}}]}, "end": "b"}], "[ab]+b"),
+    ([{"type": "tag", "begin": "<", "content": {"type": "sequence", "elements": [
+        const("a"), pattern("[ab]*")]}, "end": ["b", "<"]}], "<a[ab]*[b<]"),
+    ([{"type": "star", "content": pattern("a|ab")}, {"type": "optional", "content": pattern("b+")}, const("b<")],
+     "(a|ab)*(b+)?b<"),
+    ([{"type": "or", "elements": [{"type": "star", "content": pattern("a|ab<")}, const("aba")]}], "(a|ab<)*|aba"),
+]
+
+
+@pytest.mark.parametrize(("elements", "expected"), GREEDY)
+def test_text_that_may_continue_an_expression_can_end_it(elements: list[Any], expected: str):
+    compiled = compilation(Constraint("structural_tag", json.dumps(tag({"type": "sequence", "elements": elements}))))
+    for text in texts(5):
+        assert accepts(compiled.matcher(), text) is bool(re.fullmatch(expected, text)), text
+
+
+@pytest.mark.parametrize("content", [pattern("[a-z<>]+"), ebnf("root ::= [a-z<>]+")])
+def test_expression_may_end_by_a_special_token(content: dict[str, Any]):
+    value = tag({"type": "tag", "begin": "(", "content": content, "end": "<call>"})
+    assert accepts(matcher("structural_tag", value), "(ab<call>")
+    assert accepts(matcher("structural_tag", value), "", [*encode("(ab"), CALL])
+    assert not accepts(matcher("structural_tag", value), "", [*encode("("), CALL])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_format(name: str):
     value, good, bad = FORMATS[name]
@@ -142,6 +196,10 @@ def test_end_token_is_not_part_of_a_tag():
     (tag({"type": "token_triggered_tags"}), "not supported"), (tag({"type": "grammar", "grammar": "root ::= x"}),
         "unknown rule 'x'.* at /format/grammar"),
     (tag({"type": "regex", "pattern": "(?=a)"}), "look-around"),
+    (tag({"type": "sequence", "elements": [pattern("a"), pattern("(?=a)")]}),
+     "/format/elements/1/pattern: look-around"),
+    (tag({"type": "sequence", "elements": [ebnf("root ::= x"), const("a")]}), "at /format/elements/0/grammar"),
+    (tag({"type": "or", "elements": [pattern("a")] * 1100}), "be at most 1024 at /format/elements/1023"),
 ])
 def test_malformed_tag_is_refused(value: Any, message: str):
     with pytest.raises(ConstraintError, match=f"structural_tag: .*{message}|{message}"):
