@@ -134,7 +134,8 @@ class Records:
             more = known and (known.is_finished, known.tokens) >= (kept.is_finished, kept.tokens)
             if kept.token and self._seconds and kept.token not in self.live and not more:
                 self._keep(msgspec.structs.replace(kept, ended=min(kept.ended, now)))
-        self._ended = dict(sorted(self._ended.items(), key=lambda item: item[1].ended))  # those of several front ends
+        # Several front ends send copies.
+        self._ended = dict(sorted(self._ended.items(), key=lambda item: item[1].ended))
         self.expire(now)
 
     def find(self, token: str, owner: str, now: float) -> Record | None:

@@ -241,7 +241,7 @@ class BlockManager:
                     raise IntegrityError(f"block {block}: does not exist, or is in the free list twice")
                 free[block] = 1
             yield
-        found = duplicates = 0  # blocks with a digest: those that it finds, and others
+        found = duplicates = 0  # shared blocks; used blocks of equal content
         for start in range(0, self.num_blocks, AUDIT_BLOCKS):
             for block in range(start, min(start + AUDIT_BLOCKS, self.num_blocks)):
                 refs, digest, is_cached = self._refs[block], self._digest[block], block in self._cached
