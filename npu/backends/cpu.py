@@ -20,12 +20,11 @@ from npuserve.kernels.native import available as built
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
+from npuserve.npu import control_group
 from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
 
 _TORCH_THREADS = torch.get_num_threads()
 """torch's default, read before anything sets it: environment variables may define it."""
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 _MAX_EXIT_SECONDS = 60.0
 """Maximum time for which the interpreter's exit waits for running kernels."""
@@ -268,7 +267,7 @@ class CpuBackend(Backend):
         write(keys, values, slots, new_keys, new_values)
 
     def memory_available(self) -> int:
-        return min([_meminfo_available(), *_cgroup_free(_CGROUP)]) // self.place[1]
+        return min([_meminfo_available(), *control_group.free_memory()]) // self.place[1]
 
     def kv_cache_share(self, free: int) -> int:
         """Return a quarter of `free`, since other processes run here, and at most 4 GiB, since a start zeroes it."""
@@ -332,43 +331,9 @@ def _shares(file: int, filled: bool) -> bool:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by affinity and control group quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _words(_CGROUP / "cpu.max")  # version 2: "<microseconds or max> <period>"
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, -(-int(quota[0]) // int(quota[1])))
-    quota, period = _words(_CGROUP / "cpu/cpu.cfs_quota_us"), _words(_CGROUP / "cpu/cpu.cfs_period_us")
-    if quota and period and int(quota[0]) > 0:
-        cores = min(cores, -(-int(quota[0]) // int(period[0])))
-    return max(cores, 1)
+    return max(1, min([len(os.sched_getaffinity(0)), *control_group.core_quotas()]))
 
 
 def _meminfo_available() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _cgroup_free(root: Path) -> list[int]:
-    """Return the free bytes of the control group, by version 2 and version 1; inactive file cache counts as free."""
-    free = []
-    for limit, usage, stat, cache in (
-        (root / "memory.max", root / "memory.current", root / "memory.stat", "inactive_file"),
-        (
-            root / "memory/memory.limit_in_bytes",
-            root / "memory/memory.usage_in_bytes",
-            root / "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        limits, used = _words(limit), _words(usage)
-        if limits and used and limits[0].isdigit():
-            words = _words(stat)
-            droppable = int(words[words.index(cache) + 1]) if cache in words else 0
-            free.append(max(int(limits[0]) - int(used[0]) + droppable, 0))
-    return free
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
