@@ -171,7 +171,8 @@ class Generation:
     ) -> None:
         """Send the messages of a stream after its first `offset` tokens. Raises StreamNotFound, InvalidField."""
         self.require_folder()
-        stream = await self._engine.resume(token, offset, get_caller(context).owner, _deadline(context))
+        caller = get_caller(context)
+        stream = await self._engine.resume(token, offset, caller.owner, _deadline(context), caller.name)
         with contextlib.closing(stream):
             resumed = stream.request
             fields.update(id=resumed.request_id, prompt_tokens=len(resumed.prompt_ids), resumed_at=offset)

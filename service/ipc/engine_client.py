@@ -21,10 +21,10 @@ from typing import Literal
 import msgspec
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import QueueFull, ServeError, Unavailable, from_wire
+from npuserve.service.errors import ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_connection import EngineConnection
-from npuserve.service.ipc.engine_stream import Stream
+from npuserve.service.ipc.engine_stream import Stream, StreamLimit
 from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
 from npuserve.service.ipc.kv_subscription import KvSubscriptions
 from npuserve.service.ipc.messages import Abort, FlushPrefixCache, Load, ModelInfo, Outputs, Record, Request
@@ -90,6 +90,7 @@ class EngineClient:
         self._deferred: list[messages.ToEngine] | None = None  # messages sent during a restore
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
+        self._limit = StreamLimit()
         self._resuming: dict[int, asyncio.Future[Stream]] = {}
         self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}
@@ -137,26 +138,27 @@ class EngineClient:
     def submit(self, request: Request) -> Stream:
         """Send a request to the engine and return its stream.
 
-        Raises Unavailable if the engine is not ready, and QueueFull if this front end holds twice the requests that the
-        engine can run and queue. A refusal by the engine is raised by the stream.
+        Raises Unavailable if the engine is not ready, and QueueFull at the limits of StreamLimit. A refusal by the
+        engine is raised by the stream.
         """
-        self._check_capacity()
-        stream = Stream(self, self._next_key(), Record(request))
+        stream = Stream(self, self._limited_key(request.client), Record(request))
         self._streams[stream.key] = stream
         self._unanswered[stream.key] = time.monotonic()
         self.send(messages.Submit(stream.key, request))
         return stream
 
-    async def resume(self, token: str, token_offset: int, owner: str, deadline: float | None) -> Stream:
+    async def resume(
+        self, token: str, token_offset: int, owner: str, deadline: float | None, client: str = ""
+    ) -> Stream:
         """Return the stream of a resume token, from `token_offset` on.
 
         owner: caller of the request, see Caller.
         deadline: deadline of the new reader, time.monotonic() seconds; None for none.
+        client: client of the new reader, see StreamLimit.
 
         Raises the errors of `submit`, and StreamNotFound or InvalidField from the engine.
         """
-        self._check_capacity()
-        key = self._next_key()
+        key = self._limited_key(client)
         found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._resuming[key] = found
         self.send(messages.Resume(key, token, token_offset, owner, deadline))
@@ -168,6 +170,8 @@ class EngineClient:
             raise
         finally:
             self._resuming.pop(key, None)
+            if key not in self._streams:
+                self._limit.remove(key)
 
     def fail_all(self, error: ServeError) -> None:
         """End every stream with the error."""
@@ -206,18 +210,15 @@ class EngineClient:
     def remove(self, stream: Stream) -> None:
         """Remove a stream that nobody reads any more."""
         self._unanswered.pop(stream.key, None)
+        self._limit.remove(stream.key)
         if self._streams.pop(stream.key, None) and stream.is_resumable:
             self._records.end(stream.record, time.monotonic())
 
-    def _check_capacity(self) -> None:
-        """Raise Unavailable or QueueFull unless a further request fits."""
-        info = self.require()
-        most = 2 * (info.max_num_seqs + info.max_queue)
-        if len(self._streams) + len(self._resuming) >= most:
-            metrics.queue_rejections_total.labels("front_end").inc()
-            raise QueueFull(
-                f"front end full: it holds {most} requests, twice the sum of max_num_seqs ({info.max_num_seqs}) and "
-                f"max_queue ({info.max_queue})")
+    def _limited_key(self, client: str) -> int:
+        """Return the key of a further stream of a client. Raises Unavailable, and QueueFull at a limit."""
+        info, key = self.require(), self._next_key()
+        self._limit.add(key, client, info)
+        return key
 
     def _next_key(self) -> int:
         self._last_key += 1

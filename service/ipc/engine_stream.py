@@ -1,4 +1,4 @@
-"""Stream of one request's outputs in its front end. It survives a restart of the engine.
+"""Stream of one request's outputs in its front end. It survives a restart of the engine. The limit of their number.
 
 Unread outputs are delivered as one list. With more than max_buffered_tokens unread, the request pauses in the engine
 until the reader catches up. A reader that takes nothing for slow_reader_seconds is cancelled. After the first token the
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 from npuserve.service import metrics
-from npuserve.service.errors import ServeError, SlowReader, Unavailable, from_wire
+from npuserve.service.errors import QueueFull, ServeError, SlowReader, Unavailable, from_wire
 from npuserve.service.ipc.messages import (
     Cancel,
     Finish,
+    ModelInfo,
     Output,
     Pause,
     Record,
@@ -265,3 +267,38 @@ class Stream:
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class StreamLimit:
+    """Limit of the streams of a front end: twice the requests that the engine can run and queue.
+
+    A client may have half of them. A stream counts until it is closed, so those that have ended and are not read count
+    too.
+    """
+
+    def __init__(self) -> None:
+        self._clients: dict[int, str] = {}  # by the key of a stream
+        self._counts: Counter[str] = Counter()
+
+    def add(self, key: int, client: str, info: ModelInfo) -> None:
+        """Count a stream. Raises QueueFull."""
+        share = info.max_num_seqs + info.max_queue
+        limits = f"max_num_seqs ({info.max_num_seqs}) and max_queue ({info.max_queue})"
+        if len(self._clients) >= 2 * share:
+            metrics.queue_rejections_total.labels("front_end").inc()
+            raise QueueFull(f"front end full: it holds {2 * share} requests, twice the sum of {limits}")
+        if self._counts[client] >= share:
+            metrics.queue_rejections_total.labels("client_limit").inc()
+            raise QueueFull(
+                f"client limit: the front end holds {share} requests of this client, the sum of {limits}, with the "
+                f"ones that have ended and are not read", why="client_limit")
+        self._clients[key] = client
+        self._counts[client] += 1
+
+    def remove(self, key: int) -> None:
+        """Remove a stream unless it was removed before."""
+        client = self._clients.pop(key, None)
+        if client is not None:
+            self._counts[client] -= 1
+            if not self._counts[client]:
+                del self._counts[client]

@@ -334,8 +334,8 @@ async def test_frontend_full_queue_stays_serving(tmp_path: Path) -> None:
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 3
         server.engine.hold.clear()
         server.frontend._engine._stall_seconds = 1e9  # the fake engine sends no heartbeat
-        held = [server.inference.Generate(ask("a", 2)) for _ in range(16)]  # twice max_num_seqs + max_queue
-        await until(lambda: server.engine.live == 16)
+        held = [server.inference.Generate(ask("a", 2)) for _ in range(8)]  # max_num_seqs + max_queue
+        await until(lambda: server.engine.live == 8)
         for _ in range(3):
             with pytest.raises(grpc.aio.AioRpcError) as full:
                 await server.inference.Generate(ask("a", 2))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from npuserve.service import metrics
-from npuserve.service.errors import InternalError, QueueFull, Unavailable
+from npuserve.service.errors import InternalError, QueueFull, StreamNotFound, Unavailable
 from npuserve.service.ipc import engine_client as module
 from npuserve.service.ipc.engine_client import EngineClient, Stream
 from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore, Submit
@@ -31,8 +31,8 @@ async def connected(**options: object) -> AsyncIterator[tuple[EngineClient, Fake
             await client.close()
 
 
-def request(max_tokens: int = 5, name: str = "r") -> Request:
-    return Request(name, [0], max_tokens, time.monotonic())
+def request(max_tokens: int = 5, name: str = "r", client: str = "") -> Request:
+    return Request(name, [0], max_tokens, time.monotonic(), client=client)
 
 
 async def ids_of(stream: Stream) -> list[int]:
@@ -275,15 +275,40 @@ async def test_stream_refusal_is_raised() -> None:
 async def test_engine_client_too_many_streams_raises_queue_full() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
-        streams = [client.submit(request(name=str(i))) for i in range(2 * (INFO.max_num_seqs + INFO.max_queue))]
+        share = INFO.max_num_seqs + INFO.max_queue
+        streams = [client.submit(request(name=f"{name}{i}", client=name)) for name in "ab" for i in range(share)]
         refused = metrics.queue_rejections_total.labels("front_end")._value.get()
-        with pytest.raises(QueueFull):
-            client.submit(request())
+        with pytest.raises(QueueFull, match=r"front end full: it holds 16 requests.* max_queue \(4\)"):
+            client.submit(request(client="c"))
         assert metrics.queue_rejections_total.labels("front_end")._value.get() == refused + 1
         streams.pop().close()
-        streams.append(client.submit(request()))
+        streams.append(client.submit(request(client="c")))
         for stream in streams:
             stream.close()
+
+
+async def test_engine_client_unread_streams_of_one_client_take_half() -> None:
+    async with connected() as (client, _):
+        share = INFO.max_num_seqs + INFO.max_queue
+        streams = []
+        for i in range(share):
+            streams.append(client.submit(request(1, f"slow{i}", "slow")))
+            await until(lambda: streams[-1]._ended)  # the engine is idle
+        refused = metrics.queue_rejections_total.labels("client_limit")._value.get()
+        with pytest.raises(QueueFull, match=r"client limit: the front end holds 8 requests of this client"):
+            client.submit(request(client="slow"))
+        with pytest.raises(QueueFull, match="client limit"):
+            await client.resume("token", 0, "", None, "slow")
+        assert metrics.queue_rejections_total.labels("client_limit")._value.get() == refused + 2
+        for _ in range(2 * share):  # streams that were read and closed do not count
+            stream = client.submit(request(client="other"))
+            assert await ids_of(stream) == [1, 2, 3, 4, 5]
+            stream.close()
+            with pytest.raises(StreamNotFound):
+                await client.resume("token", 0, "", None, "other")
+        for stream in streams:
+            stream.close()
+        assert client._limit._clients == client._limit._counts == {}
 
 
 async def test_engine_client_abort_and_flush() -> None:

@@ -253,7 +253,7 @@ async def test_engine_client_restore_is_split_and_new_requests_follow() -> None:
         client = EngineClient(engine.address, changed, resume_seconds=60.0)
         client.start()
         await until(lambda: client.state == "ready")
-        old += [client.submit(Request(f"old {i}", [0] * 9000, 3, float(i))) for i in range(12)]
+        old += [client.submit(Request(f"old {i}", [0] * 9000, 3, float(i), client=f"{i}")) for i in range(12)]
         for i in range(40):
             client._records.end(Record(build_request(f"ended {i}", 0, 3, f"t{i}"), [1] * 9000), time.monotonic())
         await until(lambda: engine.live == 12)
