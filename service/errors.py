@@ -276,7 +276,7 @@ class SlowReader(ServeError):
 
 
 class Unavailable(Retryable):
-    """The engine is starting, restarting or draining."""
+    """The engine is starting, restarting or draining, or its compiler of constraints failed."""
 
     code = code_pb2.UNAVAILABLE
 

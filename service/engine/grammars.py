@@ -1,7 +1,8 @@
 """Grammars that live requests wait for.
 
     Submit ──► COMPILING, no acceptance is sent ──► compiled: accepted, in the queue
-                    │                           └─► refused: InvalidField of the constraint
+                    │                           ├─► refused: InvalidField of the constraint
+                    │                           └─► the compiler failed: Unavailable
                     └── cancel, abort, deadline, pause as in the queue
 
 The compiler works in threads and processes of its own. `poll` never waits for it; an idle engine sleeps until the
@@ -21,8 +22,8 @@ from collections.abc import Callable, Container
 from typing import NamedTuple, Protocol
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import InternalError, InvalidField, NoTokenizer, QueueFull, ServeError
-from npuserve.service.grammar.errors import CompilerFull, UnsupportedVocabulary
+from npuserve.service.errors import InternalError, InvalidField, NoTokenizer, QueueFull, ServeError, Unavailable
+from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -219,7 +220,10 @@ class Grammars:
             pending.submit()
         if pending.compilation is None or not pending.compilation.done or pending.is_blocked:
             return 0
-        if (error := pending.compilation.error) is not None:
+        if isinstance(error := pending.compilation.error, CompilerFailed):
+            logs.event(log, "a constraint was not compiled", level=logging.WARNING, error=str(error))
+            raise Unavailable(f"{pending.constraint.field}: {error}")
+        if error is not None:
             field = error.field or pending.constraint.field
             raise InvalidField(field, str(error).removeprefix(f"{pending.constraint.kind}: "))
         assert self._built

@@ -8,6 +8,9 @@ signals have no handler and end the process. One timer counts processor time, so
 decide. The other one counts real time and is MAX_WALL_RATIO times longer. The engine compiles again what a child
 compiled within the limits; that takes the same time, releases the GIL, and runs in a thread with a larger stack.
 
+A process that ends by another signal, such as SIGKILL of the kernel without memory, says nothing about its
+constraint. Another process compiles it once more.
+
 Messages are a length of 4 bytes and msgpack.
 """
 
@@ -26,7 +29,7 @@ from typing import Any, BinaryIO
 import msgspec
 from llguidance import LLMatcher
 
-from npuserve.service.grammar.errors import ConstraintError
+from npuserve.service.grammar.errors import CompilerFailed, ConstraintError
 from npuserve.service.grammar.matcher import limits
 from npuserve.service.grammar.refusal import located
 from npuserve.service.grammar.translation.ebnf import CONVERTED
@@ -39,6 +42,8 @@ from npuserve.service.ipc.messages import Constraint
 COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
 MAX_WALL_RATIO = 10
 """Real time of a compilation, as a multiple of its limit of processor time."""
+LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL)
+"""Signals that end a process whose constraint exceeds a limit: the timers', and the ones without stack or memory."""
 BASE_BYTES = 64 << 10
 """Estimated memory of the smallest compiled constraint."""
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -82,27 +87,27 @@ class CompileProcess:
     def __init__(self, vocabulary: Vocabulary, seconds: float, max_bytes: int):
         self._start = Start(vocabulary.data, seconds, max_bytes, process_control.is_dumpable())
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_interrupted = False
 
     def compile(self, constraint: Constraint) -> Compiled:
-        """Translate and compile a constraint. Raise ConstraintError. Blocks: call it from a thread."""
-        process = self._running()
-        reply = None
+        """Translate and compile a constraint, in a second process if the first one fails. Blocks.
+
+        Raises ConstraintError, and CompilerFailed if both processes fail.
+        """
         try:
-            _write(process.stdin, msgspec.msgpack.encode(constraint))
-            reply = _read(process.stdout)
-        except OSError:
-            pass
-        if reply is None:
-            self.end()
-            raise ConstraintError(f"{constraint.kind}: must take at most {self._start.seconds:g} seconds and "
-                                  f"{self._start.max_bytes >> 20} MiB of memory to compile")
+            reply = self._reply(constraint)
+        except CompilerFailed:
+            if self._is_interrupted:
+                raise
+            reply = self._reply(constraint)
         compiled = msgspec.msgpack.decode(reply, type=Compiled)
         if compiled.error:
             raise ConstraintError(compiled.error, compiled.field)
         return compiled
 
     def interrupt(self) -> None:
-        """Kill the process, for another thread than the one in `compile`, which then refuses its constraint."""
+        """Kill the process, for another thread than the one in `compile`, which then raises CompilerFailed."""
+        self._is_interrupted = True
         if (process := self._process) is not None:
             process.kill()
 
@@ -112,24 +117,48 @@ class CompileProcess:
         if process is not None:
             _end(process)
 
+    def _reply(self, constraint: Constraint) -> bytes:
+        """Return the process's reply. Raise ConstraintError if a limit ended it, CompilerFailed for another reason."""
+        process = self._running()
+        reply = _exchange(process, msgspec.msgpack.encode(constraint))
+        if reply is not None:
+            return reply
+        self.end()
+        if process.returncode > 0 or -process.returncode in LIMIT_SIGNALS:
+            raise ConstraintError(f"{constraint.kind}: must take at most {self._start.seconds:g} seconds and "
+                                  f"{self._start.max_bytes >> 20} MiB of memory to compile")
+        raise CompilerFailed(f"the process that compiles constraints was killed by signal {-process.returncode}")
+
     def _running(self) -> subprocess.Popen[bytes]:
+        """Return the process, started if there is none. Raise CompilerFailed if it does not start."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.end()
-        process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=process_control.kept_environment())
+        try:
+            process = self._process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=process_control.kept_environment())
+        except OSError as error:
+            raise CompilerFailed(f"the process that compiles constraints did not start: {error.strerror}") from error
         weakref.finalize(self, _end, process)
-        _write(process.stdin, msgspec.msgpack.encode(self._start))
-        if _read(process.stdout) is None:
-            _end(process)
-            raise OSError("the process that compiles constraints did not start")
-        self._process = process
+        start = msgspec.msgpack.encode(self._start)
+        if self._is_interrupted or _exchange(process, start) is None:
+            self.end()
+            raise CompilerFailed("the process that compiles constraints did not start")
         return process
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
+
+
+def _exchange(process: subprocess.Popen[bytes], message: bytes) -> bytes | None:
+    """Return the reply to a message; None if the process ends."""
+    try:
+        _write(process.stdin, message)
+        return _read(process.stdout)
+    except OSError:
+        return None
 
 
 def _write(pipe: Any, data: bytes) -> None:

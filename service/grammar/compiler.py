@@ -16,7 +16,7 @@ from npuserve.service.grammar.compile_process import (
     build_library_matcher,
 )
 from npuserve.service.grammar.compile_queue import MAX_RUNNING_PER_CLIENT, CompileQueue, WaitingConstraint
-from npuserve.service.grammar.errors import CompilerFull, ConstraintError
+from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError
 from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.vocabulary import Vocabulary
@@ -46,7 +46,7 @@ class Compilation:
         self._by_byte: LLMatcher | None = None
         self._lock = threading.Lock()
         self._is_done = threading.Event()
-        self._error: ConstraintError | None = None
+        self._error: ConstraintError | CompilerFailed | None = None
         self.num_bytes = BASE_BYTES
         self.is_worn = False
 
@@ -56,8 +56,8 @@ class Compilation:
         return self._is_done.is_set()
 
     @property
-    def error(self) -> ConstraintError | None:
-        """Return why the constraint was refused; None if it was compiled, or is not yet done."""
+    def error(self) -> ConstraintError | CompilerFailed | None:
+        """Return why there is no grammar; None if the constraint was compiled, or is not yet done."""
         return self._error
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -78,7 +78,8 @@ class Compilation:
             return Matcher(self._vocabulary, self._library.deep_copy(), by_byte)
 
     def _finish(
-        self, library: LLMatcher | None, error: ConstraintError | None, by_byte: LLMatcher | None = None
+        self, library: LLMatcher | None, error: ConstraintError | CompilerFailed | None,
+        by_byte: LLMatcher | None = None,
     ) -> None:
         """by_byte: see Matcher."""
         self._library, self._error, self._by_byte = library, error, by_byte
@@ -173,18 +174,17 @@ class GrammarCompiler:
         try:
             while (taken := self._next()) is not None:
                 constraint = taken.constraint
-                library, by_byte, error, num_bytes, is_final = None, None, None, BASE_BYTES, True
+                library, by_byte, error, num_bytes = None, None, None, BASE_BYTES
                 try:
                     compiled = process.compile(constraint)
                     num_bytes = compiled.num_bytes
                     library = build_library_matcher(self._vocabulary.library, compiled.grammar, constraint.kind)
                     by_byte = build_byte_matcher(self._vocabulary, compiled.grammar, constraint.kind)
-                except ConstraintError as found:
+                except (ConstraintError, CompilerFailed) as found:
                     error = found
                 except Exception as found:  # no constraint may end the thread
-                    error = ConstraintError(f"{constraint.kind}: cannot be compiled: {type(found).__name__}")
-                    is_final = False
-                self._keep(taken, (library, error, by_byte), num_bytes, is_final)
+                    error = CompilerFailed(f"cannot be compiled: {type(found).__name__}")
+                self._keep(taken, (library, error, by_byte), num_bytes)
                 if self._on_done:
                     self._on_done()
         finally:
@@ -200,25 +200,23 @@ class GrammarCompiler:
             if not self._is_closed:
                 return taken
             for constraint in [one for one in self._pending if one in self._queue]:
-                self._pending.pop(constraint)._finish(None, ConstraintError("the server ends"))
+                self._pending.pop(constraint)._finish(None, CompilerFailed("the server ends"))
             self._queue.clear()
             return None
 
     def _keep(
-        self, taken: WaitingConstraint, result: tuple[LLMatcher | None, ConstraintError | None, LLMatcher | None],
-        num_bytes: int, is_final: bool,
+        self, taken: WaitingConstraint,
+        result: tuple[LLMatcher | None, ConstraintError | CompilerFailed | None, LLMatcher | None], num_bytes: int,
     ) -> None:
-        """Give a compilation its result, see Compilation._finish.
-
-        is_final: False for an error of the machine, after which the constraint is compiled again.
-        """
+        """Give a compilation its result, see Compilation._finish. After CompilerFailed, the next request compiles the
+        constraint again."""
         constraint, error = taken.constraint, result[1]
         with self._condition:
             self._queue.end(taken.client)
             compilation = self._pending.pop(constraint)
             compilation.num_bytes = num_bytes + 2 * len(constraint.text) + (0 if error else LEXER_BYTES)
             compilation._finish(*result)
-            if not is_final:
+            if isinstance(error, CompilerFailed):
                 return
             self._cache[constraint] = compilation
             self._cached_bytes += compilation.num_bytes

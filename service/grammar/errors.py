@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from npuserve.service.grammar.translation.errors import ConstraintError
 
-__all__ = ["CompilerFull", "ConstraintError", "MatcherError", "UnsupportedVocabulary"]
+__all__ = ["CompilerFailed", "CompilerFull", "ConstraintError", "MatcherError", "UnsupportedVocabulary"]
+
+
+class CompilerFailed(Exception):
+    """A constraint was not compiled for a reason that is not its own, such as a lack of memory of the machine.
+
+    The client may retry.
+    """
 
 
 class CompilerFull(Exception):

@@ -21,7 +21,7 @@ import numpy as np
 
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, InvalidField, ServeError
-from npuserve.service.grammar.errors import ConstraintError, MatcherError
+from npuserve.service.grammar.errors import CompilerFailed, ConstraintError, MatcherError
 from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc.messages import Request
 
@@ -68,7 +68,7 @@ class Compilation(Protocol):
     def done(self) -> bool: ...
 
     @property
-    def error(self) -> ConstraintError | None: ...
+    def error(self) -> ConstraintError | CompilerFailed | None: ...
 
     @property
     def lexer(self) -> Lexer: ...

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from npuserve.service.grammar.errors import CompilerFull, ConstraintError, MatcherError
+from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError, MatcherError
 from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher
@@ -88,7 +88,9 @@ class FakeMatcher:
 class FakeCompilation:
     def __init__(self, constraint: Constraint, vocabulary: int, end_ids: frozenset[int], done: bool):
         self.done = done
-        self.error = ConstraintError(f"{constraint.kind}: bad") if constraint.text.startswith("bad") else None
+        self.error: ConstraintError | CompilerFailed | None = None
+        if constraint.text.startswith("bad"):
+            self.error = ConstraintError(f"{constraint.kind}: bad")
         self.made: list[FakeMatcher] = []
         self.lexer = Lexer()
         self.is_worn = False

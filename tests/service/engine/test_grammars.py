@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from npuserve.npu import storyteller
-from npuserve.service.engine.grammars import Grammars, PendingGrammar
+from npuserve.service.engine.grammars import BuiltCompiler, Grammars, PendingGrammar
 from npuserve.service.engine.process import build_compiler
-from npuserve.service.errors import NoTokenizer, QueueFull
-from npuserve.service.grammar.errors import CompilerFull, UnsupportedVocabulary
+from npuserve.service.errors import NoTokenizer, QueueFull, Unavailable
+from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, PriorProgress, Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
+from tests.support.fake_grammar import FakeCompiler
 
 CHOICES = Constraint("choices", '["yes", "no"]')
 
@@ -74,3 +75,24 @@ def test_full_compiler_refuses_new_requests_only() -> None:
     accepted = PendingGrammar(request(prior=PriorProgress(accepted=True)), CHOICES, full)
     accepted.submit()
     assert accepted.compilation is None
+
+
+def test_failed_compiler_ends_the_request_with_unavailable() -> None:
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
+    compiler = FakeCompiler(9, frozenset({2}), is_slow=True)
+    grammars = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, {2}))
+    pending = grammars.pending(request())
+    assert pending
+    sequence = scheduler.add(pending.request, (b"f", 1), 0.0).sequence
+    grammars.watch(sequence, pending)
+    while CHOICES not in compiler.compilations:
+        assert grammars.poll() == []
+    compiler.compilations[CHOICES].error = CompilerFailed("the process was killed")
+    compiler.finish()
+    grammars._notify()
+    ((ended, error),) = grammars.poll()
+    assert ended is sequence
+    assert isinstance(error, Unavailable)
+    assert (error.message, len(grammars)) == ("choices: the process was killed", 0)
+    grammars.close()

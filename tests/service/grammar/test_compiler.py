@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from npuserve.service.grammar import compile_process
 from npuserve.service.grammar.compile_process import CompileProcess
 from npuserve.service.grammar.compiler import LEXER_BYTES, GrammarCompiler
-from npuserve.service.grammar.errors import CompilerFull, ConstraintError
+from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError
 from npuserve.service.ipc.messages import Constraint
 from tests.support.grammars import Kind, accepts, vocabulary
 
@@ -105,13 +107,13 @@ def test_cache_is_bounded_by_bytes():
 
 def test_error_of_the_machine_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch):
     def fail(self: CompileProcess, constraint: Constraint) -> Any:
-        raise OSError("no process")
+        raise OSError("no file")
 
     with monkeypatch.context() as patch:
         patch.setattr(CompileProcess, "compile", fail)
         failed = compiler.submit(GOOD)
         assert failed.wait(SECONDS)
-        assert str(failed.error) == "choices: cannot be compiled: OSError"
+        assert repr(failed.error) == "CompilerFailed('cannot be compiled: OSError')"
     again = compiler.submit(GOOD)
     assert again is not failed
     assert again.wait(SECONDS)
@@ -127,6 +129,8 @@ def test_close_interrupts_a_compilation(monkeypatch: pytest.MonkeyPatch):
     stuck = compiler.submit(Constraint("regex", "a"))
     compiler.close()
     assert stuck.done
+    assert isinstance(stuck.error, CompilerFailed)
+    assert process._process is None  # no second process was started
 
 
 def test_full_queue_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -193,15 +197,77 @@ def test_on_done_is_called_after_each_compilation():
     compiler.close()
 
 
-def test_killed_process_refuses_the_constraint_and_is_replaced():
-    process = CompileProcess(vocabulary(), 20, 512 << 20)
-    process.compile(GOOD)
+@pytest.fixture
+def process() -> Iterator[CompileProcess]:
+    made = CompileProcess(vocabulary(), 20, 512 << 20)
+    made.compile(GOOD)
+    yield made
+    made.end()
+
+
+def kill_later(process: CompileProcess, number: signal.Signals) -> None:
+    """Stop the process, and send it a signal that ends it 0.2 s later."""
     assert process._process
-    os.kill(process._process.pid, signal.SIGSTOP)
-    timer = threading.Timer(0.2, os.kill, (process._process.pid, signal.SIGKILL))
-    timer.start()
-    with pytest.raises(ConstraintError, match="must take at most 20 seconds and 512 MiB"):
+    pid = process._process.pid
+    os.kill(pid, signal.SIGSTOP)
+
+    def end() -> None:
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+
+    threading.Timer(0.2, end).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV, signal.SIGABRT])
+def test_process_that_a_limit_ends_refuses_the_constraint(process: CompileProcess, number: signal.Signals):
+    kill_later(process, number)
+    with pytest.raises(ConstraintError, match="regex: must take at most 20 seconds and 512 MiB"):
         process.compile(Constraint("regex", "a"))
+    assert process.compile(GOOD).grammar
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_process_that_is_killed_is_replaced_and_compiles_the_constraint(
+    process: CompileProcess, number: signal.Signals
+):
+    killed = process._process
+    kill_later(process, number)
+    assert process.compile(Constraint("regex", "a")).grammar
+    assert process._process is not killed
+
+
+def test_constraint_whose_processes_are_killed_is_compiled_again_for_the_next_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+):
+    running = CompileProcess._running
+
+    def killed(self: CompileProcess) -> Any:
+        process = running(self)
+        process.kill()
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CompileProcess, "_running", killed)
+        failed = compiler.submit(GOOD)
+        assert failed.wait(SECONDS)
+    assert repr(failed.error) == "CompilerFailed('the process that compiles constraints was killed by signal 9')"
+    with pytest.raises(CompilerFailed):
+        failed.matcher()
+    again = compiler.submit(GOOD)
+    assert again.wait(SECONDS)
+    assert again.error is None
+
+
+@pytest.mark.parametrize("command", [
+    (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"), ("/nothing/python",)])
+def test_process_that_does_not_start_is_no_fault_of_the_constraint(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+):
+    process = CompileProcess(vocabulary(), 20, 512 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_process, "COMMAND", command)
+        with pytest.raises(CompilerFailed, match="did not start"):
+            process.compile(GOOD)
     assert process.compile(GOOD).grammar
     process.end()
 
