@@ -8,8 +8,8 @@ signals have no handler and end the process. One timer counts processor time, so
 decide. The other one counts real time and is MAX_WALL_RATIO times longer. The engine compiles again what a child
 compiled within the limits; that takes the same time, releases the GIL, and runs in a thread with a larger stack.
 
-A process that ends by another signal, such as SIGKILL of the kernel without memory, says nothing about its
-constraint. Another process compiles it once more.
+A process that ends by another signal, such as SIGKILL of the kernel without memory, or that is stopped says nothing
+about its constraint. Another process compiles the constraint once more.
 
 Messages are a length of 4 bytes and msgpack.
 """
@@ -22,6 +22,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,6 +43,9 @@ from npuserve.service.ipc.messages import Constraint
 COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
 MAX_WALL_RATIO = 10
 """Real time of a compilation, as a multiple of its limit of processor time."""
+MAX_START_SECONDS = 60.0
+MARGIN_SECONDS = 5.0
+"""Time beyond the limit of real time after which a process is killed. A stopped process receives no timer's signal."""
 LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL)
 """Signals that end a process whose constraint exceeds a limit: the timers', and the ones without stack or memory."""
 BASE_BYTES = 64 << 10
@@ -119,8 +123,8 @@ class CompileProcess:
 
     def _reply(self, constraint: Constraint) -> bytes:
         """Return the process's reply. Raise ConstraintError if a limit ended it, CompilerFailed for another reason."""
-        process = self._running()
-        reply = _exchange(process, msgspec.msgpack.encode(constraint))
+        process, seconds = self._running(), MAX_WALL_RATIO * self._start.seconds + MARGIN_SECONDS
+        reply = _exchange(process, msgspec.msgpack.encode(constraint), seconds)
         if reply is not None:
             return reply
         self.end()
@@ -141,7 +145,7 @@ class CompileProcess:
             raise CompilerFailed(f"the process that compiles constraints did not start: {error.strerror}") from error
         weakref.finalize(self, _end, process)
         start = msgspec.msgpack.encode(self._start)
-        if self._is_interrupted or _exchange(process, start) is None:
+        if self._is_interrupted or _exchange(process, start, MAX_START_SECONDS) is None:
             self.end()
             raise CompilerFailed("the process that compiles constraints did not start")
         return process
@@ -152,13 +156,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def _exchange(process: subprocess.Popen[bytes], message: bytes) -> bytes | None:
-    """Return the reply to a message; None if the process ends."""
+def _exchange(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> bytes | None:
+    """Return the reply to a message; None if the process ends. It is killed after `seconds`."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
     try:
         _write(process.stdin, message)
         return _read(process.stdout)
     except OSError:
         return None
+    finally:
+        timer.cancel()
 
 
 def _write(pipe: Any, data: bytes) -> None:

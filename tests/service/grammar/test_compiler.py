@@ -236,6 +236,16 @@ def test_process_that_is_killed_is_replaced_and_compiles_the_constraint(
     assert process._process is not killed
 
 
+def test_process_that_is_stopped_is_killed_and_replaced(process: CompileProcess, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compile_process, "MAX_WALL_RATIO", 0)
+    monkeypatch.setattr(compile_process, "MARGIN_SECONDS", 2.0)
+    stopped = process._process
+    assert stopped
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert process.compile(Constraint("regex", "a")).grammar
+    assert stopped.returncode == -signal.SIGKILL
+
+
 def test_constraint_whose_processes_are_killed_is_compiled_again_for_the_next_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ):
