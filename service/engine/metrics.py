@@ -70,10 +70,10 @@ class EngineMetrics:
     def launched(self, step: Step, now: float) -> None:
         """Record the launch of a step at `now`."""
         for new in step.new:
-            if not new.output_ids:  # otherwise it continues after a restart or a resume
-                arrival = self._scheduler.sequence(new.request_id).request.arrival
-                metrics.queue_time_seconds.observe(max(0.0, now - arrival))
-            metrics.prompt_tokens_total.inc(len(new.prompt_ids))
+            request = self._scheduler.sequence(new.request_id).request
+            if request.prior.cached_tokens is None:  # otherwise it continues after a restart or a resume
+                metrics.queue_time_seconds.observe(max(0.0, now - request.arrival))
+                metrics.prompt_tokens_total.inc(len(new.prompt_ids))
         self.refresh(now)
 
     def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:

@@ -48,7 +48,7 @@ class Scheduler:
     All times are seconds of the clock of Request.arrival.
 
     preemptions, forced_tokens: number since the start. No step sampled a forced token.
-    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache, once per request.
+    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at the first admission.
     deadlines, quarantine: deadlines and quarantine of the requests.
     """
 
@@ -322,14 +322,14 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Run a request from the queue, with blocks for all its tokens. False if there are not enough blocks."""
-        table, uses_cache = sequence.blocks, sequence.uses_prefix_cache
+        table, prior, uses_cache = sequence.blocks, sequence.request.prior, sequence.uses_prefix_cache
         prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
         while not self.blocks.allocate(table, sequence.num_tokens, prefix, spare=len(self._running)):
             paused = self._paused_victim()
             if paused is None or paused.num_steps_in_flight:
                 return False
             self._preempt(paused)  # blocks that it shares with the prefix stay in the cache
-        is_new, cached = not sequence.was_admitted, len(prefix) * self.blocks.block_size
+        is_new, cached = not sequence.was_admitted and prior.cached_tokens is None, len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - cached)
         sequence.admit(cached, now)
         if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:

@@ -127,6 +127,24 @@ def test_load_counts_a_paused_request_that_holds_blocks() -> None:
     assert (made.load.running, made.load.waiting, made.load.paused) == (0, 0, 1)
 
 
+@pytest.mark.parametrize(("cached_tokens", "counted"), [(None, 10), (0, 0), (4, 0)])
+def test_request_that_an_earlier_engine_began_is_not_counted_again(cached_tokens: int | None, counted: int) -> None:
+    def count() -> list[float]:
+        return [counter._value.get() for counter in (
+            metrics.prompt_tokens_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total)]
+
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=16, max_queue=4, aging_seconds=10)
+    made = EngineMetrics(scheduler)
+    before, waits = count(), metrics.queue_time_seconds._sum.get()
+    prior = m.PriorProgress(cached_tokens=cached_tokens, accepted=True)
+    scheduler.add(m.Request("r", list(range(10)), 3, 0.0, prior=prior), (b"f", 1), 0.0)
+    made.launched(scheduler.schedule(5.0).step, 5.0)
+    made.heartbeat()
+    assert [now - then for now, then in zip(count(), before, strict=True)] == [counted, counted, 0]
+    assert metrics.queue_time_seconds._sum.get() - waits == (5.0 if counted else 0.0)
+
+
 @pytest.mark.parametrize(("error", "why"), [
     (InvalidField("prompt", "is too long"), "too_large"), (DeadlineExceeded("deadline: late"), "deadline"),
     (QueueFull("queue full"), "queue_full"), (NoTokenizer("the model has no tokenizer"), None),
