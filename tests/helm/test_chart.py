@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -61,6 +62,28 @@ def environment(container: Object) -> Object:
 def versions() -> list[str]:
     kube = validator()
     return [*VERSIONS, kube.utils.major_minor(kube.latest_version())]
+
+
+NUMBERS: Object = {
+    "tls": {"secretName": "123"}, "apiKeys": {"secretName": "1e3", "key": "123"},
+    "serviceAccount": {"create": False, "name": "123"}, "priorityClassName": "true", "runtimeClassName": "123",
+    "schedulerName": "1.5", "image": {"pullSecrets": ["123"]}, "state": {"type": "pvc", "storageClass": "123"},
+    "cache": {"type": "pvc", "claimName": "123"}, "model": {"source": "pvc", "pvc": {"claimName": "0x1"}},
+    "headless": {"enabled": True}, "metrics": {"scrape": "serviceMonitor"}}
+"""Names that YAML reads as numbers or booleans without quotes."""
+
+
+@pytest.mark.parametrize("values", [NUMBERS, {"gateway": {"enabled": True, "kind": "smg"}}], ids=["names", "gateway"])
+def test_names_like_numbers_are_strings(values: Object, tmp_path: Path):
+    (tmp_path / "values.yaml").write_text(json.dumps(values))
+    done = helm("template", "1e3", str(CHART), "--namespace", "1234", "--kube-version", "1.29.0", "-f",
+                str(tmp_path / "values.yaml"))
+    assert done.returncode == 0, done.stderr
+    made = list(filter(None, yaml.safe_load_all(done.stdout)))
+    assert problems(made, "1.29") == []
+    assert {o["metadata"]["labels"]["app.kubernetes.io/instance"] for o in made} == {"1e3"}
+    assert all(o["metadata"]["namespace"] == "1234" for o in made)
+    assert "app.kubernetes.io/instance=1000" not in done.stdout
 
 
 @pytest.mark.parametrize("presets", STACKS, ids="+".join)

@@ -202,6 +202,15 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("strategy.type Recreate", {"replicas": 1, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
     ("extraEnv: NPUSERVE_PORT", {"extraEnv": [{"name": "NPUSERVE_PORT", "value": "1"}]}),
     ("extraEnv: HF_HOME", {"extraEnv": [{"name": "HF_HOME", "value": "/x"}]}),
+    ("podLabels: app.kubernetes.io/name is the chart's own", {"podLabels": {"app.kubernetes.io/name": "x"}}),
+    ("podLabels: team", {"podLabels": {"team": "b"}, "commonLabels": {"team": "a"}}),
+    ("commonLabels: helm.sh/chart", {"commonLabels": {"helm.sh/chart": "x"}}),
+    ("metrics.labels: app.kubernetes.io/part-of", {"metrics": {"labels": {"app.kubernetes.io/part-of": "x"}}}),
+    ("podAnnotations: checksum/config", {"podAnnotations": {"checksum/config": "x"}}),
+    ("podAnnotations: prometheus.io/port", {
+        "podAnnotations": {"prometheus.io/port": "1"}, "metrics": {"scrape": "annotations"}}),
+    ("accelerator.extraResources: nvidia.com/gpu", {
+        "accelerator": {"kind": "cuda", "extraResources": {"nvidia.com/gpu": 3}}}),
     ("service.loadBalancerSourceRanges", {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}}),
     ("tls.clientCaSecretName", {"tls": {"clientCaSecretName": "ca"}}),
     ("ports.health: 50051 is ports.grpc", {"ports": {"health": 50051}}),

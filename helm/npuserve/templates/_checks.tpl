@@ -104,6 +104,9 @@
 {{- fail (printf "resources.%s: %s is asked for by accelerator.count" $part $name) }}
 {{- end }}
 {{- end }}
+{{- if hasKey .extraResources (default "-" $name) }}
+{{- fail (printf "accelerator.extraResources: %s is asked for by accelerator.count" $name) }}
+{{- end }}
 {{- $ranks := include "npuserve.ranks" $ | int64 }}
 {{- if and (ne .kind "cpu") (gt $ranks (int64 .count)) }}
 {{- fail (printf "config.tensor_parallel_size: %d ranks in a pod, and accelerator.count is %d" $ranks (int64 .count)) }}
@@ -175,6 +178,8 @@
 {{- end }}
 {{- end }}
 
+{{- include "npuserve.keyChecks" . }}
+
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) }}
 {{- fail "grpcRoute.parentRefs: a route needs a Gateway" }}
 {{- end }}
@@ -190,6 +195,30 @@
 {{- $affinity := include "npuserve.affinitySeconds" $ | int64 }}
 {{- if and $affinity (le (float64 $affinity) (float64 (default 0 $.Values.config.max_connection_age_seconds))) }}
 {{- fail (printf "service.sessionAffinitySeconds: %d ends before a connection does; it must exceed config.max_connection_age_seconds" $affinity) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Labels and annotations that the chart sets too: YAML refuses a key that is given twice. */}}
+{{- define "npuserve.keyChecks" -}}
+{{- $own := printf "%s\n%s" (include "npuserve.selectorLabels" .) (include "npuserve.chartLabels" .) | fromYaml | keys }}
+{{- $labels := concat $own (keys .Values.commonLabels) }}
+{{- $annotations := list "kubectl.kubernetes.io/default-container" }}
+{{- if eq .Values.metrics.scrape "annotations" }}
+{{- $annotations = concat $annotations (list "prometheus.io/scrape" "prometheus.io/port" "prometheus.io/path") }}
+{{- end }}
+{{- range $check := list
+    (list "commonLabels" .Values.commonLabels (concat $own (list "npuserve/metrics" "llm-d.ai/engine-type")))
+    (list "podLabels" .Values.podLabels $labels)
+    (list "metrics.labels" .Values.metrics.labels $labels)
+    (list "rules.labels" .Values.rules.labels $labels)
+    (list "dashboards.labels" .Values.dashboards.labels $labels)
+    (list "podAnnotations" .Values.podAnnotations (append $annotations "checksum/config"))
+    (list "gateway.smg.podAnnotations" .Values.gateway.smg.podAnnotations $annotations) }}
+{{- range $key := keys (index $check 1) | sortAlpha }}
+{{- if has $key (index $check 2) }}
+{{- fail (printf "%s: %s is the chart's own, or one of commonLabels" (index $check 0) $key) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -54,7 +54,7 @@
 {{- end }}
 
 {{- define "npuserve.gatewayPod" -}}
-serviceAccountName: {{ include "npuserve.gatewayServiceAccount" . }}
+serviceAccountName: {{ include "npuserve.gatewayServiceAccount" . | quote }}
 # It lists and watches the pods of the servers.
 automountServiceAccountToken: true
 enableServiceLinks: false
@@ -64,13 +64,13 @@ securityContext:
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- with .Values.gateway.smg }}
 containers:
   - name: smg
-    image: {{ include "npuserve.imageName" (dict "root" $ "image" .image "tag" (default $.Chart.AppVersion .image.tag)) }}
+    image: {{ include "npuserve.imageName" (dict "root" $ "image" .image "tag" (default $.Chart.AppVersion .image.tag)) | quote }}
     imagePullPolicy: {{ .image.pullPolicy }}
     args:
       {{- include "npuserve.gatewayArguments" $ | nindent 6 }}
@@ -85,8 +85,8 @@ containers:
       - name: SMG_API_KEY
         valueFrom:
           secretKeyRef:
-            name: {{ .apiKeys.secretName }}
-            key: {{ .apiKeys.key }}
+            name: {{ .apiKeys.secretName | quote }}
+            key: {{ .apiKeys.key | quote }}
       {{- end }}
       {{- with .extraEnv }}
       {{- toYaml . | nindent 6 }}
@@ -145,7 +145,7 @@ volumes:
   {{- with .tls.secretName }}
   - name: tls
     secret:
-      secretName: {{ . }}
+      secretName: {{ . | quote }}
       defaultMode: 288  # 0440
   {{- end }}
 {{- with .nodeSelector }}
@@ -166,6 +166,6 @@ topologySpreadConstraints:
   {{- include "npuserve.spread" (dict "root" . "labels" "npuserve.gatewaySelectorLabels" "whenUnsatisfiable" "ScheduleAnyway") | trim | nindent 2 }}
 {{- end }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- end }}

@@ -11,8 +11,8 @@
 {{- end }}
 
 {{- define "npuserve.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "npuserve.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "npuserve.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: server
 {{- end }}
 
@@ -25,22 +25,27 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- end }}
 
 {{- define "npuserve.testLabels" -}}
-app.kubernetes.io/name: {{ include "npuserve.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "npuserve.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: test
 {{- end }}
 
 {{- define "npuserve.gatewaySelectorLabels" -}}
-app.kubernetes.io/name: {{ include "npuserve.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "npuserve.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: gateway
 {{- end }}
 
-{{- define "npuserve.labels" -}}
+{{/* Labels of the chart's objects, without those of the values. */}}
+{{- define "npuserve.chartLabels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/part-of: npuserve
+{{- end }}
+
+{{- define "npuserve.labels" -}}
+{{ include "npuserve.chartLabels" . }}
 {{- with .Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
@@ -87,7 +92,7 @@ app.kubernetes.io/part-of: npuserve
 {{- define "npuserve.scaleTarget" -}}
 apiVersion: {{ include "npuserve.groups" . | empty | ternary "apps/v1" "leaderworkerset.x-k8s.io/v1" }}
 kind: {{ include "npuserve.workload" . }}
-name: {{ include "npuserve.fullname" . }}
+name: {{ include "npuserve.fullname" . | quote }}
 {{- end }}
 
 {{/* Whether a replica is a group of pods. */}}
@@ -278,7 +283,7 @@ grpc:
 {{/* Constraints that distribute pods. labels: name of the template with the labels of the pods. */}}
 {{- define "npuserve.spread" -}}
 {{- range .root.Values.topologySpread.keys }}
-- topologyKey: {{ . }}
+- topologyKey: {{ . | quote }}
   maxSkew: 1
   whenUnsatisfiable: {{ $.whenUnsatisfiable }}
   {{- if semverCompare ">=1.26.0-0" $.root.Capabilities.KubeVersion.Version }}
@@ -334,8 +339,8 @@ scaleDown:
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ .tokenSecret.name }}
-      key: {{ .tokenSecret.key }}
+      name: {{ .tokenSecret.name | quote }}
+      key: {{ .tokenSecret.key | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -360,7 +365,7 @@ metadata:
     # By this label an endpoint picker knows the names of the metrics.
     {{- merge (dict) .Values.podLabels (dict "llm-d.ai/engine-type" "vllm") | toYaml | nindent 4 }}
   annotations:
-    checksum/config: {{ include "npuserve.toml" . | sha256sum }}
+    checksum/config: {{ include "npuserve.toml" . | sha256sum | quote }}
     kubectl.kubernetes.io/default-container: npuserve
     {{- if and (eq .Values.metrics.scrape "annotations") (not .worker) }}
     prometheus.io/scrape: "true"

@@ -1,6 +1,6 @@
 {{/* The server's pod. `.worker`: of a group, one that only computes. It has no ports, so no probes, and no secrets. */}}
 {{- define "npuserve.pod" -}}
-serviceAccountName: {{ include "npuserve.serviceAccount" . }}
+serviceAccountName: {{ include "npuserve.serviceAccount" . | quote }}
 automountServiceAccountToken: false
 # NPUSERVE_PORT=tcp://… and the like are not settings.
 enableServiceLinks: false
@@ -10,7 +10,7 @@ securityContext:
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ quote . }}
   {{- end }}
 {{- end }}
 {{- if or .Values.extraInitContainers (eq .Values.model.source "init") }}
@@ -24,7 +24,7 @@ initContainers:
 {{- end }}
 containers:
   - name: npuserve
-    image: {{ include "npuserve.image" . }}
+    image: {{ include "npuserve.image" . | quote }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     args: [serve]
     env:
@@ -129,7 +129,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- range $name := list "priorityClassName" "runtimeClassName" "schedulerName" }}
 {{- with get $.Values $name }}
-{{ $name }}: {{ . }}
+{{ $name }}: {{ quote . }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -161,7 +161,7 @@ topologySpreadConstraints:
 {{/* The init container that puts the model's files into $MODEL_DIR. */}}
 {{- define "npuserve.fetch" -}}
 - name: model
-  image: {{ default (include "npuserve.image" .) .Values.model.init.image }}
+  image: {{ default (include "npuserve.image" .) .Values.model.init.image | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command:
     - sh
@@ -269,14 +269,14 @@ topologySpreadConstraints:
 {{- define "npuserve.volumes" -}}
 - name: config
   configMap:
-    name: {{ include "npuserve.fullname" . }}
+    name: {{ include "npuserve.fullname" . | quote }}
 - name: tmp
   emptyDir:
     sizeLimit: {{ .Values.tmp.size }}
 - name: cache
   {{- if eq .Values.cache.type "pvc" }}
   persistentVolumeClaim:
-    claimName: {{ default (printf "%s-cache" (include "npuserve.fullname" .)) .Values.cache.claimName }}
+    claimName: {{ default (printf "%s-cache" (include "npuserve.fullname" .)) .Values.cache.claimName | quote }}
   {{- else }}
   emptyDir:
     sizeLimit: {{ .Values.cache.size }}
@@ -295,7 +295,7 @@ topologySpreadConstraints:
 {{- if $claim }}
 - name: models
   persistentVolumeClaim:
-    claimName: {{ $claim }}
+    claimName: {{ $claim | quote }}
     {{- if eq .source "pvc" }}
     readOnly: true
     {{- end }}
@@ -309,7 +309,7 @@ topologySpreadConstraints:
 {{- if and $secret (not $.worker) }}
 - name: {{ $name }}
   secret:
-    secretName: {{ $secret }}
+    secretName: {{ $secret | quote }}
     defaultMode: 288  # 0440
 {{- end }}
 {{- end }}
