@@ -2,9 +2,12 @@
 
 Processes write to memory-mapped files in one folder (metrics.py). The page adds them up at each scrape (page_text.py),
 in the text format 0.0.4 and uncompressed, which every scraper reads and which takes the least time. It runs in the
-supervisor, which outlives the other processes. The files of a dead process are added to one file per type and removed,
-so that the number of files does not grow with restarts. An unreadable file is skipped, counted and logged; only its own
-counts are lost.
+supervisor, which outlives the other processes. It keeps a dead process's counts in memory and removes its files, so
+that their number does not grow with restarts. An unreadable file is skipped, counted and logged; only its own counts
+are lost.
+
+A process that writes to a mapped file without disk space dies by SIGBUS. The supervisor reserves the space of its own
+files at its start, and they do not grow later.
 """
 
 from __future__ import annotations
@@ -28,8 +31,6 @@ log = logging.getLogger(__name__)
 HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-DEAD = "dead"
-"""Replaces the process id in the names of the files that sum up all dead processes."""
 
 
 def resident_bytes(pid: int) -> int:
@@ -57,7 +58,7 @@ class MetricsPage:
         environment variable at import.
     processes: returns name -> pid of the server's other live processes.
 
-    Raises ConfigError if the port is not available.
+    Raises ConfigError if the port is not available, or the disk has no space.
     """
 
     def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
@@ -74,6 +75,7 @@ class MetricsPage:
         metrics.target_seconds.labels("itl").set(config.target_itl_seconds)
         metrics.requests_limit.labels("running").set(config.max_num_seqs)
         metrics.requests_limit.labels("waiting").set(config.max_queue)
+        _reserve(folder)
         self._processes = processes
         self._measured: set[str] = set()  # names of processes with a sample of their memory
         self._metrics = metrics
@@ -155,26 +157,22 @@ class MetricsPage:
         """
         self._dead.add(pid)
         with contextlib.suppress(OSError):
-            with self._files_lock:
-                self._refresh()  # stores its last heartbeat
             self._merge_dead()
 
     def _merge_dead(self) -> None:
-        """Add the files of dead processes to the sums of all dead processes, and remove them. Raises OSError."""
+        """Keep the counts of dead processes, and remove their files. Raises OSError."""
         with self._files_lock:
+            self._refresh()  # reads their last values
             for pid in self._dead.difference(self._processes().values()):
                 for file in list(self._folder.iterdir()):  # glob may hide an OSError
                     if not file.name.endswith(f"_{pid}.db"):
                         continue
-                    kind = file.name.partition("_")[0]
-                    total = self._folder / f"{kind}_{DEAD}.db"
-                    if kind != "gauge" and self._is_readable(file):
-                        if total.exists() and not self._is_readable(total):
-                            total.unlink()
-                        _add(file, total)
                     file.unlink()
+                    if not file.name.startswith("gauge"):
+                        self._text.keep(file.name)
                     self._unreadable.discard(file.name)
                 self._dead.discard(pid)
+            self._refresh()  # closes the removed files, so that their space is free for the next process
 
     def close(self) -> None:
         self._server.close()
@@ -191,21 +189,6 @@ class MetricsPage:
         self._changed |= self._text.refresh()
         for beat in self._text.values(HEARTBEAT):
             self._last_beat = max(self._last_beat, beat)
-
-    def _is_readable(self, file: Path) -> bool:
-        """Return False for a broken file, which is counted and logged once. Raises OSError if the system lacks a file
-        or memory.
-        """
-        from npuserve.service.supervisor.page_text import check_file
-
-        try:
-            check_file(file)
-        except OSError:
-            raise
-        except Exception as error:
-            self._skip(file.name, error)
-            return False
-        return True
 
     def _skip(self, name: str, error: Exception) -> None:
         """Count and log a broken file, once."""
@@ -227,18 +210,11 @@ def _declared() -> list[tuple[str, str, str]]:
     return [(metric.name, metric.type, metric.documentation) for metric in found]
 
 
-def _add(source: Path, total: Path) -> None:
-    """Add each value of a metrics file to the same key of `total`, which is created if missing.
-
-    Files hold histogram buckets individually, not cumulated, so that sums by key are exact.
-    """
-    from prometheus_client.mmap_dict import MmapedDict
-
-    if not source.stat().st_size:
-        return
-    sums = MmapedDict(str(total))  # type: ignore[no-untyped-call]
-    try:
-        for key, value, *_ in MmapedDict.read_all_values_from_file(str(source)):  # type: ignore[no-untyped-call]
-            sums.write_value(key, sums.read_value(key)[0] + value, 0.0)  # type: ignore[no-untyped-call]
-    finally:
-        sums.close()  # type: ignore[no-untyped-call]
+def _reserve(folder: Path) -> None:
+    """Allocate the disk space of this process's metrics files. Raises ConfigError if there is not enough."""
+    for file in folder.glob(f"*_{os.getpid()}.db"):
+        try:
+            with file.open("r+b") as opened:
+                os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: {folder} cannot hold the metrics files: {error.strerror}") from None

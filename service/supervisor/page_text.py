@@ -35,22 +35,30 @@ class Group:
 
     labels: sorted, without `le`.
     values: sum, maximum or minimum over the files, by slot.
+    kept: sums over the files of `PageText.keep`, by slot.
     text: lines of the page.
     """
 
     def __init__(self, family: Family, labels: Labels):
         self.labels = labels
         self.values: dict[Slot, float] = {}
+        self.kept: dict[Slot, float] = {}
         self.text = ""
         self.parts: list[_Part] = []
         self.family = family
         self._lines = _Lines(family.kind, family.name, labels, ())
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.parts and not self.kept
+
     def update(self) -> None:
         """Read the values of all files, and format them."""
-        combine, (first, *others) = self.family.combine, self.parts
-        values = dict(zip(first.slots, first.values(), strict=True))
-        for part in others:
+        combine, values = self.family.combine, dict(self.kept)
+        for part in self.parts:
+            if not values:
+                values = dict(zip(part.slots, part.values(), strict=True))
+                continue
             for slot, value in zip(part.slots, part.values(), strict=True):
                 values[slot] = combine(values[slot], value) if slot in values else value
         if values.keys() != self.values.keys():
@@ -197,6 +205,20 @@ class PageText:
         for group in self.families[name].groups.values():
             yield from group.values.values()
 
+    def keep(self, name: str) -> None:
+        """Add the values of a file, as of the last `refresh`, to sums in memory, and forget the file.
+
+        Nothing if the file was broken. Only for counters and histograms. Files hold histogram buckets individually, not
+        cumulated, so that sums are exact.
+        """
+        if name not in self._files:
+            return
+        for part in self._files[name].parts:
+            kept = part.group.kept
+            for slot, value in zip(part.slots, part.values(), strict=True):
+                kept[slot] = kept.get(slot, 0.0) + value
+        self._drop(name)
+
     def close(self) -> None:
         for name in list(self._files):
             self._drop(name)
@@ -213,16 +235,16 @@ class PageText:
     def _remove_empty_groups(self) -> None:
         """Remove the groups of a file that was found to be broken after their keys were read."""
         for family in self.families.values():
-            family.groups = {labels: group for labels, group in family.groups.items() if group.parts}
+            family.groups = {labels: group for labels, group in family.groups.items() if not group.is_empty}
 
     def _update(self, changed: set[Group]) -> set[str]:
         families: dict[str, Family] = {}
         for group in changed:
             family = group.family
-            if group.parts:
-                group.update()
-            else:
+            if group.is_empty:
                 family.groups.pop(group.labels, None)
+            else:
+                group.update()
             families[family.name] = family
         for family in families.values():
             family.update()
@@ -245,15 +267,6 @@ class PageText:
         if group is None:
             group = family.groups[own] = Group(family, own)
         return group, None if bound is None else float(bound)
-
-
-def check_file(path: Path) -> None:
-    """Raise an exception if a metrics file is broken; OSError if the system lacks a file or memory to read it."""
-    file = _File(path, 0)
-    try:
-        file.refresh(PageText(path.parent, (), lambda name, error: None)._group_of)
-    finally:
-        file.close()
 
 
 class _Lines:

@@ -351,3 +351,40 @@ def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     counts = {"npuserve_prompt_tokens_total": 20, "npuserve_metrics_files_skipped_total": 0}
     assert json.loads(done.stdout) == [True, 0, counts]
+
+
+RESERVED = """
+import json, os, sys
+from pathlib import Path
+from npuserve.service.config import ServerConfig
+from npuserve.service.supervisor.metrics_page import MetricsPage
+
+folder = Path(sys.argv[1])
+sizes = lambda: {file.name: (file.stat().st_size, 512 * file.stat().st_blocks) for file in folder.iterdir()}
+page = MetricsPage(folder, ServerConfig(metrics_port=0), lambda: {f"frontend-{n}": os.getpid() for n in range(64)})
+before = sizes()
+page.failed("engine", "died")
+page.engine_restarted()
+page.loading(1.0)
+page.built("cpu", 64 * "teller")
+for kind in ("counter", "gauge_livesum"):
+    (folder / f"{kind}_4000000.db").write_bytes(next(folder.glob(f"{kind}_*")).read_bytes())
+page.page()
+page.forget(4000000)
+links = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
+print(json.dumps([before, sizes(), [link for link in links if "4000000" in link]]))
+os._exit(0)
+"""
+
+
+def test_metrics_page_files_of_supervisor_are_reserved_and_do_not_grow(tmp_path: Path) -> None:
+    """On a full disk, a write to a mapped page that has no space would end the supervisor by SIGBUS. Files of a dead
+    process leave their space to the next one.
+    """
+    done = subprocess.run([sys.executable, "-c", RESERVED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, after, opened = json.loads(done.stdout)
+    assert opened == []
+    assert len(before) == 4
+    assert after == before
+    assert all(reserved >= size for size, reserved in after.values())

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.utils import floatToGoString
 
 from npuserve.service.supervisor import page_text
-from npuserve.service.supervisor.page_text import PageText, check_file
+from npuserve.service.supervisor.page_text import PageText
 
 BOUNDS = (0.005, 0.25, 1.0, 2.5, 10.0, float("inf"))
 DECLARED = (("calls", "counter", "Calls"), ("seconds", "histogram", 'Time\nin "s" \\'), ("live", "gauge", "Sum"),
@@ -156,13 +156,34 @@ def test_page_leaves_out_a_broken_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "counter_8.db").write_bytes(content)
     assert page(text) == before
     assert broken == ["counter_8.db"]
-    with pytest.raises(Exception, match=r"."):
-        check_file(tmp_path / "counter_8.db")
     (tmp_path / "counter_8.db").unlink()
+    text.keep("counter_8.db")
+    assert page(text) == before
     Process(tmp_path, 8).count(4)
     assert list(made(tmp_path).refresh()) == ["calls"]
     assert samples(page(text))["calls_total", ()] == 7
-    check_file(tmp_path / "counter_8.db")
+
+
+def test_keep_counts_of_removed_files(tmp_path: Path) -> None:
+    text, one, other = made(tmp_path), Process(tmp_path, 7), Process(tmp_path, 8)
+    for process in (one, other):
+        process.count(2, rpc=f"of {process._pid}")
+        process.observe(0.5, phase="a")
+    wanted = samples(page(text))
+    for process in (one, other):
+        process.remove()
+        text.keep(f"counter_{process._pid}.db")
+        text.keep(f"histogram_{process._pid}.db")
+        assert samples(page(text)) == wanted
+    third = Process(tmp_path, 9)
+    third.count(1, rpc="of 7")
+    third.observe(2, phase="a")
+    found = samples(page(text))
+    assert found["calls_total", (("rpc", "of 7"),)] == 3
+    assert found["seconds_count", (("phase", "a"),)] == 3
+    assert found["seconds_sum", (("phase", "a"),)] == 3
+    third.remove()
+    assert samples(page(text)) == wanted
 
 
 def test_page_of_a_file_that_was_replaced_is_that_of_the_new_one(tmp_path: Path) -> None:
