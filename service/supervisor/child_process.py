@@ -129,6 +129,11 @@ class ChildProcess:
             self._write(order)
 
     @property
+    def has_beaten(self) -> bool:
+        """Return whether the current run has sent a heartbeat or is ready."""
+        return self._heartbeats > 0
+
+    @property
     def is_running(self) -> bool:
         return self._transport is not None and self._transport.get_returncode() is None
 

@@ -24,6 +24,8 @@ MIN_LOAD_SECONDS = 60.0
 """Minimum limit of a load that is not the first, if load_seconds is 0."""
 LOAD_FACTOR = 3
 """The limit is the time of the first load, multiplied by this."""
+MIN_START_SECONDS = 30.0
+"""Minimum limit of a front end's start, up to its first heartbeat. It takes a second or two on an idle machine."""
 LOADING_LOG_SECONDS = 30.0
 """Time between two log lines about an engine that is still loading."""
 
@@ -59,6 +61,11 @@ class Watchdog:
             return math.inf
         return self._config.load_seconds or max(MIN_LOAD_SECONDS, LOAD_FACTOR * self._first_load)
 
+    @property
+    def start_limit(self) -> float:
+        """Return the maximum seconds from a front end's start to its first heartbeat."""
+        return max(MIN_START_SECONDS, self._config.hang_seconds)
+
     async def run(self, page: MetricsPage) -> ChildProcess:
         """Kill children that hang, so that they are restarted. Return a child that SIGKILL does not end."""
         every = min(CHECK_SECONDS, self._config.hang_seconds / 4)
@@ -82,6 +89,8 @@ class Watchdog:
             what, seconds = "hangs", child.silence
         elif is_loading and child.age >= self.load_limit:
             what, seconds = "hangs while loading", child.age
+        elif child is not self._engine and not child.has_beaten and child.age >= self.start_limit:
+            what, seconds = "hangs while starting", child.age
         else:
             return
         logs.event(log, f"{child.name} {what}, killing it", level=logging.ERROR, seconds=seconds)
