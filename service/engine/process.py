@@ -124,14 +124,16 @@ def build_engine(
     """
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
+    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log)
+    capacity = blocks.capacity
+    length = min(runner.max_model_len, capacity)
     scheduler = Scheduler(
-        BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log),
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, min_forced=runner.min_forced)
-    capacity = scheduler.blocks.capacity
+        blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, max_model_len=length,
+        min_forced=runner.min_forced)
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
-        max_model_len=min(runner.max_model_len, capacity), dtype=runner.dtype_name,
+        max_model_len=length, dtype=runner.dtype_name,
         quantization=runner.config.quantization_name,
         kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,

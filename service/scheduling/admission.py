@@ -1,6 +1,7 @@
 """Decision whether a new request may enter the queue.
 
-1. A request that could never fit the KV cache is invalid.
+1. A request that could never fit the KV cache or max_model_len is invalid. Front ends refuse such new requests. A
+   stream that is resumed may be of an earlier server with larger limits.
 2. A client has at most `client_limit` live requests, if it has a limit. Each sample of a call is a request. The first
    one is refused unless all of them are within the limit.
 3. A request whose first token would miss its deadline, as far as anything was measured (latency_estimator.py), is
@@ -62,7 +63,7 @@ class Admission:
 
     def __init__(
         self, queue: FairQueue, samples: SampleGroups, compiling: Mapping[int, Sequence], blocks: BlockManager,
-        estimator: LatencyEstimator, max_num_seqs: int, max_queue: int,
+        estimator: LatencyEstimator, max_num_seqs: int, max_queue: int, max_model_len: int | None,
     ):
         self._queue = queue
         self._samples = samples
@@ -71,6 +72,7 @@ class Admission:
         self._estimator = estimator
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
+        self._max_model_len = max_model_len
 
     def check(self, request: Request, account: Account, occupancy: Occupancy, now: float) -> DroppedRequest | None:
         """Return the request that must leave the queue for the new one, with its error; None if there is space.
@@ -115,6 +117,14 @@ class Admission:
             raise InvalidField(
                 "stopping.max_tokens", f"must be at most {slots + 1 - prompt} after a prompt of {prompt} tokens, since "
                 f"the KV cache holds {slots}; got {request.max_tokens}")
+        length = self._max_model_len
+        if length and prompt >= length:
+            raise InvalidField(
+                "prompt", f"must be at most {length - 1} tokens, as max_model_len is {length}, got {prompt}")
+        if length and prompt + request.max_tokens > length:
+            raise InvalidField(
+                "stopping.max_tokens", f"must be in [1, {length - prompt}], as max_model_len is {length} and the "
+                f"prompt has {prompt} tokens, got {request.max_tokens}")
 
     def _check_deadline(self, request: Request, left: float, account: Account, occupancy: Occupancy) -> None:
         wait = self._first_token_seconds(request, account, occupancy)

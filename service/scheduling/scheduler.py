@@ -43,18 +43,18 @@ class Scheduler:
     max_num_batched_tokens: maximum number of tokens in a step.
     max_queue: maximum number of requests beyond max_num_seqs. Preempted and paused requests count like running ones.
     aging_seconds: waiting time that is worth one unit of priority.
+    max_model_len: maximum tokens of a prompt and its answer; None: what the KV cache holds.
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
 
     All times are seconds of the clock of Request.arrival.
 
     preemptions, forced_tokens: number since the start. No step sampled a forced token.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at the first admission.
-    deadlines, quarantine: deadlines and quarantine of the requests.
     """
 
     def __init__(
         self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_queue: int,
-        aging_seconds: float, min_forced: int = 0,
+        aging_seconds: float, max_model_len: int | None = None, min_forced: int = 0,
     ) -> None:
         self.blocks = blocks
         self.preemptions = self.prefix_queries = self.prefix_hits = self.forced_tokens = 0
@@ -73,8 +73,8 @@ class Scheduler:
         self._ended: list[int] = []  # not yet reported to the runner
         self._estimator = LatencyEstimator(max_num_batched_tokens)
         self.deadlines = Deadlines(self._estimator)
-        self._admission = Admission(
-            self._queue, self._samples, self._compiling, blocks, self._estimator, self._max_num_seqs, max_queue)
+        self._admission = Admission(self._queue, self._samples, self._compiling, blocks, self._estimator,
+                                    self._max_num_seqs, max_queue, max_model_len)
 
     @property
     def num_running(self) -> int:

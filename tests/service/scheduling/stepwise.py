@@ -39,6 +39,7 @@ class SchedulerHarness:
     prefix_cache: bool = True
     depth: int = 1
     min_forced: int = 2
+    max_model_len: int | None = None
     mask_seconds: float = math.inf
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -55,7 +56,8 @@ class SchedulerHarness:
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
-            max_queue=self.max_queue, aging_seconds=self.aging, min_forced=self.min_forced,
+            max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
+            min_forced=self.min_forced,
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from npuserve.service.errors import DeadlineExceeded, QueueFull
+from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import PriorProgress
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
 from tests.service.scheduling.test_sample_groups import PROMPT, states
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "error"), [
+    (5, 12, r"stopping.max_tokens: must be in \[1, 11\], as max_model_len is 16 and the prompt has 5 tokens, got 12"),
+    (16, 1, r"prompt: must be at most 15 tokens, as max_model_len is 16, got 16"),
+])
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_request_beyond_max_model_len_is_refused(
+    prompt: int, max_tokens: int, error: str, is_restored: bool
+) -> None:
+    """A stream of an earlier server may have been within a larger limit."""
+    harness = SchedulerHarness(max_model_len=16)
+    with pytest.raises(InvalidField, match=error):
+        harness.add([1] * prompt, max_tokens, prior=PriorProgress(accepted=is_restored))
+    answer = harness.add([1] * 5, 11)
+    harness.finish()
+    harness.check_answer(answer)
 
 
 def test_followers_count_in_the_queue_limit() -> None:
