@@ -242,8 +242,9 @@ def load_streams(config: ServerConfig, model: ModelInfo, folder: str) -> Records
     if config.state_folder:
         try:
             count = load(Path(config.state_folder), model, folder, records)
-        except (OSError, msgspec.MsgspecError) as error:
-            logs.event(log, "the streams that were kept are lost", level=logging.ERROR, error=type(error).__name__)
+        except Exception as error:  # no content of the file prevents the start
+            logs.event(log, "the streams that were kept are lost", level=logging.ERROR,
+                       error=f"{type(error).__name__}: {error}")
         else:
             if count:
                 logs.event(log, "streams of the previous run can be resumed", streams=count)

@@ -7,6 +7,7 @@ them to the next engine. A resume token is random, cannot be guessed, and contai
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import tempfile
@@ -189,8 +190,15 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
+_DIGEST_BYTES = 32
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
 class _File(msgspec.Struct, array_like=True):
-    """Content of the file.
+    """Content of the file, behind its digest.
 
     model: identity of the model, whose token ids the records hold.
     records: encoded Records.
@@ -221,10 +229,11 @@ def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     if not kept:
         return 0
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    content = msgspec.msgpack.encode(_File(_identity(model, name), [msgspec.Raw(one.data) for one in kept]))
     handle, path = tempfile.mkstemp(dir=folder, prefix=f".{FILE}-")  # mode 0600
     try:
         with open(handle, "wb") as file:
-            file.write(msgspec.msgpack.encode(_File(_identity(model, name), [msgspec.Raw(one.data) for one in kept])))
+            file.write(_digest(content) + content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(path, folder / FILE)
@@ -238,8 +247,8 @@ def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
 def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     """Read the saved records into `records`, valid for `seconds` from now, remove the file, and return their number.
 
-    Returns 0 if there is no file or it is of another model. Raises OSError if the file cannot be read or removed, and
-    msgspec.MsgspecError if it is malformed; it is removed then too.
+    Returns 0 if there is no file or it is of another model. Raises OSError if the file cannot be read or removed. An
+    altered file is removed and raises ValueError; one of another version may, and may raise msgspec.MsgspecError.
     """
     path = folder / FILE
     try:
@@ -247,12 +256,14 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     except FileNotFoundError:
         return 0
     path.unlink()
-    saved = msgspec.msgpack.decode(data, type=_File)
+    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if digest != _digest(content):
+        raise ValueError("its checksum is wrong")
+    saved = msgspec.msgpack.decode(content, type=_File)
     if saved.model != _identity(model, name):
         return 0
     now = time.monotonic()
-    for data in saved.records:
-        record = _decode(data)
+    for record in [_decode(data) for data in saved.records]:
         if record.request.arrival > now:  # after a reboot the clock starts at 0
             record.request = msgspec.structs.replace(record.request, arrival=now)
             record.timing = None

@@ -277,11 +277,20 @@ def test_save_without_records_writes_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
-def test_load_malformed_file_is_removed_and_raises(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(b"\xc1 no msgpack")
-    with pytest.raises(msgspec.MsgspecError):
-        load(tmp_path, INFO, "/m", Records(10.0))
-    assert list(tmp_path.iterdir()) == []
+def test_load_altered_file_is_removed_and_raises(tmp_path: Path) -> None:
+    """No altered bit is loaded as good, also where the file would still be valid msgpack."""
+    kept = Records(10.0)
+    kept.end(record("t"), time.monotonic())
+    save(tmp_path, INFO, "/m", kept)
+    good = (tmp_path / FILE).read_bytes()
+    altered = [good[:index] + bytes([good[index] ^ 1]) + good[index + 1 :] for index in range(len(good))]
+    for content in [*altered, b"", good[:20], good[: len(good) // 2], good + b"x"]:
+        (tmp_path / FILE).write_bytes(content)
+        fresh = Records(10.0)
+        with pytest.raises(ValueError, match="checksum"):
+            load(tmp_path, INFO, "/m", fresh)
+        assert not fresh.ended(time.monotonic())
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_save_full_disk_keeps_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
