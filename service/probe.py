@@ -33,11 +33,10 @@ def protocol_at(host: str, port: int) -> Protocol:
     return "unknown" if reply or hello else "none"
 
 
-def cannot_listen(host: str, port: int, shared: bool) -> OSError | None:
-    """Return why listening on every address of `host` fails; None if one succeeds.
+def cannot_listen(host: str, port: int) -> OSError | None:
+    """Return why listening alone on every address of `host` fails; None if one succeeds.
 
-    port: 0 for any port.
-    shared: whether several processes listen on it (SO_REUSEPORT).
+    port: 0 for any port. One that other processes share (SO_REUSEPORT) is taken.
     """
     found: OSError | None = None
     try:
@@ -48,8 +47,6 @@ def cannot_listen(host: str, port: int, shared: bool) -> OSError | None:
         try:
             with socket.socket(family, kind, protocol) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if shared:
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 listener.bind(address)
                 return None
         except OSError as error:

@@ -89,7 +89,7 @@ class World(msgspec.Struct, frozen=True):
 
     def explain(self, error: Exception) -> ConfigError:
         """Return why the first host cannot listen where the ranks meet. error: of the attempt."""
-        if cause := probe.cannot_listen("0.0.0.0", self.port, shared=False):  # nosec B104 (closed at once)
+        if cause := probe.cannot_listen("0.0.0.0", self.port):  # nosec B104 (closed at once)
             return ConfigError(f"{PORT_NAME}: cannot listen on port {self.port}: {cause.strerror}")
         index, _, name = self.variables
         return ConfigError(f"{name}: {self.address} does not answer here, where {index} is 0; it must be an address of "

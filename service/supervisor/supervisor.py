@@ -346,8 +346,10 @@ class Supervisor:
 
 
 def _check_addresses(config: ServerConfig) -> None:
-    """Raise ConfigError if listening on the host or on gRPC's port is impossible, before a process is started."""
-    shared = config.frontends > 1
+    """Raise ConfigError if listening on the host or on gRPC's port is impossible, before a process is started.
+
+    Several front ends share the port, and could share it with another server without an error.
+    """
     for setting, port, name in (("host", 0, config.host), ("port", config.port, endpoint(config.host, config.port))):
-        if error := probe.cannot_listen(config.host, port, shared):
+        if error := probe.cannot_listen(config.host, port):
             raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}")

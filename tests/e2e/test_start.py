@@ -93,9 +93,11 @@ def test_serve_on_an_address_of_another_machine_names_the_host(host: str, error:
     assert refused("--host", host).startswith(f"host: cannot listen on {host}: {error}")
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("frontends", ["1", "2"])
-def test_serve_on_a_taken_port_prints_one_line(frontends: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+def test_serve_on_a_taken_port_prints_one_line(frontends: str, is_shared: bool) -> None:
+    """is_shared: the port is that of a server whose front ends share it."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=is_shared) as taken:
         port = taken.getsockname()[1]
         done = npuserve("serve", "--port", str(port), "--metrics-port", "0", "--frontends", frontends)
     assert (done.returncode, done.stdout) == (2, "")
