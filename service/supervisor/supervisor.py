@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -51,6 +52,9 @@ ENGINE_STOP_SECONDS = 10.0
 """Seconds from SIGTERM to SIGKILL of the engine. A step must fit."""
 MIN_FREE_BYTES = 16 << 20
 """Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
+MIN_OPEN_FILES, MIN_OPEN_FILES_PER_FRONTEND = 88, 8
+"""Minimum limit of open files, for the supervisor: pipes and metrics files of its children, scrapers, and the start of
+a child."""
 ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}
 """OpenMP threads wait for each other many times per step. Sleeping costs several times the step, and a long spin delays
 front ends that need the cores. 1000 spins, a few microseconds, are a compromise."""
@@ -67,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """
     config = logs.with_format(settings.load(args, os.environ))
     logs.setup(config, "supervisor")
+    _check_open_files(config.frontends)
     process_control.set_dumpable(config.debuggable)
     world = read_world(config, os.environ)
     if world and world.host > 0:
@@ -343,6 +348,15 @@ class Supervisor:
             child.signal(signal.SIGKILL)
         if self._tasks:  # a child that is blocked in a driver is left behind
             await asyncio.wait(self._tasks.values(), timeout=ENGINE_STOP_SECONDS)
+
+
+def _check_open_files(frontends: int) -> None:
+    """Raise ConfigError if the limit of open files is too low to start children, and to start them again."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = MIN_OPEN_FILES + MIN_OPEN_FILES_PER_FRONTEND * frontends
+    if 0 <= limit < needed:  # -1: unlimited
+        raise ConfigError(f"open files: the limit (ulimit -n) is {limit}; at least {needed} are needed, and one "
+                          "for each connection of a front end")
 
 
 def _check_addresses(config: ServerConfig) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,17 @@ def test_serve_on_a_taken_port_prints_one_line(frontends: str, is_shared: bool) 
         done = npuserve("serve", "--port", str(port), "--metrics-port", "0", "--frontends", frontends)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"npuserve: port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("limit", [20, 48, 103])
+def test_serve_with_few_open_files_names_the_limit(limit: int) -> None:
+    serve = (sys.executable, "-m", "npuserve.service.cli", "serve", "--port", "0", "--frontends", "2")
+    command = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *serve)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"npuserve: open files: the limit (ulimit -n) is {limit}; at least 104 are needed, and one for each connection "
+        "of a front end\n")
 
 
 def test_serve_logs_once_that_it_is_ready() -> None:
