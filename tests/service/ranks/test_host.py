@@ -18,10 +18,12 @@ from npuserve.service.ranks.world import NAMES, World
 from tests.support.processes import until
 
 RANK = """
-import json, sys
+import json, sys, time
 given = json.loads(sys.stdin.readline())
 with open(sys.argv[1], "a") as journal:
     print(json.dumps([given["rank"], given["capture_failed"]]), file=journal)
+while sum(json.loads(line)[1] == given["capture_failed"] for line in open(sys.argv[1])) < 2:
+    time.sleep(0.01)
 if given["capture_failed"]:
     print(json.dumps({"event": "unusable", "error": "the end of the test"}))
     sys.exit(2)
@@ -30,7 +32,7 @@ if given["rank"] == 2:
     sys.exit(3)
 sys.stdin.read()
 """
-"""Rank 2 cannot capture; rank 3 waits for its end."""
+"""Both ranks are in the journal before one ends, which ends the other. Rank 2 cannot capture."""
 
 READY = """
 import sys
