@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,30 +19,30 @@ from npuserve.service.grammar.compile_process import (
 from npuserve.service.grammar.compile_queue import MAX_RUNNING_PER_CLIENT, CompileQueue, WaitingConstraint
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError
 from npuserve.service.grammar.mask_threads import Lexer
-from npuserve.service.grammar.matcher import Matcher
+from npuserve.service.grammar.matcher import LexerMemory, Matcher
 from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc.messages import Constraint
 
 STACK_BYTES = 64 << 20
 """Stack of a thread that compiles. It is larger than a child's, which compiled the same constraint before."""
 MAX_WORKERS = MAX_RUNNING_PER_CLIENT + 1
-LEXER_BYTES = 16 << 20
-"""Counted memory of the lexer of a compiled constraint. Answers add states, of about 0.5 kB each, up to
-matcher.MAX_STATES, and the library does not report their number."""
 
 
 class Compilation:
     """Result of a constraint, maybe not yet there.
 
-    num_bytes: estimated memory.
+    num_bytes: estimated memory, also of the states that answers have built.
+    memory: of the lexer.
     lexer: of all its matchers.
     is_worn: an answer exceeded the limits. They may be those of the lexer, whose states are the ones of all answers so
         far, so the next request compiles the constraint again.
     """
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: Vocabulary, on_growth: Callable[[LexerMemory, int], None]):
+        """on_growth: see LexerMemory."""
         self._vocabulary = vocabulary
         self.lexer = Lexer()
+        self.memory = LexerMemory(on_growth)
         self._library: LLMatcher | None = None
         self._by_byte: LLMatcher | None = None
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class Compilation:
             raise RuntimeError("the constraint is not yet compiled")
         with self._lock:
             by_byte = self._by_byte.deep_copy() if self._by_byte else None
-            return Matcher(self._vocabulary, self._library.deep_copy(), by_byte)
+            return Matcher(self._vocabulary, self._library.deep_copy(), by_byte, self.memory)
 
     def _finish(
         self, library: LLMatcher | None, error: ConstraintError | CompilerFailed | None,
@@ -93,12 +94,12 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, max_cache_bytes: int = 512 << 20, max_seconds: float = 2.0,
+        self, vocabulary: Vocabulary, *, max_cache_bytes: int = 256 << 20, max_seconds: float = 2.0,
         max_queue: int = 256, max_bytes: int = 512 << 20, on_done: Callable[[], None] | None = None,
     ):
         """Start no process before the first constraint.
 
-        max_cache_bytes: estimated memory of the results that are kept: about 30 compiled constraints by default.
+        max_cache_bytes: estimated memory of the results that are kept.
         max_seconds, max_bytes: limits of processor time and memory for the compilation of one constraint.
         max_queue: see CompileQueue.
         on_done: called in a thread of the compiler after each compilation, to wake up a waiting loop.
@@ -141,7 +142,8 @@ class GrammarCompiler:
                         self._queue.add(constraint, client)
                 return found
             self._queue.add(constraint, client)
-            compilation = self._pending[constraint] = Compilation(self._vocabulary)
+            compilation = self._pending[constraint] = Compilation(
+                self._vocabulary, functools.partial(self._grow, constraint))
             if self._idle < len(self._queue) and len(self._threads) < MAX_WORKERS:
                 self._start_thread()
             self._condition.notify()
@@ -214,11 +216,30 @@ class GrammarCompiler:
         with self._condition:
             self._queue.end(taken.client)
             compilation = self._pending.pop(constraint)
-            compilation.num_bytes = num_bytes + 2 * len(constraint.text) + (0 if error else LEXER_BYTES)
+            compilation.num_bytes = num_bytes + 2 * len(constraint.text)
             compilation._finish(*result)
             if isinstance(error, CompilerFailed):
                 return
             self._cache[constraint] = compilation
             self._cached_bytes += compilation.num_bytes
-            while self._cached_bytes > self._max_cache_bytes and self._cache:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].num_bytes
+            evicted = self._evict()
+        del evicted  # outside of the lock: a large one takes milliseconds
+
+    def _grow(self, constraint: Constraint, memory: LexerMemory, num_bytes: int) -> None:
+        """Count memory that answers have added to a compilation. Called in any thread."""
+        with self._condition:
+            compilation = self._cache.get(constraint)
+            if compilation is None or compilation.memory is not memory:  # it was evicted
+                return
+            compilation.num_bytes += num_bytes
+            self._cached_bytes += num_bytes
+            evicted = self._evict()
+        del evicted
+
+    def _evict(self) -> list[Compilation]:
+        """Remove the least recently used results from the cache until it fits, and return them."""
+        evicted: list[Compilation] = []
+        while self._cached_bytes > self._max_cache_bytes and self._cache:
+            evicted.append(self._cache.popitem(last=False)[1])
+            self._cached_bytes -= evicted[-1].num_bytes
+        return evicted

@@ -9,6 +9,8 @@ is forced. The library's `compute_ff_tokens` is not used, since it depends on th
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,11 @@ from npuserve.service.grammar.vocabulary import Vocabulary
 MAX_STATES = 20_000
 """States of a lexer, beyond one for each byte of the grammar. Answers build them, of up to 2 kB each. A fixed text
 needs one state a byte, of 0.2 kB."""
+BYTES_PER_FUEL = 32
+"""Memory of a lexer by the work that built its states, in the library's unit. 13 to 28 bytes were measured."""
+MAX_LEXER_BYTES = 16 << 20
+"""Estimated memory of a lexer with MAX_STATES states."""
+MAX_UNMEASURED_MASKS = 64
 
 
 def limits(kind: str, num_bytes: int) -> LLParserLimits:
@@ -33,12 +40,49 @@ def limits(kind: str, num_bytes: int) -> LLParserLimits:
     items = 500 if kind in ("grammar", "structural_tag") else 2_000
     return LLParserLimits(
         initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_items_in_row=items,
-        max_lexer_states=MAX_STATES + num_bytes, max_grammar_size=500_000, verbose_errors=False)
+        max_lexer_states=MAX_STATES + num_bytes, max_grammar_size=500_000, verbose_errors=True)
 
 MAX_FORCED_BYTES = 64
 """Length of a text whose tokens are forced at once. The library holds the GIL while it builds its states."""
 WINDOW_BYTES = 64
 """Length of the text from which the tokenizer chooses one forced token."""
+
+
+class LexerMemory:
+    """Estimated memory of a lexer's states, which the answers of its grammar build. Safe where the lexer is.
+
+    on_growth: called with this object and the bytes by which the estimate has grown.
+    """
+
+    def __init__(self, on_growth: Callable[[LexerMemory, int], None]):
+        self._on_growth = on_growth
+        self._num_bytes = 0
+        self._masks = 0
+        self._next = 1  # number of masks at which the lexer is measured
+
+    def add_mask(self, library: LLMatcher) -> None:
+        """Count a mask. Measure the lexer at some of them: it takes 0.2 ms."""
+        self._masks += 1
+        if self._masks >= self._next:
+            self._next = self._masks + min(MAX_UNMEASURED_MASKS, max(1, self._masks // 2))
+            self.grow(BYTES_PER_FUEL * _lexer_fuel(library))
+
+    def grow(self, num_bytes: int) -> None:
+        """Raise the estimate to `num_bytes`."""
+        grown, self._num_bytes = num_bytes - self._num_bytes, max(num_bytes, self._num_bytes)
+        if grown > 0:
+            self._on_growth(self, grown)
+
+
+def _lexer_fuel(library: LLMatcher) -> int:
+    """Return the work that built the states of a matcher's lexer, as of its last mask.
+
+    The library reports it in the message of an error alone.
+    """
+    copy = library.deep_copy()
+    copy.rollback(1 << 30)  # an error: there are not so many tokens
+    found = _LEXER_COST.search(copy.get_error())
+    return int(found[1]) if found else MAX_LEXER_BYTES // BYTES_PER_FUEL
 
 
 class Matcher:
@@ -47,9 +91,17 @@ class Matcher:
     Each method may raise MatcherError if a step exceeds the limits; the matcher is then unusable.
     """
 
-    def __init__(self, vocabulary: Vocabulary, library: LLMatcher, by_byte: LLMatcher | None = None):
-        """by_byte: matcher over `vocabulary.bytes` at the same place; None for no forced tokens."""
+    def __init__(
+        self, vocabulary: Vocabulary, library: LLMatcher, by_byte: LLMatcher | None = None,
+        memory: LexerMemory | None = None,
+    ):
+        """Begin an answer.
+
+        by_byte: matcher over `vocabulary.bytes` at the same place; None for no forced tokens.
+        memory: of the lexer; None if it is not measured.
+        """
         self._vocabulary = vocabulary
+        self._memory = memory
         self._library = library
         self._forced = ForcedText(vocabulary, by_byte) if by_byte else None
         self._has_ended = False
@@ -80,7 +132,7 @@ class Matcher:
         if taken and self._forced:
             self._forced.advance(token_id)
         if not taken and self._allows(token_id):
-            # Another answer of the same grammar has used up the states of their lexer.
+            # Another answer of the same grammar has exhausted the states of their lexer.
             raise MatcherError("the constraint exceeds its limits: too many states")
         return taken
 
@@ -100,6 +152,8 @@ class Matcher:
             return
         self._library.unsafe_compute_mask_ptr(self._address, bits.nbytes)
         self._check()
+        if self._memory:
+            self._memory.add_mask(self._library)
 
     def forced(self, mask: NDArray[Any] | None = None) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.
@@ -147,8 +201,11 @@ class Matcher:
 
     def _check(self) -> None:
         if self._is_broken():
+            if self._memory:
+                self._memory.grow(MAX_LEXER_BYTES)
             reason = self._library.get_error() or self._library.stop_reason()
             raise MatcherError(f"the constraint exceeds its limits: {reason.splitlines()[0][:200]}")
 
 
 _REASONS = frozenset({"NotStopped", "EndOfSentence", "NoExtension"})
+_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')

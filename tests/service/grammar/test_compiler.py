@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -14,10 +15,10 @@ import pytest
 
 from npuserve.service.grammar import compile_process
 from npuserve.service.grammar.compile_process import CompileProcess
-from npuserve.service.grammar.compiler import LEXER_BYTES, GrammarCompiler
+from npuserve.service.grammar.compiler import Compilation, GrammarCompiler
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError
 from npuserve.service.ipc.messages import Constraint
-from tests.support.grammars import Kind, accepts, vocabulary
+from tests.support.grammars import Kind, accepts, allowed, encode, vocabulary
 
 SECONDS = 60
 GOOD = Constraint("choices", '["yes", "no"]')
@@ -95,13 +96,49 @@ def test_one_of_must_exclude_without_formats_too(
 
 
 def test_cache_is_bounded_by_bytes():
-    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=5 * LEXER_BYTES, max_seconds=20)
-    for i in range(20):
+    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=1 << 20, max_seconds=20)
+    for i in range(40):
         compilation = compiler.submit(Constraint("choices", json.dumps([f"answer {i}"])))
         assert compilation.wait(SECONDS)
-        assert compiler.cached_bytes <= 5 * LEXER_BYTES
-    assert accepts(compilation.matcher(), "answer 19")
-    assert len(compiler._cache) == 4
+        assert compiler.cached_bytes <= 1 << 20
+    assert accepts(compilation.matcher(), "answer 39")
+    compiler.close()
+
+
+def answer_with(compilation: Compilation, letters: str, tokens: int) -> None:
+    """Answer with random letters."""
+    rng, matcher = random.Random(1), compilation.matcher()
+    ids = [encode(letter)[0] for letter in letters]
+    for _ in range(tokens):
+        assert allowed(matcher)
+        assert matcher.advance(rng.choice(ids))
+
+
+LARGE = "((.|\\n)*[a-m][^x]{25}[n-z](.|\\n)*)"
+"""Answers build many states of its lexer."""
+
+
+def test_cache_counts_the_states_that_answers_build(compiler: GrammarCompiler):
+    small, large = (compiler.submit(Constraint("regex", text)) for text in ("[abcnopq]*", LARGE))
+    assert small.wait(SECONDS)
+    assert large.wait(SECONDS)
+    before = small.num_bytes, large.num_bytes
+    for _ in range(4):
+        answer_with(small, "abcnopq", 300)
+    answer_with(large, "abcnopq", 300)
+    assert small.num_bytes < before[0] + (1 << 17)
+    assert large.num_bytes > before[1] + (1 << 20)
+    assert compiler.cached_bytes == small.num_bytes + large.num_bytes
+
+
+def test_cache_is_bounded_while_answers_build_states():
+    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=24 << 20, max_seconds=20)
+    for i in range(8):
+        compilation = compiler.submit(Constraint("regex", f"{LARGE}{i}"))
+        assert compilation.wait(SECONDS)
+        answer_with(compilation, "abcnopq", 300)
+        assert compiler.cached_bytes == sum(one.num_bytes for one in compiler._cache.values()) <= 24 << 20
+    assert 0 < len(compiler._cache) < 8
     compiler.close()
 
 
