@@ -29,9 +29,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError with a one-sentence reason.
     """
+    lines: list[str] = []
     try:
         if args.action == "list":
-            _list(args.file)
+            lines = list(_describe(args.file))
         elif args.name is None:
             raise ConfigError(f"keys {args.action}: NAME is missing")
         else:
@@ -39,16 +40,18 @@ def run(args: argparse.Namespace) -> int:
                 if args.action == "remove":
                     _remove(args.file, args.name)
                 else:
-                    _add(args)
+                    lines = [_add(args)]
     except OSError as error:
         raise ConfigError(f"{args.file}: {error.strerror}") from None
+    for line in lines:
+        print(line)
     return 0
 
 
-def _list(file: str) -> None:
+def _describe(file: str) -> Iterator[str]:
     for name, entry in load_tables(file).items():
         rights = [f"{field}={entry[field]}" for field in ("admin", *LIMITS) if field in entry]
-        print(" ".join([name, f"keys={len(hashes(entry))}", *rights]))
+        yield " ".join([name, f"keys={len(hashes(entry))}", *rights])
 
 
 def _remove(file: str, name: str) -> None:
@@ -59,7 +62,8 @@ def _remove(file: str, name: str) -> None:
     save_tables(file, tables)
 
 
-def _add(args: argparse.Namespace) -> None:
+def _add(args: argparse.Namespace) -> str:
+    """Add a key, and return it."""
     tables = load_tables(args.file) if os.path.exists(args.file) else {}
     key = PREFIX + secrets.token_urlsafe(32)
     entry = tables.setdefault(args.name, {"sha256": []})
@@ -69,7 +73,7 @@ def _add(args: argparse.Namespace) -> None:
     entry.update({field: value for field in LIMITS if (value := getattr(args, field)) is not None})
     check_table(args.name, args.name, entry)
     save_tables(args.file, tables)
-    print(key)
+    return key
 
 
 @contextmanager

@@ -107,10 +107,12 @@ class CrashTracker:
         self._steps.clear()
 
     def assess(self, request: Request, tokens: int) -> CrashRecord | None:
-        """Return the crash record of a request that continues after `tokens` tokens of its answer.
+        """Return the crash record of a request, which may continue after `tokens` tokens of its answer.
 
         None if the request needs no quarantine. Raises EngineKiller if the request is the killer.
         """
+        if not self._fatal and not self._records:
+            return None
         key = request_hash(request)
         record = self._records.get(key)
         if key in self._fatal and key not in self._assessed:

@@ -103,7 +103,8 @@ class KvEventPublisher:
         for one in (self._publisher, self._router):
             one.setsockopt(zmq.LINGER, 0)
             one.setsockopt(zmq.IPV6, 1)
-        is_bound = endpoint.startswith("ipc://") or any(wild in endpoint for wild in ("*", "//0.0.0.0:", "//[::]:"))
+        wildcards = ("*", "//0.0.0.0:", "//[::]:", "//:::")
+        is_bound = endpoint.startswith("ipc://") or any(wildcard in endpoint for wildcard in wildcards)
         self._open("kv_events_endpoint", self._publisher.bind if is_bound else self._publisher.connect, endpoint)
         if replay_endpoint:
             self._open("kv_events_replay_endpoint", self._router.bind, replay_endpoint)

@@ -309,8 +309,9 @@ class Engine:
         try:
             displaced = self.registry.add(request, origin, time.monotonic())
         except ServeError as error:
-            self._outbox.refuse(origin, error)
+            self._outbox.refuse(origin, error, count=not isinstance(error, EngineKiller))
         else:
+            self._crashes.save()  # a front end may have lost the acceptance of a request that crashed the last engine
             self._accept_compiled(origin)
             if displaced:
                 self._outbox.drop([displaced], time.monotonic())

@@ -62,7 +62,7 @@ class RequestRegistry:
         if samples and not self._is_further_sample(request, samples):
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
         try:
-            crashes = self._crashes.assess(request, len(request.output_ids)) if record else None
+            crashes = self._crashes.assess(request, len(request.output_ids))
         except EngineKiller:
             self.records.drop(request.resume_token)
             raise

@@ -102,7 +102,7 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}  # the block that is shared
-        self._duplicates: dict[bytes, list[int]] = {}  # used blocks of equal content that are not shared
+        self._duplicates: dict[bytes, dict[int, None]] = {}  # used blocks of equal content that are not shared
         self._scopes: dict[int, set[bytes]] = {}  # digests that were registered under each scope; some may be evicted
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -177,7 +177,7 @@ class BlockManager:
             self._digest[block] = digest
             other = self._by_digest.setdefault(digest, block)
             if other != block:
-                self._duplicates.setdefault(digest, []).append(block)
+                self._duplicates.setdefault(digest, {})[block] = None
                 if not self._refs[other]:
                     del self._cached[other]
                     self._release(other)
@@ -283,9 +283,9 @@ class BlockManager:
                 self._cached[block] = None
                 return
             if self._by_digest[digest] == block:
-                self._by_digest[digest] = duplicates.pop()
+                self._by_digest[digest], _ = duplicates.popitem()
             else:
-                duplicates.remove(block)
+                del duplicates[block]
             if not duplicates:
                 del self._duplicates[digest]
             self._digest[block] = None

@@ -1,7 +1,6 @@
 """Which requests compute how many tokens in the next step.
 
-The states of a request are in sequence.py, its life and preemption in the docstring of the package, overlapping steps
-in step_plan.py.
+States of a request: sequence.py. Its life and preemption: the package's docstring. Overlapping steps: step_plan.py.
 
 Plan. Decode rows come first, then chunks of forced tokens (constraint.py), prefill chunks that have begun, admissions.
 Rows are in order of age, admissions in the order of the queue (fair_queue.py). At most as many requests run as the
@@ -328,7 +327,8 @@ class Scheduler:
             paused = self._paused_victim()
             if paused is None or paused.num_steps_in_flight:
                 return False
-            self._preempt(paused)  # blocks that it shares with the prefix stay in the cache
+            self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
+            prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
         is_new, cached = not sequence.was_admitted and prior.cached_tokens is None, len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - cached)
         sequence.admit(cached, now)

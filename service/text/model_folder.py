@@ -198,9 +198,9 @@ def _eos_ids(data: dict[str, Any], file: str) -> list[int]:
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """Return the sampling defaults of generation_config.json, as vLLM's `--generation-config auto` does.
+    """Return the sampling defaults of generation_config.json: the ones that vLLM's `--generation-config auto` reads.
 
-    "do_sample": false is temperature 0. As in transformers, only the repetition penalty applies to greedy decoding.
+    As in transformers, "do_sample": false is temperature 0, and only the repetition penalty applies then.
     """
     found: dict[str, float] = {}
     names = tuple(DEFAULT_RANGES)

@@ -91,7 +91,7 @@ struct Job {
     }
 
     void set(const KernelTable *kernels, const Op *first, int64_t number, int64_t rows_of_all, int threads_of_all) {
-        count = 0;  // if memory is missing, a thread that enters late finds nothing to do
+        count = 0;  // if memory is missing for `progress`, a thread that enters late finds nothing to do
         if (capacity < number) {
             progress.reset(new Progress[size_t(number)]);
             capacity = number;

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if a request ended OK, 1 if none did or the run could not start, 130 after Ctrl-C."""
+    """Return 0 if a request ended OK, 1 if none did or the run could not start, 130 after Ctrl-C, 143 after SIGTERM."""
     try:
         _check_outputs(args)
         return asyncio.run(_run(args, _requests(args)))
@@ -117,9 +117,15 @@ async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
         if cut:
             limit = model.max_model_len
             console.print(f"{cut} of {len(requests)} requests are cut to the limits or the context of {limit}")
-        stop = asyncio.Event()
+        stop, signals = asyncio.Event(), list[int]()
+
+        def end(number: int) -> None:
+            signals.append(number)
+            stop.set()
+
         if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, end, number)
         concurrency = 0 if args.trace or args.rate else args.concurrency or 8
         seconds = await _run_with_progress(
             load, requests, Prompts(model.vocabulary_size, model.eos_token_ids, args.seed), stop, concurrency, console)
@@ -136,8 +142,8 @@ async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
     for code, detail in {o.code: o.detail for o in load.outcomes if o.detail}.items():
         console.print(f"{code}: {detail}", markup=False)
     _write(args, figures, load)
-    if stop.is_set():
-        return 130
+    if signals:
+        return 128 + signals[0]
     return 0 if figures["requests"]["ok"] else 1
 
 

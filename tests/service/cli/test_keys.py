@@ -14,6 +14,7 @@ import pytest
 from npuserve.service.access import api_keys as keys
 from npuserve.service.access.caller import Caller, Limits
 from npuserve.service.cli.main import main
+from tests.support.command import npuserve
 
 
 @pytest.fixture
@@ -47,6 +48,13 @@ def test_keys_add_prints_key_once(file: Path, capsys: pytest.CaptureFixture[str]
     assert main(["keys", "remove", str(file), "alice"]) == 0
     assert keys.read(str(file)).find(alice) is None
     assert keys.read(str(file)).find(root)
+
+
+def test_keys_add_to_a_full_output_blames_the_output(file: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = npuserve("keys", "add", str(file), "alice", stdout=full, environ={"PYTHONUNBUFFERED": "1"})
+    assert (done.returncode, done.stderr) == (1, "npuserve: cannot write the output: No space left on device\n")
+    assert main(["keys", "list", str(file)]) == 0
 
 
 def test_keys_added_by_many_processes_at_once_are_all_kept(file: Path) -> None:

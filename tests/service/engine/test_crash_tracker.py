@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from npuserve.service.engine.crash_tracker import CLEAR_TOKENS, CrashTracker, StepLog, request_hash
+from npuserve.service.engine.grammars import Grammars
 from npuserve.service.engine.pipeline import StepPipeline
+from npuserve.service.engine.request_registry import RequestRegistry
 from npuserve.service.errors import EngineKiller
 from npuserve.service.ipc.messages import Request
+from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.service.scheduling.reference import FakeDevice
@@ -244,3 +247,16 @@ def test_request_hash_differs_between_samples_of_a_call() -> None:
     second = msgspec.structs.replace(first, index=1)
     assert request_hash(first) != request_hash(second)
     assert request_hash(second) == request_hash(msgspec.structs.replace(second, output_ids=[1]))
+
+
+def test_submitted_request_of_a_fatal_step_is_in_quarantine() -> None:
+    """Its front end lost the acceptance, and so submits it again."""
+    scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=4, aging_seconds=10)
+    tracker, request = CrashTracker(), Request("killer", [1, 2], 3, 0.0)
+    tracker._fatal = frozenset({request_hash(request)})
+    registry = RequestRegistry(scheduler, Records(10.0), tracker, Grammars(scheduler))
+    registry.add(Request("other", [1, 2], 3, 0.0), (b"f", 1), 1.0)
+    assert not scheduler.quarantine
+    registry.add(request, (b"f", 2), 1.0)
+    assert [record.crashes for record in tracker._records.values()] == [1]
+    assert scheduler.quarantine

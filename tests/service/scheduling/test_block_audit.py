@@ -68,13 +68,13 @@ def test_audit_names_the_fault_of_a_duplicate() -> None:
         blocks.register(table, [1, 2], 2)
     (digest,) = blocks._by_digest
     blocks.check_integrity([a, b])
-    blocks._duplicates[digest].append(1)
+    blocks._duplicates[digest][2] = None
     with pytest.raises(IntegrityError, match="2 blocks are listed as duplicates, but 1 are"):
         blocks.check_integrity([a, b])
-    blocks._duplicates[digest] = []
+    blocks._duplicates[digest] = {}
     with pytest.raises(IntegrityError, match=f"block 1: its digest {digest.hex()} does not find it"):
         blocks.check_integrity([a, b])
-    blocks._duplicates[digest] = [1]
+    blocks._duplicates[digest] = {1: None}
     blocks._refs[0] = 0
     blocks._cached[0] = None
     with pytest.raises(IntegrityError, match="block 0: cached, but a duplicate of it is used"):

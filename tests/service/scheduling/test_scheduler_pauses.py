@@ -111,6 +111,23 @@ def test_pause_counts_as_queue_time() -> None:
     assert harness.scheduler._estimator.token_gap < 1
 
 
+def test_admission_that_preempts_a_paused_request_with_duplicates_shares_the_other_blocks() -> None:
+    """Two requests compute the same prompt at once. The first one's blocks are shared until it is preempted."""
+    harness = SchedulerHarness(num_blocks=8, block_size=4)
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1]
+    first, second = harness.add([*prompt, 2], 12), harness.add([*prompt, 3], 12)
+    harness.tick()
+    harness.tick()
+    harness.pause(first)
+    harness.tick()
+    harness.tick()
+    third = harness.add([*prompt, 4], 2)
+    harness.tick()
+    assert third.block_ids[:2] == second.block_ids[:2]
+    harness.unpause(first)
+    harness.finish()
+
+
 def test_paused_request_expires() -> None:
     harness = SchedulerHarness()
     slow = harness.add([1, 2, 3], 60, deadline=harness.now + 0.5)

@@ -262,11 +262,14 @@ def test_run_unknown_image_format_is_refused_before_the_run(capsys: pytest.Captu
     assert "--plot: unknown image format 'xyz'" in capsys.readouterr().err
 
 
-def test_run_ctrl_c_prints_partial_figures(capsys: pytest.CaptureFixture[str]):
-    service = FakeService(delay=60, crowd=2, crowded=lambda: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_run_that_a_signal_ends_prints_partial_figures(
+    capsys: pytest.CaptureFixture[str], number: int, exit_code: int
+):
+    service = FakeService(delay=60, crowd=2, crowded=lambda: os.kill(os.getpid(), number))
     with served_elsewhere(service) as target:
         code = bench_serve.run(parsed("--target", target, "--concurrency", "2", "--requests", "5"))
-    assert code == 130
+    assert code == exit_code
     assert "0 ok, 2 INTERRUPTED failed, 3 not sent" in capsys.readouterr().out
 
 
