@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import traceback
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 
 
 def setup(config: ServerConfig, process: str) -> None:
-    """Send this process's logs to stderr.
+    """Send this process's logs to stderr, also the exception that ends it.
 
     process: process name for every line, such as supervisor or frontend-0.
     """
@@ -47,6 +48,15 @@ def setup(config: ServerConfig, process: str) -> None:
     for ours in ("npuserve", "__main__"):  # the module that runs as a process is named __main__
         logging.getLogger(ours).setLevel(config.log_level.upper())
     logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log the exception that ends the process. A replacement of sys.excepthook."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        bug(logging.getLogger("npuserve"), "the process ends by an exception", error)
 
 
 def with_format(config: ServerConfig) -> ServerConfig:

@@ -64,11 +64,14 @@ class Profiler:
 
         name: see TraceFolder.reserve.
 
-        Raises ProfileError if a profile runs, or the name or the device's profiler cannot be used.
+        Raises ProfileError if a profile runs, or the name, the folder or the device's profiler cannot be used.
         """
         if self.is_active:
             raise ProfileError("a profile is running already: StopProfile ends it")
-        self._name = self._folder.reserve(name)
+        try:
+            self._name = self._folder.reserve(name)
+        except OSError as error:
+            raise ProfileError(f"profile_dir: the folder cannot be used: {error.strerror}") from error
         self._device, self._failure = None, None
         try:
             self._device = self._runner.backend.profiler(self._folder.scratch(self._name))

@@ -7,6 +7,7 @@ import gzip
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from npuserve.npu.profile import NAME, ProfileError
@@ -37,7 +38,13 @@ class TraceFolder:
             self._remove(left)
 
     def reserve(self, name: str) -> str:
-        """Return the name of a new profile. name: "" for profile-N. Raises ProfileError if it is invalid or taken."""
+        """Return the name of a new profile. The folder is created again if something has removed it.
+
+        name: "" for profile-N.
+
+        Raises ProfileError if the name is invalid or taken, and OSError if the folder cannot be used.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not name:
             taken = [int(match[1]) for file in self._files() if (match := re.match(r"profile-(\d{1,9})\.", file.name))]
             return f"profile-{max(taken, default=0) + 1}"
@@ -82,9 +89,14 @@ class TraceFolder:
 
     def _files(self) -> list[Path]:
         """Return the traces, the oldest first."""
-        found = [file for file in self.path.iterdir() if file.name.endswith((SUFFIX, f"{SUFFIX}.gz"))
-                 and NAME.fullmatch(file.name.partition(".")[0]) and file.is_file() and not file.is_symlink()]
-        return sorted(found, key=lambda file: (file.stat().st_mtime_ns, file.name))
+        found: list[tuple[int, str, Path]] = []
+        for file in self.path.iterdir():
+            if file.name.endswith((SUFFIX, f"{SUFFIX}.gz")) and NAME.fullmatch(file.name.partition(".")[0]):
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    status = file.lstat()
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((status.st_mtime_ns, file.name, file))
+        return [file for *_, file in sorted(found)]
 
     def _prune(self, newest: Path) -> None:
         kept, nbytes = 1, newest.stat().st_size

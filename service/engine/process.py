@@ -148,7 +148,7 @@ def build_engine(
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
-                    profiler=open_profiler(config, runner, socket))
+                    profiler=open_profiler(args, runner, socket))
     if publisher and kv_events:
         publisher.start(kv_events.first)
     seconds = time.monotonic() - began
@@ -165,8 +165,12 @@ def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any
     return {**runner.shared_weights, **({"ranks": ranks.shared_weights()} if ranks else {})}
 
 
-def open_profiler(config: ServerConfig, runner: Runner, socket: EngineSocket) -> Profiler | None:
-    """Return the profiler; None without profile_dir. Raises ConfigError for an unusable folder."""
+def open_profiler(args: EngineArgs, runner: Runner, socket: EngineSocket) -> Profiler | None:
+    """Return the profiler; None without profile_dir, and in a restarted engine whose folder has become unusable.
+
+    Raises ConfigError for an unusable folder at the server's start.
+    """
+    config = args.config
     if not config.profile_dir:
         return None
     from npuserve.npu.profiling.session import Profiler
@@ -175,7 +179,11 @@ def open_profiler(config: ServerConfig, runner: Runner, socket: EngineSocket) ->
     try:
         folder = TraceFolder(Path(config.profile_dir))
     except OSError as error:
-        raise ConfigError(f"profile_dir: {config.profile_dir} cannot be used: {error.strerror or error}") from None
+        reason = f"profile_dir: {config.profile_dir} cannot be used: {error.strerror or error}"
+        if args.epoch == 1:
+            raise ConfigError(reason) from None
+        logs.event(log, "profiles are off until the next start of the engine", level=logging.ERROR, error=reason)
+        return None
     return Profiler(runner, folder, socket.wake)
 
 

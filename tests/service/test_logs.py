@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
@@ -23,10 +24,10 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def loggers_as_before() -> Iterator[None]:
     root = logging.getLogger()
-    handlers = root.handlers
+    handlers, hook = root.handlers, sys.excepthook
     levels = {name: logging.getLogger(name).level for name in ("root", "npuserve", "__main__")}
     yield
-    root.handlers = handlers
+    root.handlers, sys.excepthook = handlers, hook
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(False)
@@ -72,6 +73,20 @@ def test_json_formatter_includes_exception(capsys: Capture) -> None:
     (line,) = lines(capsys)
     assert line["level"] == "error"
     assert line["exception"].endswith("ValueError: why")
+
+
+def test_exception_that_ends_the_process_is_one_json_line_without_its_text() -> None:
+    program = ("from npuserve.service import logs\n"
+               "from npuserve.service.config import ServerConfig\n"
+               "logs.setup(ServerConfig(log_format='json'), 'engine')\n"
+               "raise ValueError('a prompt')\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    (line,) = map(json.loads, done.stderr.splitlines())
+    assert done.returncode == 1
+    assert (line["process"], line["message"], line["exception_type"]) == (
+        "engine", "the process ends by an exception", "ValueError")
+    assert "a prompt" not in line["traceback"]
+    assert "line 4" in line["traceback"]
 
 
 def test_text_formatter_quotes_special_characters(capsys: Capture) -> None:

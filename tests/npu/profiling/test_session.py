@@ -131,6 +131,24 @@ def test_one_profile_at_a_time_and_one_of_a_name(folder: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folder_that_was_removed_is_made_again_and_an_unusable_one_refuses_the_profile(
+    folder: Path, tmp_path: Path
+) -> None:
+    profiler = Profiler(load(folder), traces := TraceFolder(tmp_path / "traces"))
+    traces.path.rmdir()
+    assert profiler.start("a", 1, 60.0) == "a"
+    profiler.stop()
+    finished(profiler)
+    for file in traces.path.iterdir():
+        file.unlink()
+    traces.path.rmdir()
+    traces.path.write_text("a file")
+    for name in ("", "b"):
+        with pytest.raises(ProfileError, match="profile_dir: the folder cannot be used: File exists"):
+            profiler.start(name, 1, 60.0)
+    assert not profiler.is_active
+
+
 def test_trace_that_cannot_be_written_is_the_result(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

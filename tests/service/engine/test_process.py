@@ -1,15 +1,16 @@
-"""Parts of the engine process: the streams that a server kept when it stopped."""
+"""Parts of the engine process: the streams that a server kept when it stopped, and the profiler."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from npuserve.service.config import ServerConfig
-from npuserve.service.engine.process import load_streams
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine.process import load_streams, open_profiler
 from npuserve.service.ipc.resumable_streams import FILE
 from tests.support.fake_engine import INFO
 
@@ -27,3 +28,16 @@ def test_load_streams_damaged_file_is_logged_and_dropped(
     assert records.ended(0.0) == []
     assert [record.getMessage() for record in caplog.records] == ["the streams that were kept are lost"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_profile_dir_that_is_unusable_at_a_restart_turns_profiles_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    config = ServerConfig(profile_dir=str(tmp_path / "file"))
+    first, second = (SimpleNamespace(config=config, epoch=epoch) for epoch in (1, 2))
+    with pytest.raises(ConfigError, match=r"profile_dir: .*file cannot be used: File exists"):
+        open_profiler(first, None, None)  # type: ignore[arg-type]
+    with caplog.at_level(logging.ERROR):
+        assert open_profiler(second, None, None) is None  # type: ignore[arg-type]
+    assert "profiles are off until the next start of the engine" in caplog.text
