@@ -12,7 +12,7 @@ import grpc.aio
 
 from npuserve.client import channel, request_builder
 from npuserve.client.answer import Answer, sample_count
-from npuserve.client.attempts import Attempts, Retries, is_transient, missing_finish
+from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt
 from npuserve.v1 import generate_pb2 as pb
@@ -110,6 +110,7 @@ class AsyncClient:
         self, target: str, *, api_key: str | None = None, tls: channel.Tls | None = None, timeout: float | None = None,
         patience: float = 60.0,
     ):
+        check_limits(timeout, patience)
         self.closed = False
         self._changed: asyncio.Future[None] | None = None
         self._timeout = timeout

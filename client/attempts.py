@@ -20,6 +20,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import grpc
@@ -45,6 +46,17 @@ def is_transient(error: ClientError) -> bool:
     return error.code in TRANSIENT_WITHOUT_REASON and not error.reason
 
 
+def check_limits(timeout: float | None, patience: float) -> None:
+    """Raise TypeError or ValueError, with the argument's name, for an invalid timeout or patience."""
+    for name, seconds in (("timeout", 1.0 if timeout is None else timeout), ("patience", patience)):
+        if not isinstance(seconds, Real):
+            raise TypeError(f"{name}: must be a number of seconds, got {type(seconds).__name__}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout: must be above 0 seconds, got {timeout}")
+    if not patience >= 0:
+        raise ValueError(f"patience: must be at least 0 seconds, got {patience}")
+
+
 class Retries:
     """Deadline and back-off of one request.
 
@@ -53,10 +65,7 @@ class Retries:
     """
 
     def __init__(self, timeout: float | None, patience: float):
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout: must be above 0 seconds, got {timeout:g}")
-        if not patience >= 0:
-            raise ValueError(f"patience: must be at least 0 seconds, got {patience:g}")
+        check_limits(timeout, patience)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._patience = patience
         self._failures = 0

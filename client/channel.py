@@ -42,6 +42,11 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
+        for name, file in (("ca", self.ca), ("cert", self.cert), ("key", self.key)):
+            if not isinstance(file, str | PathLike | None):
+                raise TypeError(f"tls: {name} must be a path, got {type(file).__name__}")
+        if not isinstance(self.server_name, str | None):
+            raise TypeError(f"tls: server_name must be a text, got {type(self.server_name).__name__}")
         if (self.cert is None) != (self.key is None):
             raise ValueError("tls: cert and key go together")
 
@@ -69,16 +74,26 @@ class Tls:
 
 def open_channel(target: str, tls: Tls | None = None) -> grpc.Channel:
     """Return a channel for threads; it connects on the first call. Raise as `Tls.credentials` does."""
-    if tls:
+    _check_types(target, tls)
+    if tls is not None:
         return grpc.secure_channel(target, tls.credentials(), _options(tls))
     return grpc.insecure_channel(target, OPTIONS)
 
 
 def open_aio_channel(target: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel for asyncio; it connects on the first call. Raise as `Tls.credentials` does."""
-    if tls:
+    _check_types(target, tls)
+    if tls is not None:
         return grpc.aio.secure_channel(target, tls.credentials(), _options(tls))
     return grpc.aio.insecure_channel(target, OPTIONS)
+
+
+def _check_types(target: str, tls: Tls | None) -> None:
+    """Raise TypeError, with the argument's name, for an argument of another type."""
+    if not isinstance(target, str):
+        raise TypeError(f"target: must be a text, got {type(target).__name__}")
+    if not isinstance(tls, Tls | None):
+        raise TypeError(f"tls: must be a Tls, got {type(tls).__name__}")
 
 
 def _options(tls: Tls) -> list[tuple[str, str | int]]:
@@ -87,9 +102,14 @@ def _options(tls: Tls) -> list[tuple[str, str | int]]:
 
 
 def auth_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that carries the API key in each call. Raise ValueError for a key that no header can hold."""
+    """Return the metadata that carries the API key in each call.
+
+    Raise TypeError for a key that is not a text, ValueError for a key that no header can hold.
+    """
     if api_key is None:
         return ()
+    if not isinstance(api_key, str):
+        raise TypeError(f"api_key: must be a text, got {type(api_key).__name__}")
     if not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise ValueError("api_key: must be printable ASCII without spaces around it")
     return (("authorization", f"Bearer {api_key}"),)

@@ -24,7 +24,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.GenerateRequest
 
 ToolChoice = str | Mapping[str, Any] | prompt_pb2.ToolChoice
 """Tool choice: "auto", "none", "required", or a function as {"name": ...} or as in the OpenAI API."""
-CHAT_OPTIONS = ("template_args", "tools", "tool_choice")
+TEXTS = (str, bytes, bytearray, memoryview)
+"""Sequences that are not accepted as lists of values."""
 
 
 class Options(TypedDict, total=False):
@@ -32,6 +33,7 @@ class Options(TypedDict, total=False):
 
     generate.proto documents ranges and defaults. The server's default replaces an absent option. A `json_schema` is a
     text, a dict, or a model class, such as a subclass of pydantic.BaseModel; `structured.parsed` returns its instance.
+    An option that is None counts as absent.
     """
 
     request_id: str
@@ -91,13 +93,17 @@ def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     parts = [request, request.sampling, request.stopping, request.output, request.scheduling]
     if request.HasField("chat"):
         parts.append(request.chat)  # type: ignore[arg-type]
-    constraints = [name for name in options if name in CONSTRAINTS]
+    constraints = [name for name, value in options.items() if name in CONSTRAINTS and value is not None]
     if len(constraints) > 1:
         raise TypeError(f"{constraints[1]}: cannot be combined with {constraints[0]}")
     for name, value in options.items():
+        if name not in Options.__annotations__:
+            raise TypeError(f"{name}: unknown option")
+        if value is None:
+            continue
         part = next((part for part in parts if name in part.DESCRIPTOR.fields_by_name), None)
-        if part is None or name not in Options.__annotations__:
-            raise TypeError(f"{name}: needs a chat" if name in CHAT_OPTIONS else f"{name}: unknown option")
+        if part is None:
+            raise TypeError(f"{name}: needs a chat")
         with _named_errors(name):
             if name in CONSTRAINTS:
                 set_constraint(request, name, value)
@@ -129,7 +135,7 @@ def build_tokenize(prompt: str | Sequence[Mapping[str, Any]]) -> tokenize_pb2.To
 def build_detokenize(token_ids: Sequence[int]) -> tokenize_pb2.DetokenizeRequest:
     """Return the request for the text of token ids. Raise TypeError or ValueError as `build_request` does."""
     with _named_errors("token_ids"):
-        return tokenize_pb2.DetokenizeRequest(token_ids=token_ids)
+        return tokenize_pb2.DetokenizeRequest(token_ids=_sequence(token_ids))
 
 
 @contextlib.contextmanager
@@ -150,7 +156,7 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         request.text = prompt
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         request.chat.messages.extend(_message(message) for message in prompt)  # type: ignore[arg-type]
-    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, TEXTS):
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
         request.token_ids.SetInParent()
     else:
@@ -162,7 +168,7 @@ def _message(fields: Mapping[str, Any]) -> prompt_pb2.Message:
     calls = fields.get("tool_calls")
     if calls is None:
         return prompt_pb2.Message(**fields)
-    return prompt_pb2.Message(**{**fields, "tool_calls": [_tool_call(call) for call in calls]})
+    return prompt_pb2.Message(**{**fields, "tool_calls": [_tool_call(call) for call in _sequence(calls)]})
 
 
 def _tool_call(call: pb.ToolCall | Mapping[str, Any] | str) -> str:
@@ -188,15 +194,27 @@ def _tool_choice(value: ToolChoice) -> prompt_pb2.ToolChoice:
 
 
 def _set_field(part: Any, name: str, value: Any) -> None:
+    """Set the field `name` of the message `part`. Raise TypeError or ValueError for an unsuitable value."""
+    field = part.DESCRIPTOR.fields_by_name[name]
     if name == "tool_choice":
         part.tool_choice.CopyFrom(_tool_choice(value))
     elif name == "tools":
-        part.tools.extend(tool if isinstance(tool, str) else json.dumps(tool, ensure_ascii=False) for tool in value)
-    elif isinstance(value, Mapping):
-        getattr(part, name).update(value)
+        tools = _sequence(value)
+        part.tools.extend(tool if isinstance(tool, str) else json.dumps(tool, ensure_ascii=False) for tool in tools)
     elif name == "stop" and isinstance(value, str):
         part.stop.append(value)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        getattr(part, name).extend(value)
+    elif field.message_type is not None:  # a map or a Struct
+        if not isinstance(value, Mapping):
+            raise TypeError(f"must be a mapping, got {type(value).__name__}")
+        getattr(part, name).update(value)
+    elif field.is_repeated:
+        getattr(part, name).extend(_sequence(value))
     else:
         setattr(part, name, value)
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    """Return `value`. Raise TypeError unless it is a sequence other than a text."""
+    if not isinstance(value, Sequence) or isinstance(value, TEXTS):
+        raise TypeError(f"must be a sequence, got {type(value).__name__}")
+    return value

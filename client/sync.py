@@ -11,7 +11,7 @@ import grpc
 
 from npuserve.client import channel, request_builder
 from npuserve.client.answer import Answer, sample_count
-from npuserve.client.attempts import Attempts, Retries, is_transient, missing_finish
+from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt
 from npuserve.v1 import generate_pb2 as pb
@@ -109,13 +109,14 @@ class Client:
         answer with FINISH_REASON_DEADLINE.
     patience: seconds of consecutive failures during which calls are retried; 0 disables retries.
 
-    Raise OSError or ValueError for unusable files of `tls`, ValueError for an unusable `api_key`.
+    Raise OSError or ValueError for unusable files of `tls`, TypeError or ValueError for another unusable argument.
     """
 
     def __init__(
         self, target: str, *, api_key: str | None = None, tls: channel.Tls | None = None, timeout: float | None = None,
         patience: float = 60.0,
     ):
+        check_limits(timeout, patience)
         self.closed = False
         self._changed = threading.Condition()
         self._timeout = timeout

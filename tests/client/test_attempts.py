@@ -340,3 +340,12 @@ def test_backoff_patience_counts_consecutive_failures(monkeypatch: pytest.Monkey
 def test_retries_argument_out_of_range_raises(timeout: float | None, patience: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Retries(timeout, patience)
+
+
+@pytest.mark.parametrize(("timeout", "patience", "message"), [
+    ("5", 1.0, "timeout: must be a number of seconds, got str"),
+    (None, "a", "patience: must be a number of seconds, got str"),
+    (None, None, "patience: must be a number of seconds, got NoneType")])
+def test_retries_argument_of_another_type_raises(timeout: Any, patience: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        Retries(timeout, patience)

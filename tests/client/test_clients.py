@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -260,6 +261,25 @@ async def test_samples_lost_connection_is_an_error_once_a_message_was_received(a
         assert [name for name, _, _ in server.asked] == ["StreamGenerate"] * (1 if after else 2)
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"timeout": "5"}, TypeError, "timeout: must be a number of seconds"),
+    ({"patience": None}, TypeError, "patience: must be a number of seconds"),
+    ({"timeout": -1}, ValueError, "timeout: must be above 0"),
+    ({"patience": -1}, ValueError, "patience: must be at least 0"),
+    ({"target": 3}, TypeError, "target: must be a text, got int"),
+    ({"api_key": b"a"}, TypeError, "api_key: must be a text, got bytes"),
+    ({"tls": "ca.pem"}, TypeError, "tls: must be a Tls, got str"),
+    ({"tls": True}, TypeError, "tls: must be a Tls, got bool"),
+    ({"tls": {}}, TypeError, "tls: must be a Tls, got dict"),
+])
+async def test_client_invalid_argument_raises_by_name(
+    kind: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        kind(**{"target": "h:1", **options})
+
+
 def test_client_invalid_argument_raises_value_error() -> None:
     with pytest.raises(ValueError, match="api_key: must be printable ASCII"):
         Client("h:1", api_key="a\nb")
@@ -267,3 +287,5 @@ def test_client_invalid_argument_raises_value_error() -> None:
         Tls(cert=Path("x"))
     with Client("h:1") as client, pytest.raises(ValueError, match="timeout: must be above 0"):
         client.stream("x", timeout=0)
+    with Client("h:1") as client, pytest.raises(TypeError, match="timeout: must be a number of seconds"):
+        client.stream("x", timeout="5")  # type: ignore[arg-type]

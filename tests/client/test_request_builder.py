@@ -86,10 +86,56 @@ def test_build_request_sets_fields_of_options() -> None:
     ("x", {"max_tokens": -1}, "max_tokens: "),
     ("x", {"seed": 2**64}, "seed: "),
     ("x", {"temperature": "hot"}, "temperature: "),
+    ("x", {"max_token": None}, "max_token: unknown option"),
 ])
 def test_build_request_invalid_prompt_or_option_raises(prompt: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         build_request(prompt, options)
+
+
+CHAT = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), [
+    ("x", {"stop": 3}, "stop: must be a sequence, got int"),
+    ("x", {"stop": b"x"}, "stop: must be a sequence, got bytes"),
+    ("x", {"stop": {"a"}}, "stop: must be a sequence, got set"),
+    ("x", {"stop": (text for text in "ab")}, "stop: must be a sequence, got generator"),
+    ("x", {"stop": {"a": 1}}, "stop: must be a sequence, got dict"),
+    ("x", {"stop": [3]}, "stop: "),
+    ("x", {"stop_token_ids": 3}, "stop_token_ids: must be a sequence, got int"),
+    ("x", {"stop_token_ids": bytearray(b"a")}, "stop_token_ids: must be a sequence, got bytearray"),
+    ("x", {"allowed_token_ids": {1, 2}}, "allowed_token_ids: must be a sequence, got set"),
+    ("x", {"logit_bias": [1, 2]}, "logit_bias: must be a mapping, got list"),
+    ("x", {"logit_bias": 5}, "logit_bias: must be a mapping, got int"),
+    ("x", {"logit_bias": {"1": 2.0}}, "logit_bias: "),
+    ("x", {"max_tokens": {1: 2}}, "max_tokens: "),
+    ("x", {"max_tokens": [1]}, "max_tokens: "),
+    (CHAT, {"template_args": [1]}, "template_args: must be a mapping, got list"),
+    (CHAT, {"template_args": "ab"}, "template_args: must be a mapping, got str"),
+    (CHAT, {"tools": "ab"}, "tools: must be a sequence, got str"),
+    (CHAT, {"tools": {"a": 1}}, "tools: must be a sequence, got dict"),
+    ([{"role": "assistant", "tool_calls": "ab"}], {}, "prompt: must be a sequence, got str"),
+    (bytearray(b"x"), {}, "prompt: must be a text, token ids, a chat or a request, got bytearray"),
+    (memoryview(b"x"), {}, "prompt: must be a text, token ids, a chat or a request, got memoryview"),
+    (None, {}, "prompt: must be a text"),
+])
+def test_build_request_value_of_another_type_raises_type_error(prompt: Any, options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        build_request(prompt, options)
+
+
+def test_build_request_option_none_is_absent() -> None:
+    options: Any = dict.fromkeys(Options.__annotations__)
+    assert build_request("x", options) == build_request("x", {})
+    assert build_request(CHAT, options) == build_request(CHAT, {})
+    assert build_request("x", {**options, "regex": "a"}).regex == "a"
+
+
+@pytest.mark.parametrize("token_ids", [None, 3, "ab", b"ab"])
+def test_build_detokenize_value_of_another_type_raises_type_error(token_ids: Any) -> None:
+    with pytest.raises(TypeError, match=r"^token_ids: must be a sequence"):
+        build_detokenize(token_ids)
 
 
 LONE = "a\ud800b"
