@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import grpc
+
+from npuserve.client.errors import ServerError
 from npuserve.v1 import generate_pb2 as pb
 
 
@@ -24,13 +27,16 @@ class Answer:
         self._arguments: dict[int, list[list[str]]] = {}  # by sample and call
 
     def add(self, delta: pb.StreamGenerateResponse) -> None:
-        """Add a message, which `Attempts.accept` has checked."""
+        """Add a message, which `Attempts.accept` has checked. Raise ServerError if it skips a tool call."""
         answer = self._answers.setdefault(delta.index, pb.Sample(index=delta.index))
         self._texts.setdefault(delta.index, []).append(delta.text)
         self._reasoning.setdefault(delta.index, []).append(delta.reasoning)
         arguments = self._arguments.setdefault(delta.index, [])
         for call in delta.tool_calls:
-            if call.index == len(answer.tool_calls):
+            if call.index > len(arguments):
+                raise ServerError(
+                    grpc.StatusCode.DATA_LOSS, f"a message of tool call {call.index} where {len(arguments)} was next")
+            if call.index == len(arguments):
                 answer.tool_calls.add(id=call.id, name=call.name)
                 arguments.append([])
             arguments[call.index].append(call.arguments)

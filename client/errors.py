@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 RESUME_TOKEN = "x-resume-token"
@@ -100,11 +101,22 @@ KINDS: dict[grpc.StatusCode, type[ClientError]] = {
 
 
 def from_rpc(error: Any) -> ClientError:
-    """Return the ClientError for `error`, the grpc.RpcError of a sync or asyncio call."""
+    """Return the ClientError for `error`, the grpc.RpcError of a sync or asyncio call. Ignore malformed details."""
     code = error.code() or grpc.StatusCode.UNKNOWN
     trailing: dict[str, Any] = dict(error.trailing_metadata() or ())
+    try:
+        reason, retry, field = _read_details(trailing.get(DETAILS, b""))
+    except DecodeError:
+        reason, retry, field = "", None, ""
+    return KINDS.get(code, ServerError)(
+        code, error.details() or "no details", reason=reason, retry_seconds=retry,
+        resume_token=trailing.get(RESUME_TOKEN, ""), field=field)
+
+
+def _read_details(serialized: bytes) -> tuple[str, float | None, str]:
+    """Return reason, retry_seconds and field of a google.rpc.Status. Raise DecodeError for malformed bytes."""
     reason, retry, field = "", None, ""
-    for detail in status_pb2.Status.FromString(trailing.get(DETAILS, b"")).details:
+    for detail in status_pb2.Status.FromString(serialized).details:
         info, wait, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
         if detail.Unpack(info):
             reason = info.reason if info.domain == DOMAIN else reason
@@ -112,6 +124,4 @@ def from_rpc(error: Any) -> ClientError:
             retry = wait.retry_delay.ToNanoseconds() / 1e9
         elif detail.Unpack(bad) and bad.field_violations:
             field = bad.field_violations[0].field
-    return KINDS.get(code, ServerError)(
-        code, error.details() or "no details", reason=reason, retry_seconds=retry,
-        resume_token=trailing.get(RESUME_TOKEN, ""), field=field)
+    return reason, retry, field

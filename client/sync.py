@@ -138,8 +138,9 @@ class Client:
         """
         request = request_builder.build_request(prompt, options)
         answer = Answer(sample_count(request))
-        for delta in self.stream(request, timeout=timeout):
-            answer.add(delta)
+        with self.stream(request, timeout=timeout) as stream:
+            for delta in stream:
+                answer.add(delta)
         return answer.response()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
