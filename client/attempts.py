@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterable
@@ -35,6 +36,8 @@ MAX_BACKOFF_SECONDS = 5.0
 MIN_JITTER = 0.5
 """Minimum length of a back-off, as a share of its nominal length. MIN_BACKOFF_SECONDS * MIN_JITTER is the minimum time
 between calls."""
+MAX_WAIT_SECONDS = 1e9
+"""Longest timeout and wait. gRPC counts nanoseconds in 64 bits since 1970, so that later deadlines overflow."""
 STREAM_NOT_FOUND = "STREAM_NOT_FOUND"
 DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
 TRANSIENT_WITHOUT_REASON = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
@@ -60,13 +63,15 @@ def check_limits(timeout: float | None, patience: float) -> None:
 class Retries:
     """Deadline and back-off of one request.
 
-    timeout: seconds from now for the whole request; None for no limit.
+    timeout: seconds from now for the whole request, at most MAX_WAIT_SECONDS; None or infinity for no limit.
     patience: seconds of consecutive failures before giving up; 0 disables retries.
     """
 
     def __init__(self, timeout: float | None, patience: float):
         check_limits(timeout, patience)
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._deadline: float | None = None
+        if timeout is not None and timeout != math.inf:
+            self._deadline = time.monotonic() + min(timeout, MAX_WAIT_SECONDS)
         self._patience = patience
         self._failures = 0
         self._failing_since = 0.0
@@ -86,6 +91,7 @@ class Retries:
             self._failing_since = now
         nominal = min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2.0 ** min(self._failures, 16))
         wait = max(nominal * random.uniform(MIN_JITTER, 1.0), (error.retry_seconds or 0.0) * random.uniform(1.0, 1.25))
+        wait = min(wait, MAX_WAIT_SECONDS)
         self._failures += 1
         if now + wait - self._failing_since > self._patience:
             raise error

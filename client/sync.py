@@ -105,8 +105,8 @@ class Client:
 
     api_key: key to send with every call; None for no key.
     tls: TLS settings; None for plaintext.
-    timeout: seconds for each answer, over all its calls; None for no limit. Just before the timeout the server ends the
-        answer with FINISH_REASON_DEADLINE.
+    timeout: seconds for each answer, over all its calls; None or infinity for no limit. Just before the timeout the
+        server ends the answer with FINISH_REASON_DEADLINE.
     patience: seconds of consecutive failures during which calls are retried; 0 disables retries.
 
     Raise OSError or ValueError for unusable files of `tls`, TypeError or ValueError for another unusable argument.

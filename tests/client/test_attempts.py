@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -332,6 +334,20 @@ def test_backoff_patience_counts_consecutive_failures(monkeypatch: pytest.Monkey
     retries.backoff(error)
     with pytest.raises(Unavailable):
         retries.backoff(error)
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [
+    (None, None), (math.inf, None), (1e9, 1e9), (1e10, 1e9), (10**400, 1e9), (5, 5.0)])
+def test_remaining_of_a_long_timeout_is_one_that_grpc_can_hold(
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None, expected: float | None
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
+    assert Retries(timeout, 1.0).remaining() == expected
+
+
+def test_backoff_of_a_huge_retry_time_is_one_that_threads_can_wait() -> None:
+    error = failure(S.UNAVAILABLE, retry_seconds=1e18)
+    assert Retries(None, math.inf).backoff(error) <= threading.TIMEOUT_MAX
 
 
 @pytest.mark.parametrize(("timeout", "patience", "message"), [

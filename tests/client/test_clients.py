@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,13 @@ async def test_stream_retry_info_is_the_minimum_wait(collect: Callable) -> None:
 async def test_stream_without_a_server_raises_unavailable(collect: Callable, free_port: Callable[[], int]) -> None:
     with pytest.raises(Unavailable):
         await collect(f"127.0.0.1:{free_port()}", patience=0.3)
+
+
+@both
+@pytest.mark.parametrize("timeout", [math.inf, 1e10, 1e18])
+async def test_stream_with_a_huge_timeout_is_complete(collect: Callable, timeout: float) -> None:
+    async with serving() as (_, proxy):
+        check(await collect(target(proxy), timeout=timeout))
 
 
 @both
