@@ -34,10 +34,37 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
         self._client = client
         self._call: Any = None
         self._is_cancelled = False
+        self._error: ClientError | None = None
 
     async def __anext__(self) -> pb.StreamGenerateResponse:
         if self.attempts.is_complete:
             raise StopAsyncIteration
+        if self._error is not None:
+            raise self._error
+        try:
+            return await self._next_message()
+        except ClientError as error:
+            self._error = error
+            raise
+
+    def cancel(self) -> None:
+        """End the stream early. The server keeps the answer for `resume_seconds`: see AsyncClient.resume."""
+        self._is_cancelled = True
+        if self._call is not None:
+            self._call.cancel()
+        self._client.wake()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.cancel()
+
+    def _is_ended(self) -> bool:
+        return self._is_cancelled or self._client.closed
+
+    async def _next_message(self) -> pb.StreamGenerateResponse:
+        """Return the next message of any call. Raise the final error of the stream."""
         while not self._is_ended():
             try:
                 message = await self._read()
@@ -55,22 +82,6 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
                 await self._read_status()
             return delta
         raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
-
-    def cancel(self) -> None:
-        """End the stream early. The server keeps the answer for `resume_seconds`: see AsyncClient.resume."""
-        self._is_cancelled = True
-        if self._call is not None:
-            self._call.cancel()
-        self._client.wake()
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self.cancel()
-
-    def _is_ended(self) -> bool:
-        return self._is_cancelled or self._client.closed
 
     async def _read(self) -> pb.StreamGenerateResponse:
         if self._call is None:

@@ -10,7 +10,8 @@
 3. The next call resumes the stream after the tokens received, if its resume token is known. If no message was received,
    the request is sent again in three cases: no resume token is known, the server itself ended the call, or ResumeStream
    failed with the reason STREAM_NOT_FOUND. NOT_FOUND with any other reason is final.
-4. A partial answer that cannot be continued is StreamLost. A call with several samples has no resume token, so that any
+4. A partial answer that cannot be continued is StreamLost. A stream that is resumed by its token is NotFound if the
+   server does not know it and no message was received. A call with several samples has no resume token, so that any
    message makes it a partial answer. Each message must begin where the previous one of its sample ended, so that no
    token is repeated or missing; otherwise ServerError is raised.
 """
@@ -127,7 +128,7 @@ class Attempts:
         self._sample_tokens = {0: tokens}  # number received, by index
         self._request = request
         self._retries = retries
-        self._has_received = request is None
+        self._has_received = False
         self._prompt_positions = 0  # positions of prompt_logprobs received, by all calls and by the current one
         self._call_positions = 0
         self._requests_sent = 0
@@ -190,14 +191,14 @@ class Attempts:
         can_resend = not self._has_received and self._request is not None
         is_unknown = self._is_resuming and error.reason == STREAM_NOT_FOUND
         if is_unknown and not can_resend:
-            raise self._lost(error)
+            raise self._lost(error) if self._has_received else error
         # The server holds our request_id until it detects the lost connection.
         is_ours = error.reason == DUPLICATE_REQUEST and self._requests_sent > 1
         if not (is_unknown or is_ours or is_transient(error)):
             raise error
         if can_resend and error.reason:
             self.resume_token = ""  # this server refused the request; another server may accept it
-        elif not can_resend and not self.resume_token:
+        elif self._has_received and not self.resume_token:
             raise self._lost(error)
         return self._retries.backoff(error)
 

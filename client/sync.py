@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Stream(Iterator[pb.StreamGenerateResponse]):
     """Iterator over the messages of one answer. The last message has its finish. Iterating raises ClientError.
 
+    A stream that has failed raises its error again.
+
     With n above 1, `index` of a message is its sample, and the last message of each sample has the sample's finish.
 
     `cancel` ends the stream early, from any thread; the end of its `with` does the same. The server then stops at once.
@@ -36,27 +38,18 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
         self._client = client
         self._call: Any = None
         self._is_cancelled = False
+        self._error: ClientError | None = None
 
     def __next__(self) -> pb.StreamGenerateResponse:
         if self.attempts.is_complete:
             raise StopIteration
-        while not self._is_ended():
-            try:
-                message = self._read()
-            except ClientError as error:
-                self._call = None
-                if not self._is_ended():
-                    self._client.wait(self.attempts.on_failure(error), self._is_ended)
-                continue
-            try:
-                delta = self.attempts.accept(message)
-            except ClientError:
-                self.cancel()
-                raise
-            if self.attempts.is_complete:
-                self._read_status()
-            return delta
-        raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._next_message()
+        except ClientError as error:
+            self._error = error
+            raise
 
     def cancel(self) -> None:
         """End the stream early. The server keeps the answer for `resume_seconds`: see Client.resume."""
@@ -74,6 +67,26 @@ class Stream(Iterator[pb.StreamGenerateResponse]):
 
     def _is_ended(self) -> bool:
         return self._is_cancelled or self._client.closed
+
+    def _next_message(self) -> pb.StreamGenerateResponse:
+        """Return the next message of any call. Raise the final error of the stream."""
+        while not self._is_ended():
+            try:
+                message = self._read()
+            except ClientError as error:
+                self._call = None
+                if not self._is_ended():
+                    self._client.wait(self.attempts.on_failure(error), self._is_ended)
+                continue
+            try:
+                delta = self.attempts.accept(message)
+            except ClientError:
+                self.cancel()
+                raise
+            if self.attempts.is_complete:
+                self._read_status()
+            return delta
+        raise Cancelled(grpc.StatusCode.CANCELLED, "cancelled here", resume_token=self.attempts.resume_token)
 
     def _read(self) -> pb.StreamGenerateResponse:
         try:
@@ -153,7 +166,8 @@ class Client:
     def resume(self, resume_token: str, token_offset: int = 0, *, timeout: float | None = None) -> Stream:
         """Continue a stream that this or another client began, after its first `token_offset` tokens.
 
-        The server ends the call that received the stream until now with ABORTED.
+        The server ends the call that received the stream until now with ABORTED. Reading raises NotFound if the server
+        does not have the stream.
         """
         request = request_builder.build_resume(resume_token, token_offset)
         return Stream(self, Attempts(None, self._retries(timeout), request.resume_token, request.token_offset))

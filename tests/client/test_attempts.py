@@ -112,6 +112,25 @@ def test_resume_unknown_stream_is_sent_again_or_lost(messages: int) -> None:
         assert attempt.next_call()[0] == "StreamGenerate"
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_resume_by_token_of_an_unknown_stream_is_not_found(tokens: int) -> None:
+    attempt = Attempts(None, Retries(None, 1e9), "t", tokens)
+    unknown = failure(S.NOT_FOUND, reason="STREAM_NOT_FOUND")
+    attempt.next_call()
+    with pytest.raises(NotFound) as raised:
+        attempt.on_failure(unknown)
+    assert raised.value is unknown
+    attempt.accept(pb.StreamGenerateResponse(offset=tokens, num_tokens=1))
+    with pytest.raises(StreamLost, match=f"lost after {tokens + 1} tokens"):
+        attempt.on_failure(unknown)
+
+
+def test_resume_with_empty_token_is_retried() -> None:
+    attempt = Attempts(None, Retries(None, 1e9))
+    attempt.on_failure(failure(S.UNAVAILABLE))
+    assert attempt.next_call()[0] == "ResumeStream"
+
+
 def test_on_failure_not_found_of_other_reasons_is_final() -> None:
     """With and without a resume token, for StreamGenerate and ResumeStream."""
     for reason in ("MODEL_NOT_FOUND", "REQUEST_NOT_FOUND", ""):

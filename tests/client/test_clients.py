@@ -22,6 +22,7 @@ from npuserve.client import (
     ClientError,
     DeadlineExceeded,
     InvalidRequest,
+    NotFound,
     Overloaded,
     ServerError,
     StreamLost,
@@ -148,6 +149,32 @@ async def test_stream_final_error_raises_its_class(
         assert len(server.asked) == 2
 
 
+@pytest.mark.parametrize("after", [0, 2])
+async def test_stream_that_failed_raises_its_error_again(after: int) -> None:
+    async with serving() as (server, proxy):
+        server.fail_after = after
+
+        def work() -> None:
+            with Client(target(proxy)) as client:
+                server.fail = [errors.InternalError("a bug")]
+                stream = client.stream("x")
+                errors_raised = []
+                for _ in range(2):
+                    with pytest.raises(ServerError) as raised:
+                        list(stream)
+                    errors_raised.append(raised.value)
+                assert errors_raised[0] is errors_raised[1]
+
+        await asyncio.to_thread(work)
+        async with AsyncClient(target(proxy)) as client:
+            server.fail = [errors.InternalError("a bug")]
+            stream = client.stream("x")
+            for _ in range(2):
+                with pytest.raises(ServerError):
+                    [delta async for delta in stream]
+        assert len(server.asked) == 2
+
+
 @both
 async def test_stream_retry_info_is_the_minimum_wait(collect: Callable) -> None:
     async with serving() as (server, proxy):
@@ -193,7 +220,7 @@ async def test_resume_by_token_continues_a_cancelled_stream() -> None:
         assert (attempts.request_id, attempts.resume_token, attempts.tokens) == ("r", "token-0", 1)
         rest = [delta.text async for delta in one.resume(attempts.resume_token, attempts.tokens)]
         assert first.text + "".join(rest) == WHOLE
-        with pytest.raises(StreamLost):
+        with pytest.raises(NotFound):
             await anext(one.resume("unknown", 3))
         assert {metadata["authorization"] for _, _, metadata in server.asked} == {"Bearer k-1"}
 

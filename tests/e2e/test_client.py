@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, StreamLost, channel
+from npuserve.client import AsyncClient, AsyncStream, Client, InvalidRequest, NotFound, channel
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import processes
@@ -94,9 +94,9 @@ def test_a_client_leaves_and_another_goes_on(server: Server) -> None:
         with pytest.raises(InvalidRequest, match="token_offset") as raised:
             list(other.resume(token, 101))
         assert raised.value.field == "token_offset"
-        with pytest.raises(StreamLost) as lost:
+        with pytest.raises(NotFound) as unknown:
             next(other.resume("of nobody", 0))
-        assert lost.value.reason == "STREAM_NOT_FOUND"
+        assert unknown.value.reason == "STREAM_NOT_FOUND"
 
 
 @pytest.mark.parametrize("kind", ["threads", "asyncio"])
