@@ -7,7 +7,8 @@
             print(delta.text, end="")
 
 `AsyncClient` is the asyncio version. `parsed` returns the object in an answer that a JSON schema constrains. The
-package needs grpcio, protobuf, googleapis-common-protos and the generated code, but neither torch nor a tokenizer.
+package needs grpcio, protobuf, googleapis-common-protos and the generated code, and cryptography for a client
+certificate. It needs neither torch nor a tokenizer.
 `attempts` holds the rules for retrying and resuming; docs/clients.md is the guide.
 """
 
