@@ -187,9 +187,12 @@ def _tool_choice(value: ToolChoice) -> prompt_pb2.ToolChoice:
             raise ValueError(f"must have the name of a function, got {value!r}")
         return prompt_pb2.ToolChoice(name=function["name"])
     known = prompt_pb2.ToolChoiceMode.keys()
-    mode = f"TOOL_CHOICE_MODE_{value.upper()}" if isinstance(value, str) else ""
+    choices = "auto, none, required, or a mapping with the name of a function"
+    if not isinstance(value, str):
+        raise TypeError(f"must be {choices}, got {type(value).__name__}")
+    mode = f"TOOL_CHOICE_MODE_{value.upper()}"
     if mode not in known:
-        raise ValueError(f"must be auto, none, required, or a mapping with the name of a function, got {value!r}")
+        raise ValueError(f"must be {choices}, got {value!r}")
     return prompt_pb2.ToolChoice(mode=prompt_pb2.ToolChoiceMode.Value(mode))
 
 

@@ -58,7 +58,7 @@ def test_build_request_reads_each_form_of_tool_choice(given: Any, expected: prom
     assert build_request([{"role": "user", "content": "x"}], {"tool_choice": given}).chat.tool_choice == expected
 
 
-@pytest.mark.parametrize("given", ["f", "", "unspecified!", 1, {}, {"name": 1}, {"function": "f"}])
+@pytest.mark.parametrize("given", ["f", "", "unspecified!", {}, {"name": 1}, {"function": "f"}])
 def test_build_request_refuses_other_tool_choices(given: Any) -> None:
     with pytest.raises(ValueError, match=r"^tool_choice: must "):
         build_request([{"role": "user", "content": "x"}], {"tool_choice": given})
@@ -113,6 +113,7 @@ CHAT = [{"role": "user", "content": "x"}]
     ("x", {"max_tokens": [1]}, "max_tokens: "),
     (CHAT, {"template_args": [1]}, "template_args: must be a mapping, got list"),
     (CHAT, {"template_args": "ab"}, "template_args: must be a mapping, got str"),
+    (CHAT, {"tool_choice": 1}, "tool_choice: must be auto, none, required, or a mapping .*, got int"),
     (CHAT, {"tools": "ab"}, "tools: must be a sequence, got str"),
     (CHAT, {"tools": {"a": 1}}, "tools: must be a sequence, got dict"),
     ([{"role": "assistant", "tool_calls": "ab"}], {}, "prompt: must be a sequence, got str"),
