@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -18,11 +17,7 @@ import msgspec
 
 from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError, ServerConfig
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from npuserve.service.toml_file import read_toml
 
 PREFIX = "NPUSERVE_"
 LISTED = "; docs/configuration.md lists them"
@@ -183,11 +178,9 @@ def parse_size(text: str) -> int:
 def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:
     """Yield (name, label, value) for each key of the file. Raises ConfigError."""
     try:
-        table = tomllib.loads(path.read_text("utf-8"))
+        table = read_toml(str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from None
     for name, value in table.items():
         if name not in _FIELDS:
             raise ConfigError(f"{path}: {name}: no such setting{did_you_mean(name, _FIELDS, otherwise=LISTED)}")

@@ -20,18 +20,13 @@ import hashlib
 import hmac
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from npuserve.service.access.caller import Caller, Limits
 from npuserve.service.config import PRIORITY_RANGE, ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from npuserve.service.toml_file import read_toml
 
 PREFIX = "npuserve-"
 """Prefix of every key, by which scanners for leaked secrets find it."""
@@ -85,12 +80,8 @@ def hashes(entry: dict[str, Any]) -> list[str]:
 
 
 def load_tables(path: str) -> dict[str, dict[str, Any]]:
-    """Return the file's tables, by name. Raises OSError, or ConfigError with the reason if a table is invalid."""
-    try:
-        with open(path, "rb") as file:
-            tables: dict[str, Any] = tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    """Return the file's tables, by name. Raises OSError, or ConfigError with the reason if it is invalid."""
+    tables = read_toml(path)
     if len(tables) > MAX_NAMES:
         raise ConfigError(f"{path}: at most {MAX_NAMES} names, got {len(tables)}")
     for name, entry in tables.items():

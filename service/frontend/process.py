@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,8 @@ class Frontend:
         self._pulse = child.Heartbeat(args.heartbeat)
         self._tls = _open_tls(config)
         self._keys = keys = _open_keys(config, args.last_good)
+        self._reloads: list[Callable[[], object]] = [
+            *([self._tls.refresh] if self._tls else []), *([keys.reload_if_changed] if keys else [])]
         stall = config.hang_seconds * STALL_SHARE
         self._engine = EngineClient(
             args.engine_address, lambda state: self._update_readiness(), stall, config.resume_seconds,
@@ -159,10 +162,11 @@ class Frontend:
         """Send heartbeats to the supervisor, and reload settings files that have changed."""
         while True:
             self._pulse.beat()
-            if self._tls:
-                self._tls.refresh()
-            if self._keys:
-                self._keys.reload_if_changed()
+            for reload in self._reloads:
+                try:
+                    reload()
+                except Exception as error:  # a bug in the reader of a file must not stop the heartbeat
+                    logs.bug(log, "settings file not read again", error)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _update_readiness(self) -> None:

@@ -133,6 +133,7 @@ def test_load_error_names_source(flags: str, environ: dict[str, str], message: s
     ("max_num_seq = 1", "max_num_seq: no such setting; did you mean max_num_seqs?"),
     ("[server]\nport = 1", "server: no such setting"),
     ("port = ", "not a TOML file"),
+    ("port = " + "9" * 5000, "not a TOML file: a number has too many digits"),
     ('port = "a"', "port: 'a' is not a whole number (from {file}:port)"),
     ("port = true", "port: True is not a whole number (from {file}:port)"),
     ("port = 1.5", "port: 1.5 is not a whole number (from {file}:port)"),

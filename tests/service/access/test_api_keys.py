@@ -34,6 +34,8 @@ def test_keys_empty_file_accepts_no_key(file: Path) -> None:
 
 @pytest.mark.parametrize(("text", "error_text"), [
     ("x", "not a TOML file"),
+    (f'[x]\nsha256 = "{HASH}"\nmax_requests = {"9" * 5000}', "not a TOML file: a number has too many digits"),
+    ("a=" + "[" * 20_000, "not a TOML file: its arrays or tables are nested too deeply"),
     ("x = 1", "x: a table with sha256 is needed"),
     ("[x]", "x: a table with sha256 is needed"),
     (f'["a b"]\nsha256 = "{HASH}"', "a b: a name is 1 to 64 letters"),

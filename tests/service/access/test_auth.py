@@ -228,6 +228,21 @@ async def test_auth_changed_keys_file_is_reloaded(
         assert set((await codes(server, bearer(bob))).values()) == {"UNAUTHENTICATED"}
 
 
+async def test_auth_reload_with_a_bug_does_not_stop_the_heartbeat(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(folder, administrator=True) as server:
+        reloader = server.frontend._keys
+        assert reloader
+        read, before = reloader._read, reloader.value
+        reloader._read = lambda: 1 // 0  # type: ignore[assignment,return-value]
+        (folder / "keys").touch()
+        await until(lambda: any("not read again" in record.getMessage() for record in caplog.records))
+        reloader._read = read
+        (folder / "keys").touch()
+        await until(lambda: reloader.value is not before)
+
+
 async def test_auth_key_is_in_no_log_metric_or_message(
     folder: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:

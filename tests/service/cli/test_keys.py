@@ -83,3 +83,9 @@ def test_keys_command_invalid_arguments_name_fault(
     assert error_text in err
     assert out == ""
     assert file.read_text() == ""
+
+
+def test_keys_list_of_unreadable_toml_is_one_sentence(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("a=" + "[" * 20_000)
+    assert main(["keys", "list", str(file)]) == 2
+    assert capsys.readouterr().err == f"npuserve: {file}: not a TOML file: its arrays or tables are nested too deeply\n"
