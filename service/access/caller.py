@@ -80,5 +80,10 @@ def get_caller(context: Context) -> Caller:
 
 
 def certificate_names(context: Context) -> list[str]:
-    """Return `cert:NAME` for each name of the client's certificate: its alternative names, else its common name."""
-    return [CERTIFICATE + name.decode(errors="replace") for name in context.peer_identities() or ()]
+    """Return `cert:NAME` for each name of the client's certificate, see client_certificate.py; [] without one."""
+    pem = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+    if pem is None:
+        return []
+    from npuserve.service.access import client_certificate  # slow to import, and needed with tls_client_ca only
+
+    return [CERTIFICATE + name for name in client_certificate.names(pem)]
