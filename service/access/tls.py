@@ -10,6 +10,7 @@ handshake. A certificate that expires within WARN_DAYS is logged every hour, and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import time
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import PublicKeyAlgorithmOID
 
 from npuserve.service import logs, metrics
 from npuserve.service.access.file_reloader import FileReloader
@@ -29,6 +33,9 @@ log = logging.getLogger(__name__)
 
 WARN_DAYS = 14
 REMINDER_SECONDS = 3600.0
+KEY_TYPES = (PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5, PublicKeyAlgorithmOID.ED25519)
+"""Types of keys that gRPC (BoringSSL) can use, beside ECDSA on CURVES. OpenSSL can use more types."""
+CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Tls:
     """TLS of the server, from the files of `config`. `credentials` are for the server's port. Call `refresh` regularly.
 
     wall: returns Unix time in seconds.
-    Raises ConfigError if a file cannot be read, or if the key does not match the certificate.
+    Raises ConfigError if a file cannot be read, if the key does not match the certificate, or if gRPC cannot use it.
     """
 
     def __init__(self, config: ServerConfig, wall: Callable[[], float] = time.time):
@@ -87,6 +94,7 @@ class Tls:
             raise ConfigError(
                 f"tls_key: {key} is not the key, in PEM and not encrypted, of {cert}: {_reason(error)}") from None
         expiry, authorities = {"server": _earliest_expiry("tls_cert", cert, chain)}, None
+        _check_key_type(cert, chain)
         if self._config.tls_client_ca:
             path = Path(self._config.tls_client_ca)
             authorities = path.read_bytes()
@@ -108,6 +116,21 @@ class Tls:
 def _reason(error: Exception) -> str:
     """Return OpenSSL's reason of an ssl.SSLError; else the error's text."""
     return getattr(error, "reason", None) or str(error)
+
+
+def _check_key_type(path: Path, chain: bytes) -> None:
+    """Raise ConfigError if gRPC cannot use keys of the type of the first certificate's key."""
+    certificate = x509.load_pem_x509_certificates(chain)[0]
+    kind = certificate.public_key_algorithm_oid
+    if kind in KEY_TYPES:
+        return
+    if kind == PublicKeyAlgorithmOID.EC_PUBLIC_KEY:
+        with contextlib.suppress(ValueError, UnsupportedAlgorithm):  # an unknown curve
+            key = certificate.public_key()
+            if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, CURVES):
+                return
+    raise ConfigError(
+        f"tls_cert: {path} has a key of a type that gRPC cannot use; use RSA, not RSA-PSS, or ECDSA on P-256 or P-384")
 
 
 def _earliest_expiry(setting: str, path: Path, pem: bytes) -> float:

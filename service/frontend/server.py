@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.service import probe
 from npuserve.service.access.auth import AuthInterceptor
 from npuserve.service.access.caller import Caller
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
@@ -183,11 +184,20 @@ class Servers:
         return server
 
     def _listen(self, server: grpc.aio.Server) -> int:
-        """Bind the server to `port`, and return the port. Raises ConfigError if it is not available."""
+        """Bind the server to `port`, and return the port.
+
+        Raises ConfigError if the port is not available, or if gRPC cannot use the credentials.
+        """
         address, credentials = endpoint(self._config.host, self.port), self._credentials
         if credentials is None:
             return _add_port("port", address, server.add_insecure_port)
-        return _add_port("port", address, lambda address: server.add_secure_port(address, credentials))
+        try:
+            return _add_port("port", address, lambda address: server.add_secure_port(address, credentials))
+        except ConfigError:
+            # Several front ends share the port, which a probe would then find taken.
+            if probe.cannot_listen(self._config.host, self.port if self._config.frontends == 1 else 0):
+                raise
+            raise ConfigError("tls_cert: gRPC cannot listen with this certificate and its key") from None
 
 
 def _add_port(setting: str, address: str, add: Callable[[str], int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,17 +44,19 @@ class Authority(Pair):
         self._folder = folder
         openssl("req", "-x509", *NEW_KEY, "-keyout", self.key, "-out", self.cert, "-subj", f"/CN={name}", "-days", days)
 
-    def issue(self, name: str, days: int = 10, names: str = "DNS:localhost,IP:127.0.0.1") -> Pair:
+    def issue(self, name: str, days: int = 10, names: str = "DNS:localhost,IP:127.0.0.1",
+              new_key: Sequence[str] = NEW_KEY) -> Pair:
         """Return a new certificate with its key.
 
         name: common name.
         days: days until it expires; negative: it has expired.
         names: alternative names, as openssl writes them; "": none.
+        new_key: openssl's options for the key.
         """
         made = Pair(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         request = self._folder / f"{name}.csr"
         alternative = ("-addext", f"subjectAltName={names}") if names else ()
-        openssl("req", "-new", *NEW_KEY, "-keyout", made.key, "-out", request, "-subj", f"/CN={name}", *alternative)
+        openssl("req", "-new", *new_key, "-keyout", made.key, "-out", request, "-subj", f"/CN={name}", *alternative)
         openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self.key, "-copy_extensions", "copy",
                 "-days", days, "-out", made.cert)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -133,6 +134,11 @@ async def test_tls_invalid_new_files_keep_old_ones(
             tls_.refresh()
         assert len([r for r in caplog.records if r.levelno == logging.ERROR]) == 1
         await answered(server, trust(other))
+        pss = other.issue("pss", new_key=("-newkey", "rsa-pss", "-pkeyopt", "rsa_keygen_bits:2048", "-nodes"))
+        pss.install(files.cert, files.key)
+        tls_.refresh()
+        assert "of a type that gRPC cannot use" in caplog.records[-1].fields["error"]  # type: ignore[attr-defined]
+        await answered(server, trust(other))
 
 
 async def test_tls_expired_certificate_keeps_open_streams(
@@ -242,6 +248,39 @@ def test_tls_unusable_file_is_named(tmp_path: Path, authority: Authority, cert: 
     openssl("pkcs8", "-topk8", "-in", good.key, "-passout", "pass:x", "-out", tmp_path / "secret.key")
     with pytest.raises(ConfigError, match=error_text):
         tls.Tls(ServerConfig(tls_cert=str(tmp_path / cert), tls_key=str(tmp_path / key)))
+
+
+@pytest.mark.parametrize("kind", [
+    "rsa-pss -pkeyopt rsa_keygen_bits:2048", "ec -pkeyopt ec_paramgen_curve:secp224r1",
+    "ec -pkeyopt ec_paramgen_curve:secp256k1", "ec -pkeyopt ec_paramgen_curve:brainpoolP256r1", "ed448",
+])
+async def test_tls_key_type_that_grpc_cannot_use_is_refused(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Without the check, listening fails, and the error names the certificate and not the port."""
+    pair = authority.issue("odd", new_key=("-newkey", *kind.split(), "-nodes"))
+    error_text = r"tls_cert: .*odd.pem has a key of a type that gRPC cannot use; use RSA, not RSA-PSS, or ECDSA on P-"
+    with pytest.raises(ConfigError, match=error_text):
+        tls.Tls(ServerConfig(**settings(pair)))
+    monkeypatch.setattr(tls, "_check_key_type", lambda path, chain: None)
+    for frontends in (1, 2):
+        with pytest.raises(ConfigError, match="tls_cert: gRPC cannot listen with this certificate and its key"):
+            async with running(make_folder(tmp_path / f"m{frontends}"), **settings(pair, frontends=frontends)):
+                pass
+
+
+@pytest.mark.parametrize("kind", [
+    "rsa:2048", "ec -pkeyopt ec_paramgen_curve:secp384r1", "ec -pkeyopt ec_paramgen_curve:secp521r1", "ed25519"])
+async def test_tls_key_type_that_grpc_can_use_is_served(tmp_path: Path, authority: Authority, kind: str) -> None:
+    """Also P-521 and Ed25519, which OpenSSL's clients accept."""
+    pair = authority.issue("usable", new_key=("-newkey", *kind.split(), "-nodes"))
+    async with running(make_folder(tmp_path / "m"), **settings(pair)) as server:
+        context = ssl.create_default_context(cafile=str(authority.cert))
+        context.set_alpn_protocols(["h2"])
+        host, port = server.target.split(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context)
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+        writer.close()
 
 
 def test_tls_client_ca_without_certificate_is_named(tmp_path: Path, files: Pair) -> None:
