@@ -16,10 +16,12 @@ too many with a fast hash, too. A slow, salted hash is for passwords, and would 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,10 @@ def check_table(where: str, name: str, entry: object) -> None:
 
 
 def save_tables(path: str, tables: dict[str, dict[str, Any]]) -> None:
-    """Replace the file atomically; only its owner may read it. Comments are lost."""
+    """Replace the file atomically, with its owner, group and mode. Only its owner may read a new file.
+
+    Comments are lost.
+    """
     lines = ["# API keys of npuserve by their SHA-256; written by `npuserve keys`."]
     for name, entry in tables.items():
         # Quote the name, which may contain dots.
@@ -121,8 +126,24 @@ def save_tables(path: str, tables: dict[str, dict[str, Any]]) -> None:
     with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False) as file:  # mode 0600
         try:
             file.write("\n".join(lines) + "\n")
+            _copy_access(target, file.fileno())
             file.close()
             os.replace(file.name, target)
         except OSError:
             os.unlink(file.name)
             raise
+
+
+def _copy_access(source: Path, descriptor: int) -> None:
+    """Give an open file of mode 0600 the owner, group and mode of `source`, if it exists.
+
+    A process that may not give the file away keeps it, with the group. Without the group the mode remains 0600.
+    """
+    if not source.exists():
+        return
+    known = source.stat()
+    for owner in (known.st_uid, -1):
+        with contextlib.suppress(OSError):
+            os.fchown(descriptor, owner, known.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(known.st_mode))
+            return

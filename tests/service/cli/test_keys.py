@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import stat
 import subprocess
@@ -48,6 +49,41 @@ def test_keys_add_prints_key_once(file: Path, capsys: pytest.CaptureFixture[str]
     assert main(["keys", "remove", str(file), "alice"]) == 0
     assert keys.read(str(file)).find(alice) is None
     assert keys.read(str(file)).find(root)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o400, 0o600])
+def test_keys_add_keeps_the_mode_of_the_file(file: Path, capsys: pytest.CaptureFixture[str], mode: int) -> None:
+    file.touch()
+    file.chmod(mode)
+    add(capsys, file, "alice")
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize(("refused", "expected"), [
+    ((), (10001, 10002, 0o640)),
+    ((10001,), (0, 10002, 0o640)),
+    ((10001, -1), (0, 0, 0o600)),
+])
+def test_keys_add_keeps_the_owner_if_permitted(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, refused: tuple[int, ...],
+    expected: tuple[int, int, int],
+) -> None:
+    """refused: owners that the process may not set."""
+    file.touch()
+    os.chown(file, 10001, 10002)
+    file.chmod(0o640)
+    change = os.fchown
+
+    def fchown(descriptor: int, owner: int, group: int) -> None:
+        if owner in refused:
+            raise PermissionError
+        change(descriptor, owner, group)
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    add(capsys, file, "alice")
+    found = file.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == expected
 
 
 def test_keys_add_to_a_full_output_blames_the_output(file: Path) -> None:
