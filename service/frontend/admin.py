@@ -62,9 +62,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         async with call(context, "Drain", logging.INFO) as fields:
             seconds = self._config.drain_seconds
             if request.HasField("grace"):
-                if not 0 <= request.grace.nanos < NANOS:
-                    raise InvalidField("grace.nanos", f"must be in [0, {NANOS - 1}], got {request.grace.nanos}")
-                seconds = request.grace.seconds + request.grace.nanos / NANOS
+                seconds = _seconds("grace", request.grace)
             if not 0 <= seconds <= MAX_DRAIN_SECONDS:
                 raise InvalidField("grace", f"must be in [0, {MAX_DRAIN_SECONDS}] seconds, got {seconds:g}")
             fields["drain_seconds"] = seconds
@@ -76,7 +74,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             steps = request.steps if request.HasField("steps") else profiles.DEFAULT_STEPS
             seconds = profiles.DEFAULT_SECONDS
             if request.HasField("max_duration"):
-                seconds = request.max_duration.seconds + request.max_duration.nanos / 1e9
+                seconds = _seconds("max_duration", request.max_duration)
             name = profiles.check_name("name", request.name) if request.HasField("name") else ""
             fields["profile_steps"], fields["profile_seconds"] = steps, seconds
             started = await self._engine.profiles.start(name, profiles.check_steps("steps", steps),
@@ -95,3 +93,10 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         response.duration.FromNanoseconds(int(made.seconds * 1e9))
         response.step_time.FromNanoseconds(int(made.step_seconds * 1e9))
         return response
+
+
+def _seconds(field: str, duration: duration_pb2.Duration) -> float:
+    """Return a duration in seconds. Raises InvalidField if its nanoseconds are negative or a second or more."""
+    if not 0 <= duration.nanos < NANOS:
+        raise InvalidField(f"{field}.nanos", f"must be in [0, {NANOS - 1}], got {duration.nanos}")
+    return duration.seconds + duration.nanos / NANOS

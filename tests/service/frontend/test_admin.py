@@ -113,7 +113,8 @@ async def test_profile_calls_send_their_bounds_and_return_the_table(folder: Path
     ({"steps": 0}, r"steps: must be in \[1, 1000\], got 0"), ({"steps": 1001}, r"steps: must be in \[1, 1000\]"),
     ({"max_duration": {"seconds": 601}}, r"max_duration: must be in \(0, 600\] seconds, got 601"),
     ({"max_duration": {}}, r"max_duration: must be in \(0, 600\] seconds, got 0"),
-    ({"max_duration": {"seconds": -1}}, "max_duration: must be in")])
+    ({"max_duration": {"seconds": -1}}, "max_duration: must be in"),
+    ({"max_duration": {"nanos": 2_000_000_000}}, r"max_duration.nanos: must be in \[0, 999999999\], got 2000000000")])
 async def test_profile_fields_out_of_range_are_refused(
     folder: Path, tmp_path: Path, fields: dict[str, Any], text: str
 ) -> None:
