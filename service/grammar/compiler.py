@@ -38,7 +38,9 @@ class Compilation:
         far, so the next request compiles the constraint again.
     """
 
-    def __init__(self, vocabulary: Vocabulary, on_growth: Callable[[LexerMemory, int], None]):
+    def __init__(
+        self, vocabulary: Vocabulary, on_growth: Callable[[LexerMemory, int], None] = lambda memory, num_bytes: None
+    ):
         """on_growth: see LexerMemory."""
         self._vocabulary = vocabulary
         self.lexer = Lexer()

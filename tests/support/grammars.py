@@ -55,7 +55,7 @@ def matcher(kind: Kind, value: Any) -> Matcher:
 def compilation(constraint: Constraint) -> Compilation:
     """Return the result of a constraint, compiled in this process."""
     grammar = translate(constraint, vocabulary().data.special, [END])
-    found = Compilation(vocabulary(), lambda memory, num_bytes: None)
+    found = Compilation(vocabulary())
     found._finish(build_library_matcher(vocabulary().library, grammar, constraint.kind), None,
                   build_byte_matcher(vocabulary(), grammar, constraint.kind))
     return found
