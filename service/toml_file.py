@@ -17,7 +17,10 @@ def read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file. Raises OSError, or ConfigError with the reason if it is not valid."""
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            content = tomllib.load(file)
+        if not _has_large_integer(content):
+            return content
+        reason = "an integer needs more than 64 bits"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         reason = str(error)
     except ValueError:  # Python's limit of int()
@@ -25,3 +28,11 @@ def read_toml(path: str) -> dict[str, Any]:
     except RecursionError:
         reason = "its arrays or tables are nested too deeply"
     raise ConfigError(f"{path}: not a TOML file: {reason}")
+
+
+def _has_large_integer(value: Any) -> bool:
+    """Return whether a value holds an integer outside the range of TOML, which Python may be unable to print."""
+    if isinstance(value, int):
+        return not -(1 << 63) <= value < 1 << 63
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(map(_has_large_integer, inner))

@@ -134,6 +134,7 @@ def test_load_error_names_source(flags: str, environ: dict[str, str], message: s
     ("[server]\nport = 1", "server: no such setting"),
     ("port = ", "not a TOML file"),
     ("port = " + "9" * 5000, "not a TOML file: a number has too many digits"),
+    ("port = 0x" + "f" * 6000, "not a TOML file: an integer needs more than 64 bits"),
     ('port = "a"', "port: 'a' is not a whole number (from {file}:port)"),
     ("port = true", "port: True is not a whole number (from {file}:port)"),
     ("port = 1.5", "port: 1.5 is not a whole number (from {file}:port)"),

@@ -35,6 +35,7 @@ def test_keys_empty_file_accepts_no_key(file: Path) -> None:
 @pytest.mark.parametrize(("text", "error_text"), [
     ("x", "not a TOML file"),
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = {"9" * 5000}', "not a TOML file: a number has too many digits"),
+    (f'[x]\nsha256 = "{HASH}"\nmax_requests = 0x{"f" * 6000}', "not a TOML file: an integer needs more than 64 bits"),
     ("a=" + "[" * 20_000, "not a TOML file: its arrays or tables are nested too deeply"),
     ("x = 1", "x: a table with sha256 is needed"),
     ("[x]", "x: a table with sha256 is needed"),
