@@ -26,7 +26,7 @@ OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.use_local_subchannel_pool", 1),  # no two channels share a connection
 ]
 KEY_TYPES = ("RSA", "secp256r1", "secp384r1", "secp521r1", "Ed25519")
-"""Keys of client certificates that gRPC's TLS library, BoringSSL, can load. Each server accepts some of them."""
+"""Keys of certificates that gRPC's TLS library, BoringSSL, can load. Each peer accepts some of them."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Tls:
         except ssl.SSLError as error:
             why = error.reason or "not in PEM, or encrypted"
             raise ValueError(f"tls: {self.cert} and {self.key} are not a certificate and its key ({why})") from None
-        if self.cert is not None and (key_type := _key_type(Path(self.cert).read_bytes())) not in KEY_TYPES:
+        if self.cert is not None and (key_type := key_type_of(Path(self.cert).read_bytes())) not in KEY_TYPES:
             raise ValueError(f"tls: gRPC cannot use {self.cert}, since its key is {key_type}; use RSA, P-256 or P-384")
 
 
-def _key_type(pem: bytes) -> str:
-    """Return the type of a certificate's key, such as RSA, RSA-PSS, Ed448, or the name of an elliptic curve."""
-    from cryptography import x509  # only client certificates need it
+def key_type_of(pem: bytes) -> str:
+    """Return the type of the first certificate's key, such as RSA, RSA-PSS, Ed448, or the name of an elliptic curve."""
+    from cryptography import x509  # only certificates need it
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -87,7 +87,7 @@ def _key_type(pem: bytes) -> str:
         return "RSA-PSS"
     try:
         key = certificate.public_key()
-    except UnsupportedAlgorithm:
+    except (ValueError, UnsupportedAlgorithm):
         return "of an unknown type"
     if isinstance(key, ec.EllipticCurvePublicKey):
         return key.curve.name

@@ -10,7 +10,6 @@ handshake. A certificate that expires within WARN_DAYS is logged every hour, and
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import ssl
 import time
@@ -21,10 +20,8 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import PublicKeyAlgorithmOID
 
+from npuserve.client.channel import KEY_TYPES, key_type_of
 from npuserve.service import logs, metrics
 from npuserve.service.access.file_reloader import FileReloader
 from npuserve.service.config import ConfigError, ServerConfig
@@ -33,9 +30,6 @@ log = logging.getLogger(__name__)
 
 WARN_DAYS = 14
 REMINDER_SECONDS = 3600.0
-KEY_TYPES = (PublicKeyAlgorithmOID.RSAES_PKCS1_v1_5, PublicKeyAlgorithmOID.ED25519)
-"""Types of keys that gRPC (BoringSSL) can use, beside ECDSA on CURVES. OpenSSL can use more types."""
-CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,10 @@ class Tls:
             raise ConfigError(
                 f"tls_key: {key} is not the key, in PEM and not encrypted, of {cert}: {_reason(error)}") from None
         expiry, authorities = {"server": _earliest_expiry("tls_cert", cert, chain)}, None
-        _check_key_type(cert, chain)
+        if key_type_of(chain) not in KEY_TYPES:
+            raise ConfigError(
+                f"tls_cert: {cert} has a key of a type that gRPC cannot use; use RSA, not RSA-PSS, or ECDSA on P-256 "
+                "or P-384")
         if self._config.tls_client_ca:
             path = Path(self._config.tls_client_ca)
             authorities = path.read_bytes()
@@ -116,21 +113,6 @@ class Tls:
 def _reason(error: Exception) -> str:
     """Return OpenSSL's reason of an ssl.SSLError; else the error's text."""
     return getattr(error, "reason", None) or str(error)
-
-
-def _check_key_type(path: Path, chain: bytes) -> None:
-    """Raise ConfigError if gRPC cannot use keys of the type of the first certificate's key."""
-    certificate = x509.load_pem_x509_certificates(chain)[0]
-    kind = certificate.public_key_algorithm_oid
-    if kind in KEY_TYPES:
-        return
-    if kind == PublicKeyAlgorithmOID.EC_PUBLIC_KEY:
-        with contextlib.suppress(ValueError, UnsupportedAlgorithm):  # an unknown curve
-            key = certificate.public_key()
-            if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, CURVES):
-                return
-    raise ConfigError(
-        f"tls_cert: {path} has a key of a type that gRPC cannot use; use RSA, not RSA-PSS, or ECDSA on P-256 or P-384")
 
 
 def _earliest_expiry(setting: str, path: Path, pem: bytes) -> float:

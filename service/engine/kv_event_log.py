@@ -137,9 +137,8 @@ def to_hash(digest: bytes) -> int:
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 
-def _snapshot_parts(
-    blocks: list[tuple[bytes, Stored]], max_blocks: int, block_size: int
-) -> Iterator[list[Event]]:
+def _snapshot_parts(blocks: list[tuple[bytes, Stored]], max_blocks: int, block_size: int) -> Iterator[list[Event]]:
+    """Yield the events that list the blocks, at most max_blocks in each part."""
     events = _Events(block_size)
     events.add_cleared()
     for digest, block in blocks:

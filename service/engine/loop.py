@@ -36,7 +36,7 @@ from npuserve.service.engine.outbox import Outbox
 from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, Runner, StepPipeline
 from npuserve.service.engine.profiles import Profiler, Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
-from npuserve.service.errors import EngineKiller, QueueFull, ServeError
+from npuserve.service.errors import QueueFull, ServeError
 from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.kv_events import ReadKvEvents, SubscribeKvEvents, UnsubscribeKvEvents
@@ -309,7 +309,7 @@ class Engine:
         try:
             displaced = self.registry.add(request, origin, time.monotonic())
         except ServeError as error:
-            self._outbox.refuse(origin, error, count=not isinstance(error, EngineKiller))
+            self._outbox.refuse(origin, error)
         else:
             self._crashes.save()  # a front end may have lost the acceptance of a request that crashed the last engine
             self._accept_compiled(origin)
@@ -324,7 +324,7 @@ class Engine:
             try:
                 self._outbox.take_over(self.registry.restore(record, origin, now))
             except ServeError as error:
-                self._outbox.refuse(origin, error, count=not isinstance(error, EngineKiller))
+                self._outbox.refuse(origin, error)
             else:
                 self._accept_compiled(origin)
         self._restore_until = now + RESTORE_SECONDS  # a front end may send many messages

@@ -6,7 +6,14 @@ import time
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
-from npuserve.service.errors import DeadlineExceeded, DuplicateRequest, InvalidField, QueueFull, ServeError
+from npuserve.service.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineKiller,
+    InvalidField,
+    QueueFull,
+    ServeError,
+)
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -91,10 +98,11 @@ class EngineMetrics:
         self._update(time.monotonic())
 
     def rejected(self, error: ServeError) -> None:
+        """Count a refused request. A request that crashes the engine was counted when that was found."""
         named = {DeadlineExceeded: "deadline", DuplicateRequest: "duplicate", InvalidField: "too_large"}
         if why := error.why if isinstance(error, QueueFull) else named.get(type(error)):
             metrics.queue_rejections_total.labels(why).inc()
-        else:  # its constraint cannot be compiled on this server
+        elif not isinstance(error, EngineKiller):  # its constraint cannot be compiled on this server
             metrics.grammar_errors_total.labels("compile").inc()
 
     def heartbeat(self) -> None:

@@ -17,6 +17,7 @@ from npuserve.service.engine import loop
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.errors import (
     DeadlineExceeded,
+    EngineKiller,
     InternalError,
     InvalidField,
     NoTokenizer,
@@ -159,6 +160,7 @@ def test_rejection_is_counted_by_its_reason_or_as_an_error_of_the_grammar(error:
         BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=4, aging_seconds=10))
     before = count()
     made.rejected(error)
+    made.rejected(EngineKiller("it is counted elsewhere"))
     assert [now - then for now, then in zip(count(), before, strict=True)] == ([0, 1] if why else [1, 0])
 
 

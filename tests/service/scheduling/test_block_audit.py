@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npuserve.service.scheduling.block_manager import AUDIT_BLOCKS, BlockManager, BlockTable, IntegrityError
-from tests.service.scheduling.test_block_manager import hold
+from tests.service.scheduling.test_block_manager import hold, hold_at_once
 
 
 def test_audit_names_the_fault_of_a_block() -> None:
@@ -61,11 +61,7 @@ def test_audit_names_the_fault_of_a_digest() -> None:
 
 def test_audit_names_the_fault_of_a_duplicate() -> None:
     blocks = BlockManager(4, 2)
-    a, b = BlockTable(), BlockTable()
-    for table in (a, b):
-        blocks.allocate(table, 2)
-    for table in (a, b):
-        blocks.register(table, [1, 2], 2)
+    a, b = hold_at_once(blocks, [1, 2], 2)
     (digest,) = blocks._by_digest
     blocks.check_integrity([a, b])
     blocks._duplicates[digest][2] = None

@@ -15,6 +15,16 @@ def hold(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
     return table
 
 
+def hold_at_once(blocks: BlockManager, tokens: list[int], count: int) -> list[BlockTable]:
+    """Return tables of `tokens` that were allocated before the first one was registered: they share no block."""
+    tables = [BlockTable() for _ in range(count)]
+    for table in tables:
+        assert blocks.allocate(table, len(tokens))
+    for table in tables:
+        blocks.register(table, tokens, len(tokens))
+    return tables
+
+
 def found(blocks: BlockManager, tokens: list[int], salt: str = "") -> list[int]:
     return blocks.find_prefix(BlockTable(salt), tokens)
 
@@ -150,11 +160,7 @@ def test_find_prefix_finds_only_registered_blocks() -> None:
 
 def test_register_keeps_the_first_block_of_equal_content() -> None:
     blocks = BlockManager(8, 2)
-    a, b = BlockTable(), BlockTable()
-    for table in (a, b):
-        blocks.allocate(table, 4)
-    for table in (a, b):
-        blocks.register(table, [1, 2, 3, 4], 4)
+    a, b = hold_at_once(blocks, [1, 2, 3, 4], 2)
     assert found(blocks, [1, 2, 3, 4, 5]) == a.block_ids
     blocks.free(b)
     assert blocks.counts == BlockCounts(2, 0, 6)
@@ -165,11 +171,7 @@ def test_register_keeps_the_first_block_of_equal_content() -> None:
 
 def test_free_shares_a_used_block_of_equal_content_instead() -> None:
     blocks = BlockManager(8, 2)
-    a, b, c = BlockTable(), BlockTable(), BlockTable()
-    for table in (a, b, c):
-        blocks.allocate(table, 4)
-    for table in (a, b, c):
-        blocks.register(table, [1, 2, 3, 4], 4)
+    a, b, c = hold_at_once(blocks, [1, 2, 3, 4], 3)
     blocks.free(b)
     blocks.free(a)
     assert blocks.counts == BlockCounts(2, 0, 6)

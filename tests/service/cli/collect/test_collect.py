@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from npuserve.service.cli.collect.archive import Archive, Part
 from npuserve.service.cli.collect.command import accept_report
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
+from tests.support.processes import until
 
 MAPPING = """
         NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
@@ -52,13 +52,6 @@ def members(path: Path) -> dict[str, bytes]:
 
 def manifest(found: dict[str, bytes]) -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in json.loads(found["manifest.json"])}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -330,12 +323,12 @@ def test_collect_ended_by_sigterm_ends_its_command(home: Path) -> None:
     process = subprocess.Popen(command)
     try:
         started = home / "started"
-        wait_until(lambda: started.exists() and started.read_text().endswith("\n"))
+        until(lambda: started.exists() and started.read_text().endswith("\n"))
         process.terminate()
         assert process.wait(20) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    wait_until(lambda: not Path(f"/proc/{started.read_text().strip()}").exists())
+    until(lambda: not Path(f"/proc/{started.read_text().strip()}").exists())
 
 
 def test_archive_in_place_of_another_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
