@@ -103,7 +103,11 @@ def descendants(pid: int) -> Iterator[tuple[int, str]]:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of all living threads of a process."""
-    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    nanoseconds = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
+            nanoseconds += int(file.read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def ranks_of(supervisor: int) -> list[int]:
