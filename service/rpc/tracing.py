@@ -16,7 +16,6 @@ A call that the engine did not finish (refused, cancelled) has no phases.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from typing import Any
 
 import grpc
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
@@ -50,13 +49,15 @@ ATTRIBUTES = {
 class Tracing:
     """Tracer of one front end. A thread exports its spans to `endpoint` until `close`.
 
-    OpenTelemetry's own settings select the sampler and the service's name (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME). By
-    default the client's sampling decision applies, and a call without a parent span is sampled.
+    OpenTelemetry's own settings select the sampler and the service's name (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME,
+    OTEL_RESOURCE_ATTRIBUTES). By default the client's sampling decision applies, and a call without a parent span is
+    sampled.
     """
 
     def __init__(self, endpoint: str):
-        name = os.environ.get("OTEL_SERVICE_NAME", "npuserve")
-        resource = Resource.create({"service.name": name, "service.version": version("npuserve")})
+        ours = Resource({"service.name": "npuserve", "service.version": version("npuserve")})
+        environment = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+        resource = Resource.create(ours.merge(environment).attributes)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))

@@ -173,6 +173,27 @@ async def test_trace_unsampled_by_client_is_not_exported(folder: Path, collector
     assert len([span for span in collector.spans if span.name.endswith("/Generate")]) == 1
 
 
+@pytest.mark.parametrize(("variables", "name"), [
+    ({}, "npuserve"),
+    ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=chat,team=a%20b"}, "chat"),
+    ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=chat,team=a%20b", "OTEL_SERVICE_NAME": "llm"}, "llm"),
+    ({"OTEL_RESOURCE_ATTRIBUTES": "team=a%20b", "OTEL_SERVICE_NAME": ""}, "npuserve"),
+])
+async def test_tracing_resource_is_of_the_environment(
+    folder: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str
+) -> None:
+    for variable in ("OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        await server.inference.Generate(ask("ab", 2))
+        await until(lambda: collector.resources)
+    assert collector.resources[0]["service.name"] == name
+    assert collector.resources[0].get("team") == ("a b" if variables else None)
+    assert collector.resources[0]["service.version"]
+
+
 async def test_tracing_unreachable_collector_delays_no_call(folder: Path, free_port: Any) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     async with running(folder, otlp_endpoint=f"http://127.0.0.1:{free_port()}") as server:
