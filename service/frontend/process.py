@@ -200,14 +200,20 @@ def _open_keys(config: ServerConfig, last_good: str) -> FileReloader[Keys] | Non
 
 
 def _open_tracing(config: ServerConfig) -> Tracing | None:
-    """Return None if tracing is off. OpenTelemetry is not imported then."""
+    """Return None if tracing is off. OpenTelemetry is not imported then.
+
+    Raises ConfigError if OpenTelemetry is not installed, or refuses its environment variables.
+    """
     if not config.otlp_endpoint:
         return None
     try:
         from npuserve.service.rpc.tracing import Tracing
     except ImportError as error:
         raise ConfigError(f"otlp_endpoint: {error}; pip install 'npuserve[otel]'") from None
-    return Tracing(config.otlp_endpoint)
+    try:
+        return Tracing(config.otlp_endpoint)
+    except Exception as error:  # OpenTelemetry raises several classes for the values of its variables
+        raise ConfigError(f"otlp_endpoint: OpenTelemetry refuses a variable OTEL_…: {error}") from None
 
 
 def _open_vllm_engine(

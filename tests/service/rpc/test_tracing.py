@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.frontend import process
 from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.ipc.messages import Timing
 from tests.support.fake_engine import EOS, make_folder, until
@@ -227,6 +228,19 @@ def test_tracing_without_extra_names_it(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "npuserve.service.rpc.tracing", None)
     with pytest.raises(ConfigError, match=r"^otlp_endpoint: .*pip install 'npuserve\[otel\]'"):
         Frontend(FrontendArgs(ServerConfig(model=str(folder), otlp_endpoint="http://collector:4317"), 0, "", 0))
+
+
+@pytest.mark.parametrize(("variable", "value", "message"), [
+    ("OTEL_BSP_MAX_QUEUE_SIZE", "256", "max_export_batch_size must be less than or equal to max_queue_size"),
+    ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip", 'Invalid value "zip" for compression'),
+])
+def test_tracing_refused_variable_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"^otlp_endpoint: OpenTelemetry refuses a variable OTEL_…: {message}"):
+        process._open_tracing(ServerConfig(otlp_endpoint="http://collector:4317"))
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector", "ftp://c:1", "http://a b:1"])
