@@ -90,7 +90,7 @@ class EngineClient:
         self._deferred: list[messages.ToEngine] | None = None  # messages sent during a restore
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
-        self._limit = StreamLimit()
+        self._limit = StreamLimit(self._streams)
         self._resuming: dict[int, asyncio.Future[Stream]] = {}
         self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from npuserve.service import metrics
@@ -273,10 +273,13 @@ class StreamLimit:
     """Limit of the streams of a front end: twice the requests that the engine can run and queue.
 
     A client may have half of them. A stream counts until it is closed, so those that have ended and are not read count
-    too.
+    too. At this limit a client without unread ones has filled the engine's queue.
+
+    streams: streams of the front end, by key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Mapping[int, Stream]) -> None:
+        self._streams = streams
         self._clients: dict[int, str] = {}  # by the key of a stream
         self._counts: Counter[str] = Counter()
 
@@ -288,10 +291,14 @@ class StreamLimit:
             metrics.queue_rejections_total.labels("front_end").inc()
             raise QueueFull(f"front end full: it holds {2 * share} requests, twice the sum of {limits}")
         if self._counts[client] >= share:
-            metrics.queue_rejections_total.labels("client_limit").inc()
-            raise QueueFull(
-                f"client limit: the front end holds {share} requests of this client, the sum of {limits}, with the "
-                f"ones that have ended and are not read", why="client_limit")
+            held = f"the front end holds {share} requests of this client, the sum of {limits}"
+            if self._has_unread(client):
+                error = QueueFull(
+                    f"client limit: {held}, with the ones that have ended and are not read", why="client_limit")
+            else:
+                error = QueueFull(f"queue full: {held}")
+            metrics.queue_rejections_total.labels(error.why).inc()
+            raise error
         self._clients[key] = client
         self._counts[client] += 1
 
@@ -302,3 +309,9 @@ class StreamLimit:
             self._counts[client] -= 1
             if not self._counts[client]:
                 del self._counts[client]
+
+    def _has_unread(self, client: str) -> bool:
+        """Return whether a stream of the client has ended and is not closed."""
+        return any(
+            (stream := self._streams.get(key)) and not stream.is_live
+            for key, owner in self._clients.items() if owner == client)

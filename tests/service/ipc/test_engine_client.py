@@ -287,6 +287,20 @@ async def test_engine_client_too_many_streams_raises_queue_full() -> None:
             stream.close()
 
 
+async def test_engine_client_live_streams_of_one_client_fill_the_queue() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        streams = [client.submit(request(name=f"{i}")) for i in range(INFO.max_num_seqs + INFO.max_queue)]
+        counts = [metrics.queue_rejections_total.labels(why)._value for why in ("queue_full", "client_limit")]
+        full, limited = (count.get() for count in counts)
+        with pytest.raises(QueueFull, match=r"^queue full: the front end holds 8 requests of this client") as caught:
+            client.submit(request())
+        assert caught.value.why == "queue_full"
+        assert [count.get() for count in counts] == [full + 1, limited]
+        for stream in streams:
+            stream.close()
+
+
 async def test_engine_client_unread_streams_of_one_client_take_half() -> None:
     async with connected() as (client, _):
         share = INFO.max_num_seqs + INFO.max_queue
