@@ -20,11 +20,12 @@ from npuserve.service import logs
 PREFIX = "npuserve"
 
 LATENCY = (.001, .002, .005, .01, .02, .04, .06, .08, .1, .15, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+ANSWER = (*LATENCY, 320, 640, 1280, 2560)
 GAP = (.0005, .001, .002, .005, .01, .015, .02, .025, .03, .04, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5)
 STEP = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, 1, 2, 5)
 KERNEL = tuple(1e-6 * m * 10**e for e in range(6) for m in (1, 2, 5))
 MASK = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01, .02, .05, .1)
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter:
@@ -46,9 +47,9 @@ time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Arrival
 inter_token_latency_seconds = _histogram("inter_token_latency_seconds", "Gap between tokens of a request", GAP)
 time_per_output_token_seconds = _histogram(
     "time_per_output_token_seconds", "(end to end - time to first token) / (tokens - 1), per request", GAP)
-e2e_request_latency_seconds = _histogram("e2e_request_latency_seconds", "Arrival to the last token", LATENCY)
+e2e_request_latency_seconds = _histogram("e2e_request_latency_seconds", "Arrival to the last token", ANSWER)
 prefill_time_seconds = _histogram("prefill_time_seconds", "Time of the steps that computed an answer's prompt", LATENCY)
-decode_time_seconds = _histogram("decode_time_seconds", "End of the prefill to an answer's last token", LATENCY)
+decode_time_seconds = _histogram("decode_time_seconds", "End of the prefill to an answer's last token", ANSWER)
 request_prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens of an answer", TOKENS)
 request_generation_tokens = _histogram("request_generation_tokens", "Generated tokens of an answer", TOKENS)
 requests_on_target_total = _counter("requests_on_target_total", "Answers that met both latency targets")

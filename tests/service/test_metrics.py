@@ -128,8 +128,16 @@ def meanings() -> dict[str, tuple[str, str]]:
 
 
 def test_buckets_ascend() -> None:
-    for buckets in (metrics.LATENCY, metrics.GAP, metrics.STEP, metrics.KERNEL, metrics.TOKENS):
+    for buckets in (metrics.LATENCY, metrics.ANSWER, metrics.GAP, metrics.STEP, metrics.KERNEL, metrics.TOKENS):
         assert list(buckets) == sorted(set(buckets))
+
+
+def test_buckets_fit_answers_of_a_whole_context() -> None:
+    """Contexts of Qwen3 have 40,960 tokens, and 131,072 with YaRN. A token takes 20 ms or more on a large model."""
+    for histogram in (metrics.request_prompt_tokens, metrics.request_generation_tokens):
+        assert histogram._upper_bounds[-2] == 131_072
+    for histogram in (metrics.e2e_request_latency_seconds, metrics.decode_time_seconds):
+        assert histogram._upper_bounds[-2] >= 0.02 * 0.9 * 131_072
 
 
 def test_gauges_cover_live_processes() -> None:
