@@ -22,7 +22,7 @@ from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
 if TYPE_CHECKING:
-    from npuserve.service.rpc.tracing import Tracing
+    from npuserve.service.rpc.tracing import Trace, Tracing
 
 DATA_TYPES = {
     "float32": model_pb2.DATA_TYPE_FLOAT32, "bfloat16": model_pb2.DATA_TYPE_BFLOAT16,
@@ -57,7 +57,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._tracing = tracing
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        trace = self._tracing.begin(context, "Generate") if self._tracing else None
+        trace = self._begin_trace(request, context, "Generate")
         async with call(context, "Generate", logging.INFO, trace) as fields:
             checked = await self._generation.check(request, context, fields)
             validation.check_unary_size(checked.request)
@@ -67,14 +67,19 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:
-        trace = self._tracing.begin(context, "StreamGenerate") if self._tracing else None
+        trace = self._begin_trace(request, context, "StreamGenerate")
         async with call(context, "StreamGenerate", logging.INFO, trace) as fields:
             token = new_token() if self._config.resume_seconds else ""
             checked = await self._generation.check(request, context, fields, token)
             await self._generation.answer(checked, context, fields, trace, context.write)
 
+    def _begin_trace(self, request: pb.GenerateRequest, context: Context, rpc: str) -> Trace | None:
+        """Start the trace of a call; None if tracing is off."""
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        return self._tracing.begin(context, rpc, operation=operation) if self._tracing else None
+
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
-        trace = self._tracing.begin(context, "ResumeStream") if self._tracing else None
+        trace = self._tracing.begin(context, "ResumeStream", operation="") if self._tracing else None
         async with call(context, "ResumeStream", logging.INFO, trace) as fields:
             fields["client"] = get_caller(context).name
             await self._generation.resume(

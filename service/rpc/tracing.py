@@ -37,6 +37,7 @@ from npuserve.v1 import inference_service_pb2
 
 EXPORT_SECONDS = 5.0
 SERVICE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+COMPLETION = "text_completion"
 # gRPC codes that OpenTelemetry's conventions count as errors of a gRPC server.
 SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 # Field of the log line -> attribute of the span.
@@ -62,10 +63,14 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
 
-    def begin(self, context: Context, rpc: str, service: str = SERVICE) -> Trace:
-        """Start the trace of a call, now. rpc, service: names of the method and of its service."""
+    def begin(self, context: Context, rpc: str, service: str = SERVICE, operation: str = COMPLETION) -> Trace:
+        """Start the trace of a call, now.
+
+        rpc, service: names of the method and of its service.
+        operation: gen_ai.operation.name; "" if it is not known.
+        """
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        return Trace(self._tracer, metadata, rpc, service)
+        return Trace(self._tracer, metadata, rpc, service, operation)
 
     def close(self) -> None:
         """Export the remaining spans, for at most TRACES_SECONDS: a silent collector must not delay the exit."""
@@ -77,8 +82,9 @@ class Tracing:
 class Trace:
     """Trace of one call. Call `finished` if the engine finished the request, and then `end` once in any case."""
 
-    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str):
+    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str, operation: str = COMPLETION):
         self._tracer = tracer
+        self._operation = operation
         self._clock = time.time_ns() - time.monotonic_ns()
         self._span = tracer.start_span(
             f"{service}/{rpc}", TraceContextTextMapPropagator().extract(metadata), SpanKind.SERVER,
@@ -98,8 +104,10 @@ class Trace:
         first_token: time.monotonic() seconds; None: there was none.
         """
         self._timing = timing
+        if self._operation:
+            self._span.set_attribute("gen_ai.operation.name", self._operation)
         self._span.set_attributes({
-            "gen_ai.operation.name": "text_completion", "gen_ai.request.model": model,
+            "gen_ai.request.model": model,
             "npuserve.device_seconds": timing.device, "npuserve.host_seconds": timing.host})
         if first_token is not None:
             self._span.add_event("first token", timestamp=self._at(first_token))

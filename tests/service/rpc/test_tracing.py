@@ -18,6 +18,8 @@ from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.frontend import process
 from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.ipc.messages import Timing
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import prompt_pb2
 from tests.support.fake_engine import EOS, make_folder, until
 from tests.support.front_end import ask, running
 from tests.support.vllm_engine import engine_stub, vllm_request
@@ -139,6 +141,24 @@ async def test_trace_of_samples_has_all_finish_reasons(folder: Path, collector: 
     assert root_attributes["gen_ai.response.finish_reasons"] == ["length", "eos", "length"]
     assert (root_attributes["gen_ai.usage.input_tokens"], root_attributes["gen_ai.usage.output_tokens"]) == (2, 12)
     assert [event.name for event in root.events] == ["first token"]
+
+
+async def test_trace_has_the_operation_of_its_prompt(tmp_path: Path, collector: Collector) -> None:
+    chat = pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="ab")]))
+    chat.stopping.max_tokens = 2
+    async with running(make_folder(tmp_path / "chat", chat=True), otlp_endpoint=collector.url) as server:
+        await server.inference.Generate(ask("ab", 2))
+        await server.inference.Generate(chat)
+        call = server.inference.StreamGenerate(chat)
+        token = dict(await call.initial_metadata())["x-resume-token"]
+        assert [part async for part in call]
+        server.engine.records[token] = server.frontend._engine._records.find(token, "", time.monotonic())
+        assert [part async for part in server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token=token))]
+        await until(lambda: len([span for span in collector.spans if not span.parent_span_id]) == 4)
+    operations = {(span.name.rpartition("/")[2], attributes(span).get("gen_ai.operation.name"))
+                  for span in collector.spans if not span.parent_span_id}
+    assert operations == {
+        ("Generate", "text_completion"), ("Generate", "chat"), ("StreamGenerate", "chat"), ("ResumeStream", None)}
 
 
 async def test_trace_of_error_and_cancel_has_status(
