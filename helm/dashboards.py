@@ -80,7 +80,8 @@ LIFE = [
     Panel("Ready", {"{{instance}}": total("ready", "instance", how="max")}, "short",
           "1 while a server takes requests; 0 while it loads, has no engine, or drains."),
     Panel("Resident memory", {"{{instance}} {{process}}": total("resident_memory_bytes", "instance, process")}, "bytes",
-          "Of each process of a server. Compare the sum with the container's limit.", stack="normal"),
+          "Supervisor, engine and front ends of each server, without ranks of tensor parallelism and other processes "
+          "that these start. The container's limit holds for all of them.", stack="normal"),
     Panel("Engine's last sign of life", {
         "{{instance}}": total("engine_heartbeat_age_seconds", "instance", how="max")}, "s",
         "Grows while an engine is down, loads its model, or is stuck.", thresholds={GREEN: 0, RED: 30}),
