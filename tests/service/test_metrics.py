@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from npuserve.npu.step import Row, Step, StepResult
 from npuserve.service import metrics
+from npuserve.service.config import ServerConfig
 from npuserve.service.engine import metrics as engine_metrics
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.errors import DuplicateRequest, InvalidField, QueueFull, ServeError
@@ -138,6 +139,13 @@ def test_buckets_fit_answers_of_a_whole_context() -> None:
         assert histogram._upper_bounds[-2] == 131_072
     for histogram in (metrics.e2e_request_latency_seconds, metrics.decode_time_seconds):
         assert histogram._upper_bounds[-2] >= 0.02 * 0.9 * 131_072
+
+
+def test_default_targets_are_bounds_of_buckets() -> None:
+    """The alerts on latency compare a quantile with the target. Between two bounds it is interpolated."""
+    config = ServerConfig()
+    assert config.target_ttft_seconds in metrics.time_to_first_token_seconds._upper_bounds
+    assert config.target_itl_seconds in metrics.time_per_output_token_seconds._upper_bounds
 
 
 def test_gauges_cover_live_processes() -> None:
