@@ -16,6 +16,7 @@ A call that the engine did not finish (refused, cancelled) has no phases.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ from npuserve.service.ipc.child import TRACES_SECONDS
 from npuserve.service.rpc.call import Context
 from npuserve.v1 import inference_service_pb2
 
+HEADERS_LOGGER = "opentelemetry.util.re"
+"""Logger of OpenTelemetry whose warnings quote a malformed header, such as `authorization: Bearer KEY`."""
 EXPORT_SECONDS = 5.0
 SERVICE = inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 COMPLETION = "text_completion"
@@ -59,6 +62,7 @@ class Tracing:
         ours = Resource({"service.name": "npuserve", "service.version": version("npuserve")})
         environment = OTELResourceDetector().detect()  # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
         resource = Resource.create(ours.merge(environment).attributes)
+        logging.getLogger(HEADERS_LOGGER).addFilter(_hide_header)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
@@ -77,6 +81,12 @@ class Tracing:
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(TRACES_SECONDS)
+
+
+def _hide_header(record: logging.LogRecord) -> bool:
+    """Remove the header from a warning of HEADERS_LOGGER."""
+    record.args = ("not shown, since it may hold a key",)
+    return True
 
 
 class Trace:

@@ -263,6 +263,18 @@ def test_tracing_refused_variable_is_a_config_error(
         process._open_tracing(ServerConfig(otlp_endpoint="http://collector:4317"))
 
 
+def test_tracing_malformed_header_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization: Bearer secret")
+    tracing = process._open_tracing(ServerConfig(otlp_endpoint="http://collector:4317"))
+    assert tracing
+    tracing.close()
+    assert "Header format invalid" in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector", "ftp://c:1", "http://a b:1"])
 def test_otlp_endpoint_invalid_raises_config_error(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"^otlp_endpoint: .* must be like http://host:4317"):
