@@ -311,8 +311,8 @@ class StoppingParams(_message.Message):
     max_tokens: _builtins.int
     """In [1, rest of the model's context], which is the default."""
     min_tokens: _builtins.int
-    """Number of tokens before which no end-of-text token, stop token or stop string ends the answer. In [0, max_tokens].
-    Default 0.
+    """Number of tokens before which no end-of-text token, stop token or stop string ends the answer, unless its constraint
+    allows nothing else. In [0, max_tokens]. Default 0.
     """
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-text token. Default false."""
