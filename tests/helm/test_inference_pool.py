@@ -88,6 +88,19 @@ def test_kv_events_reach_named_peers_only(config: Object, ports: dict[str, int])
         ["status.podIP"] if config.get("kv_events") == "zmq" else [])
 
 
+@pytest.mark.parametrize(("kind", "endpoint", "ports"), [
+    ("zmq", "tcp://router.llm:5557", [5557]), ("zmq", "tcp://[fd00::7]:6000", [6000]),
+    ("zmq", "ipc:///tmp/events:5557", []),
+    ("zmq", "tcp://*:5557", []), ("zmq", "", []), ("grpc", "tcp://router.llm:5557", [])])
+def test_kv_events_may_leave_for_a_subscriber_that_the_server_connects_to(kind: str, endpoint: str, ports: list[int]):
+    config = {"kv_events": kind} | ({"kv_events_endpoint": endpoint} if endpoint else {})
+    peers = [PEER] if kind == "zmq" and endpoint in ("", "tcp://*:5557") else []
+    plain, made = (
+        find(render(values), "NetworkPolicy")["spec"]["egress"]
+        for values in ({}, {"config": config, "networkPolicy": {"kvEventsFrom": peers}}))
+    assert [rule for rule in made if rule not in plain] == [{"ports": [{"port": port}]} for port in ports]
+
+
 def test_route_leads_named_methods_to_the_pool():
     _, values = COMBINATIONS["pool, route and gateway"]
     objects = render(values)

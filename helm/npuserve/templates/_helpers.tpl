@@ -270,6 +270,15 @@ grpc:
 {{- end }}
 {{- end }}
 
+{{/* Port of the subscriber to which the server connects to publish KV events over ZeroMQ. Empty: it connects to none. */}}
+{{- define "npuserve.kvEventsPeerPort" -}}
+{{- $endpoint := default "" .Values.config.kv_events_endpoint }}
+{{- $listens := hasKey (include "npuserve.kvEventsPorts" . | fromYaml) "kv-events" }}
+{{- if and (eq "zmq" (toString .Values.config.kv_events)) (hasPrefix "tcp://" $endpoint) (not $listens) }}
+{{- regexFind "[0-9]+$" $endpoint }}
+{{- end }}
+{{- end }}
+
 {{/* Ports of DNS. OpenShift's DNS pods listen on 5353, and a policy sees the port of the pod. */}}
 {{- define "npuserve.dnsPorts" -}}
 {{- range .Values.openshift | ternary (list 53 5353) (list 53) }}
