@@ -25,6 +25,10 @@ FRACTAL_NZ = 29
 BLOCK = 128
 """Tokens of a KV-cache block. Fused attention over chunks of prompts requires a multiple of it."""
 
+MAX_BLOCK = 512
+"""Largest block of fused attention (documentation of aclnnFusedInferAttentionScoreV3, blockSize). Newer documents allow
+1024 without int8, older ones and those of an int8 cache do not."""
+
 LEVELS = 127.0
 """Divisor of the largest magnitude for a dynamic scale (documentation of aclnnDynamicQuantV2)."""
 

@@ -117,6 +117,7 @@ class Backend(ABC):
     vocabulary_tile: the LM head's rows are padded to a multiple of it.
     block_size: default number of tokens per KV-cache block.
     block_multiple: a block size must be a multiple of it.
+    max_block_size: largest number of tokens per KV-cache block.
     kernels: label of its kernel implementations in the registry.
     deterministic: a row's numbers depend neither on the batch nor on chunking.
     threads: host threads for the device's work.
@@ -148,6 +149,7 @@ class Backend(ABC):
     block_size: ClassVar[int]
     int8_zeros: ClassVar[bool] = False
     block_multiple: int = 1
+    max_block_size: int = 1024
     host_lengths: bool = False
     capture_mode: CaptureMode = "auto"
     capture_chunks: bool = True

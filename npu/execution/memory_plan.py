@@ -212,8 +212,9 @@ def _checked(
             "(prefill_device); only auto is possible")
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
-    if block_size % multiple:
-        raise ModelError(f"block_size: {block_size} is not possible here; possible are powers of two from {multiple}")
+    if block_size % multiple or block_size > backend.max_block_size:
+        raise ModelError(f"block_size: {block_size} is not possible here; possible are powers of two from {multiple} "
+                         f"to {backend.max_block_size}")
     return made, cached, block_size
 
 

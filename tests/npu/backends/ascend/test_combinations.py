@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from npuserve.kernels import ascend
+from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import SamplingParams
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.ascend.test_int8_cache import golden
@@ -66,3 +67,13 @@ def test_ascend_tokens_of_combination_equal_cpu(tmp_path: Path, model: str, kind
     if kind != "constrained" and "kv_cache_dtype" not in settings:
         assert all(result.captured for result in results)
         assert not any(result.decoder_decodes for result in results)
+
+
+@emulated(relax=RELAX)
+def test_ascend_largest_block_serves_and_a_larger_one_is_refused(tmp_path: Path) -> None:
+    """Fused attention takes blocks of up to 512 tokens (aclnnFusedInferAttentionScoreV3.md)."""
+    saved(tmp_path)
+    expected = answers(load(tmp_path, "cpu", block_size=512, threads=1), asks(6, 8))[0]
+    assert answers(load(tmp_path, block_size=512), asks(6, 8))[0] == expected
+    with pytest.raises(ModelError, match=r"block_size: 1024 is not possible here; .* powers of two from 128 to 512$"):
+        load(tmp_path, block_size=1024)
