@@ -83,6 +83,8 @@ CODES: dict[int, ErrorCode] = {
                       RANKS),
     507054: ErrorCode("ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR", "the device's memory has an uncorrectable error", REPAIR),
     507899: ErrorCode("ACL_ERROR_RT_DRV_INTERNAL_ERROR", "the driver failed", REPAIR),
+    507903: ErrorCode("ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED",
+                      "a launch failed while a step was captured, see CANN's log", OLD_DRIVER, True),
 }
 
 TEXTS: dict[str, ErrorCode] = {

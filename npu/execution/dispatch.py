@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import Timings
-from npuserve.npu.backends.base import Backend, Captured, CaptureError
+from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.sampler import Sampler
@@ -247,12 +247,13 @@ class Dispatch:
 
 
 def _is_usable(backend: Backend) -> bool:
-    """Return False if the device still fails after a failed capture."""
+    """Return False if the device still fails after a failed capture, or if torch_npu drops what is launched."""
     try:
         backend.synchronize()
-    except RuntimeError:
+        number = backend.empty((1,), torch.int64)
+        return all(int(number.fill_(value)) == value for value in (1, 2))
+    except (RuntimeError, BackendError):
         return False
-    return True
 
 
 def replay(captured: Captured, part: Part, timings: Timings | None) -> Tensor | None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from npuserve.npu.backends.ascend.errors import INVALIDATED, is_failed_launch
+
 Lengths = Mapping[str, list[int]]
 """Arguments of attention that are replaced before a replay, by their names."""
 
@@ -94,10 +96,12 @@ def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) ->
     try:
         with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True):
             output = step(rows)
-    except RuntimeError:
+    except RuntimeError as error:
         # If the device refuses the begin or end, torch.npu.graph leaves its dispatch mode on.
         for mode in reversed(_get_current_dispatch_mode_stack()[modes:]):
             mode.__exit__(None, None, None)
+        if is_failed_launch(error):
+            raise RuntimeError(f"a launch failed within a capture, error code is {INVALIDATED}") from error
         raise
     return CapturedGraph(graph, rows, output)
 

@@ -56,7 +56,9 @@ FAULTS: tuple[tuple[int, int, Fault], ...] = (
     (507914, 507914, Fault.NODE),  # port
 )
 
-_CAPTURES = range(107024, 107046)
+INVALIDATED = 507903
+"""Code of the end of a capture within which a launch failed. The failure may have another code."""
+_CAPTURES = frozenset((*range(107024, 107035), *range(107036, 107042), 107045, INVALIDATED))
 """Codes that only captures, replays and updates of graphs raise."""
 _BUSY = (207005, 207008, 507899)
 """Further codes of a device that cannot be opened: its streams are taken. During a capture they have other causes
@@ -87,9 +89,12 @@ def _chain(error: BaseException) -> Iterator[str]:
 
 
 def code_of(error: BaseException) -> int | None:
-    """Return the ACL error code in the message of an error or of one of its causes."""
-    found = next(filter(None, map(_CODE.search, _chain(error))), None)
-    return int(found[1] or found[2]) if found else None
+    """Return the ACL error code in the message of an error or of one of its causes.
+
+    For an invalidated capture it is the code of the launch that failed within, if the chain has it.
+    """
+    codes = [int(found[1] or found[2]) for found in map(_CODE.search, _chain(error)) if found]
+    return next((code for code in codes if code != INVALIDATED), codes[0] if codes else None)
 
 
 def sort(code: int) -> Fault | None:
@@ -105,7 +110,12 @@ def fault_of(error: BaseException) -> Fault | None:
     if isinstance(error, torch.OutOfMemoryError):
         return Fault.RETRYABLE
     # Whether the device is lost is found at the next start.
-    return Fault.ENGINE if any(map(_CALL_FAILED.search, _chain(error))) else None
+    return Fault.ENGINE if is_failed_launch(error) else None
+
+
+def is_failed_launch(error: BaseException) -> bool:
+    """Return True if a launch failed on torch_npu's own thread, and no message has its code."""
+    return code_of(error) is None and any(map(_CALL_FAILED.search, _chain(error)))
 
 
 def known(error: BaseException) -> ErrorCode | None:

@@ -114,6 +114,7 @@ void settle();          // from now on the process has this device
 
 // graph.cpp: operations and restrictions of captures. Each returns 0 or the documented error code.
 int record(Lock &lock, Stream *stream, Task task);
+int invalidate(Stream *stream, int code);                   // the end of its capture then fails; returns `code`
 int join(Stream *stream, const Mark &mark);                 // the stream waits for the mark and may enter its capture
 int no_sync(const Stream *stream, const char *name);        // 107027 while the stream captures
 int no_sync(const char *name);                              // 107027 while any stream captures

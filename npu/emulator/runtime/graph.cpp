@@ -3,7 +3,8 @@
 // A capture has one lane for each of its streams. A replay gives every lane a stream with new marks. A missing wait
 // within the graph thus gives wrong data too. The launching stream waits until all lanes are done.
 // Rules and error codes: CANN Runtime documentation, "Single-Stream Capture", "Cross-Stream Capture", "Task Update",
-// and aclError; where these do not specify, the open source of the runtime (src/runtime/api/impl/api_error.cc).
+// and aclError; where these do not specify, the open source of the runtime (src/runtime/api/impl/api_error.cc, and
+// Context::StreamEndCapture of src/runtime/feature/aclgraph/context_aclgraph.cc: after a failed launch the end fails).
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -37,6 +38,7 @@ struct Capture {
   pid_t thread;
   std::map<Stream *, size_t> lanes;
   Stream *grouping = nullptr;  // its tasks are added to the newest group
+  bool invalid = false;        // a launch within it failed
 };
 
 namespace {
@@ -128,6 +130,11 @@ bool joined(const Capture &capture) {
 
 bool in_replay() { return replaying; }
 
+int invalidate(Stream *stream, int code) {
+  if (code && stream && stream->capture) stream->capture->invalid = true;
+  return code;
+}
+
 int capture_of(const Stream *stream) { return stream->capture ? stream->capture->graph->id : 0; }
 
 bool has_task_group(const Stream *stream) { return stream->capture && !stream->capture->graph->groups.empty(); }
@@ -147,9 +154,11 @@ int record(Lock &lock, Stream *stream, Task task) {
   auto node = std::make_shared<Node>(Node{std::move(task)});
   if (capture->grouping) {
     if (capture->grouping != stream)
-      return fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s: a task group of another stream is open", node->task.name);
+      return invalidate(stream, fail(ACL_ERROR_STREAM_TASK_GROUP_INTR, "%s: a task group of another stream is open",
+                                     node->task.name));
     if (!node->task.body || node->task.writes)
-      return fail(ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT, "%s: a task group takes operators alone", node->task.name);
+      return invalidate(stream, fail(ACL_ERROR_RT_TASK_TYPE_NOT_SUPPORT, "%s: a task group takes operators alone",
+                                     node->task.name));
     capture->graph->groups.back()->nodes.push_back(node);
   }
   capture->graph->lanes[capture->lanes.at(stream)].push_back(std::move(node));
@@ -239,10 +248,11 @@ aclError aclmdlRICaptureEnd(aclrtStream handle, aclmdlRI *model) {
   if (capture->mode != ACL_MODEL_RI_CAPTURE_MODE_RELAXED && capture->thread != thread_id())
     return fail(ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD, "a capture ends on the thread that it began on");
   auto graph = capture->graph;
-  bool whole = joined(*capture), grouped = !capture->grouping;
+  bool whole = joined(*capture), grouped = !capture->grouping, invalid = capture->invalid;
   for (auto &[other, lane] : capture->lanes) other->capture = nullptr;
   captures.erase(graph->id);
-  if (!whole || !grouped) graphs.erase(graph.get());
+  if (!whole || !grouped || invalid) graphs.erase(graph.get());
+  if (invalid) return fail(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "a launch within the capture failed");
   if (!whole)
     return fail(ACL_ERROR_RT_STREAM_UNJOINED, "a stream that entered the capture was not joined to its origin");
   if (!grouped) return fail(ACL_ERROR_STREAM_TASK_GROUP_STATUS, "a task group was not ended");

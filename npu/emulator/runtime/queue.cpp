@@ -247,9 +247,10 @@ void set_error(Stream *stream, int code, std::string text) {
 }
 
 int submit(aclrtStream handle, const char *name, std::function<void()> body) {
-  if (int code = injected("launch")) return code;
+  const int code = injected("launch");
   Lock lock(device().lock);
   Stream *stream = find(handle);
+  if (code) return invalidate(stream, code);
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, "%s: %p is no stream of the device", name, handle);
   return add(lock, stream, Task{name, std::move(body)});
 }

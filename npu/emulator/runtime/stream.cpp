@@ -168,7 +168,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream_handle, aclrtEvent handle) {
   if (!stream) return no_stream(__func__, stream_handle);
   MarkPtr mark = static_cast<Event *>(handle)->mark;
   if (!mark && !stream->capture) return 0;
-  if (int code = join(stream, mark ? *mark : Mark())) return code;
+  if (int code = join(stream, mark ? *mark : Mark())) return invalidate(stream, code);
   Task task{__func__, nullptr};
   task.awaits = std::move(mark);
   return add(lock, stream, std::move(task));

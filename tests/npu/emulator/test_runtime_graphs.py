@@ -250,7 +250,7 @@ def asked(event: Any) -> None:
 
 
 def refused(call: Refused) -> str:
-    """Return the error of `call` within a capture, and discard the capture."""
+    """Return the errors of `call` within a capture and of the capture's end, and discard the capture."""
     (x,) = tensors(1)
     stream, event, said = torch.npu.Stream(), torch.npu.Event(), ""
     try:
@@ -258,7 +258,7 @@ def refused(call: Refused) -> str:
             x.add_(1)
             call(x, stream, event)
     except RuntimeError as error:
-        said = str(error)
+        said = f"{error}\n{error.__context__}"
     return said
 
 
@@ -289,6 +289,7 @@ def test_capture_refuses_wait_for_earlier_event():
     before.record()
     said = refused(lambda x, stream, event: before.wait(stream))
     assert "an event that was not recorded in the capture" in said
+    assert "error code is 507903" in said  # the end of an invalid capture
 
 
 @emulated()

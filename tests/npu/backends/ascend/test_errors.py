@@ -10,7 +10,8 @@ import torch
 
 from npuserve.npu import backends, emulator
 from npuserve.npu.backends.ascend import errors as acl_errors
-from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.ascend import graphs
+from npuserve.npu.backends.base import CaptureError, Fault
 from npuserve.npu.cann import codes
 from npuserve.npu.step import LostStep, NewRequest, Row, Step
 from tests.npu.backends.ascend.test_backend import load
@@ -137,10 +138,53 @@ def test_capture_advice_without_memory_names_settings():
 
 
 @pytest.mark.parametrize(("code", "is_capture"), [
-    (107030, True), (107033, True), (107024, True), (207019, True),  # without graphs these cannot occur
-    (207005, False), (207008, False), (507015, False), (107003, False)])
+    # Without graphs these cannot occur.
+    (107030, True), (107033, True), (107024, True), (107041, True), (107045, True), (207019, True), (507903, True),
+    (207005, False), (207008, False), (507015, False), (107003, False), (107035, False), (107042, False)])
 def test_errors_at_run_time_that_only_graphs_raise(code, is_capture):
     assert backends.is_capture_error(RuntimeError(NPU.format(code))) is is_capture
+
+
+@pytest.mark.parametrize(("cause", "code", "said"), [
+    (NPU.format(207005), 207005, "a captured graph's resources: it is too old (error 207005)"),
+    ("The Inner error is reported as above. ERR00100 PTA call acl api failed.", 507903, "CANN's log (error 507903)"),
+])
+def test_capture_advice_of_invalidated_capture_names_the_failed_launch(cause, code, said):
+    """CANN ends a capture within which a launch failed by 507903, whatever the launch failed by."""
+    error = RuntimeError(NPU.format(507903))
+    error.__context__ = RuntimeError(cause)
+    assert acl_errors.code_of(error) == code
+    assert said in str(acl_errors.capture_advice(error))
+
+
+@pytest.mark.parametrize("nth", ["first", "last"])
+@emulated(fresh=True)
+def test_ascend_launch_that_fails_within_a_capture_is_a_capture_error(tmp_path: Path, nth: str) -> None:
+    """torch_npu then drops all launches, so that this process cannot continue without captures.
+
+    Whether the message has the code of the launch depends on when torch_npu's thread reports it.
+    """
+    saved(tmp_path)
+    capture, captures = graphs.capture, []
+
+    def failing(step, rows, stream, pool):
+        def launches(count):
+            fails = torch.npu.is_current_stream_capturing() and len(captures) > 2  # after the test of new lengths
+            if fails and nth == "first":
+                emulator.fail("launch", 207005)
+            out = step(count)
+            if fails and nth == "last":
+                torch.npu.current_stream().npu_stream  # noqa: B018 - empties torch_npu's queue
+                emulator.fail("launch", 207005)
+                out.add_(1)
+            return out
+
+        captures.append(rows)
+        return capture(launches, rows, stream, pool)
+
+    graphs.capture = failing
+    with pytest.raises(CaptureError, match=r"steps cannot be captured, .*error (207005|507903).: update the Ascend"):
+        load(tmp_path, dtype="bfloat16")
 
 
 def test_explain_gives_meaning_and_advice():
