@@ -66,7 +66,8 @@ def test_command_that_is_absent_fails_or_hangs_prints_nothing(
     monkeypatch.setattr(readings, "COMMAND_SECONDS", 0.3)
     assert run_command(["npu-smi", "info"]) == ""
     program = tmp_path / "npu-smi"
-    for script, said in (("echo $1 $LANG", "info"), ("echo no; exit 1", ""), ("exec sleep 60", "")):
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    for script, said in (("echo $1 $LC_ALL", "info C\n"), ("echo no; exit 1", ""), ("exec sleep 60", "")):
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         began = time.monotonic()
