@@ -23,11 +23,8 @@ FRACTAL_NZ = 29
 """Format of a matrix in tiles of 16 rows, in which the cube unit reads int8 weights (aclFormat of acl_base.h)."""
 
 BLOCK = 128
-"""Tokens of a KV-cache block. Fused attention over chunks of prompts requires a multiple of it."""
-
-MAX_BLOCK = 512
-"""Largest block of fused attention (documentation of aclnnFusedInferAttentionScoreV3, blockSize). Newer documents allow
-1024 without int8, older ones and those of an int8 cache do not."""
+"""Tokens of a KV-cache block, the only possible number. Over chunks of prompts, fused attention of CANN 8.5 requires a
+multiple of it. Its newest documentation (aclnnFusedInferAttentionScoreV3, TND with page attention) allows no more."""
 
 LEVELS = 127.0
 """Divisor of the largest magnitude for a dynamic scale (documentation of aclnnDynamicQuantV2)."""

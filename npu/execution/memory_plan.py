@@ -213,8 +213,9 @@ def _checked(
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple or block_size > backend.max_block_size:
-        raise ModelError(f"block_size: {block_size} is not possible here; possible are powers of two from {multiple} "
-                         f"to {backend.max_block_size}")
+        most = backend.max_block_size
+        possible = f"is {most}" if multiple == most else f"are powers of two from {multiple} to {most}"
+        raise ModelError(f"block_size: {block_size} is not possible here; possible {possible}")
     return made, cached, block_size
 
 

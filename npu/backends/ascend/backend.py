@@ -81,7 +81,7 @@ class AscendBackend(StreamBackend):
     scale_dtype = torch.float32
     block_size = ascend.BLOCK
     block_multiple = ascend.BLOCK
-    max_block_size = ascend.MAX_BLOCK
+    max_block_size = ascend.BLOCK
     sampling_bytes = 40
     captures_sampler = True
     host_lengths = True

@@ -40,8 +40,8 @@ FIA_RULE(kKvLength, "kv_lengths", "actual_seq_lengths_kv has one length per requ
          V3 "actualSeqLengthsKv");
 FIA_RULE(kCausal, "causal_lengths", "with sparse_mode 3 no request has more query than key tokens", V3 "TND, sparse=3");
 FIA_RULE(kBlockSize, "block_size",
-         "block_size is a multiple of 16 up to 512, and of 128 if a request has more than one token",
-         V3 "page attention, blockSize");
+         "block_size is a multiple of 16 up to 512 (TND: 128), and of 128 if a request has more than one token",
+         V3 "page attention, blockSize; TND and page attention");
 FIA_RULE(kTable, "block_table", "the block table is int32 of (requests, at least the blocks of the longest)",
          V3 "page attention, blockTable");
 FIA_RULE(kCache, "cache_shape",
@@ -163,10 +163,12 @@ std::vector<Request> requests_of(const Attention &a, bool tnd, bool paged, int64
   return out;
 }
 
-void check_paging(const Attention &a, const aclTensor *key, int64_t head_dim, const std::vector<Request> &requests) {
+void check_paging(const Attention &a, const aclTensor *key, int64_t head_dim, bool tnd,
+                  const std::vector<Request> &requests) {
   int64_t longest = 0, most = 0;
   for (const auto &r : requests) longest = std::max(longest, r.context), most = std::max(most, r.tokens);
-  require(kBlockSize, a.block_size > 0 && a.block_size <= 512 && a.block_size % (most > 1 ? 128 : 16) == 0,
+  const int64_t largest = tnd ? 128 : 512, multiple = most > 1 ? 128 : 16;
+  require(kBlockSize, a.block_size > 0 && a.block_size <= largest && a.block_size % multiple == 0,
           std::to_string(a.block_size));
   const auto &table = a.table->sizes;
   require(
@@ -254,7 +256,7 @@ Work prepare(Attention a) {
 
   const auto requests = requests_of(a, tnd, paged, q.size(0), q.size(1), paged ? 0 : k.size(1));
   check_antiquant(a, key, tnd, d, requests);
-  if (paged) check_paging(a, key, d, requests);
+  if (paged) check_paging(a, key, d, tnd, requests);
   check_mask(a, tnd);
   for (const auto &r : requests)
     require(kCausal, a.sparse_mode != 3 || r.tokens <= r.context,

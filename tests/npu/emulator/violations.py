@@ -163,7 +163,7 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
         lambda: attend(query=on(4, 8, 128), actual_seq_lengths=[1, 4], actual_seq_lengths_kv=[1, 2]),
     ],
     "fia.block_size": [
-        lambda: attend(block_size=24), lambda: attend(block_size=1024), lambda: attend(block_size=0),
+        lambda: attend(block_size=24), lambda: attend(block_size=256), lambda: attend(block_size=0),
         lambda: attend(query=on(3, 8, 128), actual_seq_lengths=[1, 3], block_size=16, key=on(24, 16, 256)),
     ],
     "fia.block_table": [

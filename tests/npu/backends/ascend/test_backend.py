@@ -365,7 +365,7 @@ def test_ascend_properties(tmp_path: Path) -> None:
     backend = started()
     assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("npu", "ascend", "emulated", False)
     assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (128, 128, 1)
-    assert backend.max_block_size == 512
+    assert backend.max_block_size == 128
     for buckets, blocks in (((1, 130), 1), ((4, 134), 2), ((512,), 4), ((1, 4, 16, 64, 256), 2)):
         backend.decode_buckets = buckets
         assert backend.padding_blocks == blocks
