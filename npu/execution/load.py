@@ -29,7 +29,7 @@ from npuserve.npu.execution.memory_plan import MemoryPlan, predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.folder import weight_files
-from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.loader import load_weights, report_ignored_head
 from npuserve.npu.model.progress import Progress
 from npuserve.npu.model.shard import WHOLE, Shard
 from npuserve.npu.model.storage import choose_kernels
@@ -84,8 +84,7 @@ def load_runner(
     device, host = _devices(backend, emulate, prefill_device, threads, buckets, int8_levels, group)
     device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
     _preflight(device, group.size if group else 1)
-    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(
-        Shard(group.rank, group.size) if group else WHOLE)
+    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(Shard(group.rank, group.size) if group else WHOLE)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
     memory = None if host else memory
@@ -97,6 +96,7 @@ def load_runner(
             max_num_batched_tokens=max_num_batched_tokens, prefill=host)
         if plan is not kept:
             plan.require_fit()
+            report_ignored_head(folder, config)
         if group:
             group.minimum(0)  # wait until all ranks have read the free memory
         made: torch.dtype = getattr(torch, plan.dtype)

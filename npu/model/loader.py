@@ -99,6 +99,18 @@ def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
         return list(files)
 
 
+def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
+    """Log a warning if the model is tied and its files have an LM head that differs from the embedding.
+
+    Raises ModelError for files that cannot be read.
+    """
+    if config.tie_word_embeddings:
+        with ExitStack() as stack:
+            if _differ(_open_files(weight_files(Path(folder)), stack), "lm_head.weight", "model.embed_tokens.weight"):
+                log.warning("lm_head.weight is ignored, and differs from model.embed_tokens.weight: if the model has "
+                            "an LM head of its own, set tie_word_embeddings to false in config.json")
+
+
 def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Estimate `ModelWeights.unplanned_bytes` from SAMPLES panels of rows of each tensor.
 
@@ -144,6 +156,23 @@ def _open_files(paths: list[Path], stack: ExitStack) -> dict[str, Any]:
                 raise ModelError(f"{path}: tensor {name} is in another file too")
             files[name] = file
     return files
+
+
+def _differ(files: dict[str, Any], *names: str) -> bool:
+    """Return whether the files have two tensors, with different numbers."""
+    if not all(name in files for name in names):
+        return False
+    one, other = (files[name].get_tensor(name) for name in names)
+    if one.shape != other.shape:
+        return True
+    step = MAX_PIECE_BYTES // one.itemsize
+    for pieces in zip(one.flatten().split(step), other.flatten().split(step), strict=True):
+        is_same = torch.equal(*(piece.float() for piece in pieces))
+        for piece in pieces:
+            _drop_pages(piece)
+        if not is_same:
+            return True
+    return False
 
 
 _CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))")

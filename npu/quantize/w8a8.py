@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.loader import check_weights
+from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears
 from npuserve.npu.quantization import LINEAR, W8A8, Quantization
@@ -79,6 +79,7 @@ def quantize_checkpoint(
     if largest >= config.vocab_size:
         raise ModelError(f"{folder}: the tokenizer makes token id {largest} of the calibration text, "
                          f"and the model's ids are in [0, {config.vocab_size - 1}]")
+    report_ignored_head(folder, config)
     source = Source(folder, frozenset(check_weights(folder, config)))
     specs = _specs(source, int8)
     strengths = []

@@ -12,7 +12,7 @@ from npuserve.kernels.native.packed import dense
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.loader import check_weights, load_weights, refused_bytes
+from npuserve.npu.model.loader import check_weights, load_weights, refused_bytes, report_ignored_head
 from npuserve.npu.model.shard import Shard
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
@@ -101,6 +101,17 @@ def test_loader_ignores_harmless_tensors(tmp_path):
     rewrite(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     weights = load(tmp_path)
     assert not (dense(weights.lm_head.weight) == 1).all()
+
+
+@pytest.mark.parametrize(("change", "warnings"), [(0, 0), (1e-3, 1)])
+def test_loader_of_a_tied_model_reports_another_lm_head(tmp_path, caplog, monkeypatch, change, warnings):
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 1 << 10)  # a few rows
+    table = random_model("qwen3").state_dict()["model.embed_tokens.weight"].clone()
+    saved(random_model("qwen3"), tmp_path)
+    table[-1, -1] += change
+    rewrite(tmp_path, lm_head__weight=table)
+    report_ignored_head(tmp_path, ModelConfig.from_folder(tmp_path))
+    assert caplog.text.count("lm_head.weight is ignored, and differs from model.embed_tokens.weight") == warnings
 
 
 def test_loader_reports_all_problems_at_once(tmp_path):
