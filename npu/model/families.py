@@ -40,7 +40,7 @@ def check_supported(data: Mapping[str, Any], family: Family) -> None:
     if activation not in ("silu", "swish"):
         raise ModelError(f"config.json: hidden_act: {activation!r} is not supported; supported: silu")
     kinds = data.get("layer_types") or []
-    window = data.get("sliding_window") if family.sliding_window and data.get("use_sliding_window") else None
+    window = data.get("sliding_window", 4096) if family.sliding_window and data.get("use_sliding_window") else None
     if not isinstance(kinds, list):
         raise ModelError(f"config.json: layer_types: must be a list, got {kinds!r}")
     unknown = sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"})

@@ -131,6 +131,17 @@ def test_config_unsupported_value_is_refused_by_name(change, message):
         ModelConfig.from_dict({**QWEN3_06B, **change})
 
 
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
+def test_config_absent_sliding_window_is_that_of_transformers(config_class):
+    data = {**config_class(use_sliding_window=True, max_window_layers=2, num_hidden_layers=4).to_dict(),
+            "architectures": [config_class.__name__.replace("Config", "ForCausalLM")]}
+    window = data.pop("sliding_window")
+    with pytest.raises(ModelError, match=f"use_sliding_window: attention in a window of {window} tokens"):
+        ModelConfig.from_dict({name: value for name, value in data.items() if name != "layer_types"})
+    assert ModelConfig.from_dict({**data, "layer_types": ["full_attention"] * 4}).num_layers == 4
+    assert ModelConfig.from_dict({**data, "layer_types": None, "sliding_window": None}).num_layers == 4
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "no such file"), ("{", "cannot be read"), ("[]", "must hold a JSON object"),
