@@ -28,13 +28,11 @@ class KvEventLog:
     blocks: digest -> parent and tokens of each logged block in the cache, in the order of their last addition. Blocks
         follow their parents, since the block manager evicts a block before its parent.
     is_recording: changes are held for `take`.
-    num_recorded: changes held since the start.
     """
 
     def __init__(self, block_size: int):
         self.blocks: dict[bytes, Stored] = {}
         self.is_recording = False
-        self.num_recorded = 0
         self._block_size = block_size
         self._changes: deque[bytes | tuple[bytes, Stored] | None] = deque()  # removed, stored, all cleared
 
@@ -47,19 +45,19 @@ class KvEventLog:
         """Log that a full block was added to the cache."""
         block = self.blocks[digest] = parent, array("I", token_ids).tobytes()
         if self.is_recording:
-            self._record((digest, block))
+            self._changes.append((digest, block))
 
     def removed(self, digest: bytes) -> None:
         """Log that a block was evicted. Nothing if it was not logged."""
         if self.blocks.pop(digest, None) is not None and self.is_recording:
-            self._record(digest)
+            self._changes.append(digest)
 
     def cleared(self) -> None:
         """Log that the cache is empty. Changes before it need not be sent."""
         self.blocks.clear()
         if self.is_recording:
             self._changes.clear()
-            self._record(None)
+            self._changes.append(None)
 
     def start(self) -> None:
         """Record changes from now on."""
@@ -92,10 +90,6 @@ class KvEventLog:
         blocks = list(self.blocks.items())
         count = max(1, -(-len(blocks) // max_blocks))
         return count, _snapshot_parts(blocks, max_blocks, self._block_size)
-
-    def _record(self, change: bytes | tuple[bytes, Stored] | None) -> None:
-        self.num_recorded += 1
-        self._changes.append(change)
 
 
 class _Events:

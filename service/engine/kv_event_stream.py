@@ -97,10 +97,6 @@ class KvEventStream:
         self._idle_since = 0.0
 
     @property
-    def num_subscribers(self) -> int:
-        return len(self._subscribers)
-
-    @property
     def has_work(self) -> bool:
         """True if `publish` has something to do now."""
         return self._log.is_recording and (
@@ -139,8 +135,7 @@ class KvEventStream:
         if self._latest < self._snapshot_end:
             self._keep(next(self._snapshot))  # one part in each call, so that a large cache does not delay a step
         else:
-            while events := self._log.take(self._max_blocks):
-                self._keep(KeptBatch(self._latest + 1, _encode(events), None))
+            self._keep_changes()
         for key, one in list(self._subscribers.items()):
             if key in self._subscribers:  # the connection of one subscriber may be lost while another is sent to
                 self._send_next(key, one, send)
@@ -163,8 +158,7 @@ class KvEventStream:
 
     def _start_snapshot(self) -> None:
         """Begin a snapshot of the cache as it is now. Changes so far become batches before it."""
-        while events := self._log.take(self._max_blocks):
-            self._keep(KeptBatch(self._latest + 1, _encode(events), None))
+        self._keep_changes()
         self._log.start()
         count, parts = self._log.snapshot(self._max_blocks)
         start, blocks = self._latest + 1, len(self._log.blocks)
@@ -184,6 +178,11 @@ class KvEventStream:
     def _remove(self, key: tuple[bytes, int]) -> None:
         if self._subscribers.pop(key, None):
             self._idle_since = self._clock()
+
+    def _keep_changes(self) -> None:
+        """Make batches of the changes so far."""
+        while events := self._log.take(self._max_blocks):
+            self._keep(KeptBatch(self._latest + 1, _encode(events), None))
 
     def _keep(self, batch: KeptBatch) -> None:
         """Add a batch, and drop the oldest ones beyond the bounds."""

@@ -112,18 +112,13 @@ class GrammarCompiler:
         self._on_done = on_done
         self._condition = threading.Condition()
         self._cache: OrderedDict[Constraint, Compilation] = OrderedDict()
-        self._cached_bytes = 0
+        self._cached_bytes = 0  # estimated memory of the results in the cache
         self._pending: dict[Constraint, Compilation] = {}
         self._queue = CompileQueue(max_queue)
         self._threads: list[threading.Thread] = []
         self._processes: list[CompileProcess] = []
         self._idle = 0
         self._is_closed = False
-
-    @property
-    def cached_bytes(self) -> int:
-        """Return the estimated memory of the results that are kept."""
-        return self._cached_bytes
 
     def submit(self, constraint: Constraint, client: str = "") -> Compilation:
         """Return the compilation of a constraint, which may be done already. Equal constraints share one.

@@ -49,7 +49,7 @@ class Lexer:
 
     @property
     def in_use(self) -> bool:
-        """Whether the thread uses the lexer or is about to, so that no other thread may."""
+        """Whether one of the threads uses the lexer or is about to, so that no other may."""
         return self.jobs > 0
 
 
@@ -82,11 +82,6 @@ class MaskThreads:
         self._unfinished: set[Answer] = set()
         self._awaited: set[Answer] = set()
         self._num_threads = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether an answer is not yet prepared."""
-        return bool(self._unfinished)
 
     def prepare(self, answers: Iterable[Answer], seconds: float) -> None:
         """Prepare answers, after the ones of earlier calls. Return when all are prepared, at most after `seconds`."""

@@ -124,12 +124,13 @@ def test_publisher_without_a_subscriber_subscribes_to_nothing(make: Callable[...
     other = server.subscriber(b"kv@10.0.0.8@")
     server.generate(5)
     assert not other.receive(0.2)
-    assert server.engine.stream.num_subscribers == server.engine.log.num_recorded == 0
+    assert not server.engine.stream._subscribers
+    assert not server.engine.log.has_changes
     one = server.subscriber(TOPIC)
     one.follow(0)
-    assert server.engine.stream.num_subscribers == 1  # since before the first batch
+    assert len(server.engine.stream._subscribers) == 1  # since before the first batch
     one.socket.close()
-    until(lambda: server.engine.stream.num_subscribers == 0)
+    until(lambda: not server.engine.stream._subscribers)
 
 
 def test_replay_fills_a_gap(make: Callable[..., Publishing]) -> None:
@@ -230,7 +231,7 @@ def test_replay_ends_for_a_client_that_reads_nothing_or_left(
     until(lambda: len(server.publisher._replays) > 0 or server.publisher._last_call >= 3)
     left.close()
     until(lambda: not server.publisher._replays)
-    until(lambda: server.engine.stream.num_subscribers == 1)
+    until(lambda: len(server.engine.stream._subscribers) == 1)
     monkeypatch.setattr(module, "REPLAY_SECONDS", 60)
     assert server.replay(0)[0] == 0
 

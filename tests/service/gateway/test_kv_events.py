@@ -161,7 +161,7 @@ async def test_subscribe_events_replayed_equal_the_cache(tmp_path: Path) -> None
         assert view.blocks == {}
         assert view.samples == list(range(1, len(view.samples) + 1))
         call.cancel()
-        await until(lambda: server.engine.stream.num_subscribers == 0)
+        await until(lambda: not server.engine.stream._subscribers)
 
 
 async def test_subscribe_resumes_and_refuses_as_the_gateway_needs(tmp_path: Path) -> None:

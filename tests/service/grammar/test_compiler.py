@@ -57,7 +57,7 @@ def test_worn_compilation_is_replaced(compiler: GrammarCompiler):
     assert second is not first
     assert second.wait(20)
     assert compiler.submit(Constraint("regex", "[a-c]+")) is second
-    assert compiler.cached_bytes == second.num_bytes
+    assert compiler._cached_bytes == second.num_bytes
 
 
 def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: GrammarCompiler):
@@ -100,7 +100,7 @@ def test_cache_is_bounded_by_bytes():
     for i in range(40):
         compilation = compiler.submit(Constraint("choices", json.dumps([f"answer {i}"])))
         assert compilation.wait(SECONDS)
-        assert compiler.cached_bytes <= 1 << 20
+        assert compiler._cached_bytes <= 1 << 20
     assert accepts(compilation.matcher(), "answer 39")
     compiler.close()
 
@@ -128,7 +128,7 @@ def test_cache_counts_the_states_that_answers_build(compiler: GrammarCompiler):
     answer_with(large, "abcnopq", 300)
     assert small.num_bytes < before[0] + (1 << 17)
     assert large.num_bytes > before[1] + (1 << 20)
-    assert compiler.cached_bytes == small.num_bytes + large.num_bytes
+    assert compiler._cached_bytes == small.num_bytes + large.num_bytes
 
 
 def test_cache_is_bounded_while_answers_build_states():
@@ -137,7 +137,7 @@ def test_cache_is_bounded_while_answers_build_states():
         compilation = compiler.submit(Constraint("regex", f"{LARGE}{i}"))
         assert compilation.wait(SECONDS)
         answer_with(compilation, "abcnopq", 300)
-        assert compiler.cached_bytes == sum(one.num_bytes for one in compiler._cache.values()) <= 24 << 20
+        assert compiler._cached_bytes == sum(one.num_bytes for one in compiler._cache.values()) <= 24 << 20
     assert 0 < len(compiler._cache) < 8
     compiler.close()
 

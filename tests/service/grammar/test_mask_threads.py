@@ -50,14 +50,14 @@ def test_wait_is_limited_and_late_answers_come_first() -> None:
     began = time.perf_counter()
     threads.prepare([slow], 0.02)
     assert 0.02 <= time.perf_counter() - began < 5
-    assert (slow.is_prepared, held.in_use, threads.is_busy) == (False, True, True)
+    assert (slow.is_prepared, held.in_use, bool(threads._unfinished)) == (False, True, True)
     threads.prepare([next_one, slow], 0.0)
     assert (next_one.is_prepared, late.is_set()) == (False, False)
     slow.release.set()
     assert late.wait(20)
     threads.wait()
     assert made == [slow, next_one]
-    assert (held.in_use, threads.is_busy) == (False, False)
+    assert (held.in_use, bool(threads._unfinished)) == (False, False)
 
 
 @pytest.mark.parametrize("num_slow", [1, 3])
