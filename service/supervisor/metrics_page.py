@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = "npuserve_engine_heartbeat_seconds"
 AGE = "npuserve_engine_heartbeat_age_seconds"
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def resident_bytes(pid: int) -> int:
@@ -90,7 +88,7 @@ class MetricsPage:
         self._aliases = Aliases(self._text.families, config.metrics_vllm_aliases)
         host, port = config.metrics_host or config.host, config.metrics_port
         try:
-            self._server = MetricsServer(host.strip("[]"), port, self._app)
+            self._server = MetricsServer(host.strip("[]"), port, self.page)
         except OSError as error:
             raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
@@ -113,17 +111,6 @@ class MetricsPage:
                 self._aliases.text(changed, self._model) if self._model else "",
                 *(family.text for name, family in self._text.families.items() if name != HEARTBEAT),
                 header(AGE, "gauge", "Time since the engine's last heartbeat"), f"{AGE} {floatToGoString(age)}\n"))
-
-    def _app(
-        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], object]
-    ) -> list[bytes]:
-        """Answer a scrape (WSGI)."""
-        if environ["REQUEST_METHOD"] != "GET":
-            start_response("405 Method Not Allowed", [("Allow", "GET")])
-            return []
-        body = self.page().encode()
-        start_response("200 OK", [("Content-Type", CONTENT_TYPE)])
-        return [body]
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine."""

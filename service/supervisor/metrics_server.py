@@ -7,16 +7,14 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
+from collections.abc import Callable
 from typing import Any
 
 from npuserve.service import logs
 
 log = logging.getLogger(__name__)
 
-WsgiApp = Callable[[dict[str, Any], Callable[[str, list[tuple[str, str]]], object]], Iterable[bytes]]
-
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 32
 """Maximum connections. Beyond it the oldest is closed; a scraper needs its connection only briefly."""
 MAX_REQUEST_BYTES = 16 << 10
@@ -26,14 +24,15 @@ BACKLOG = 64
 
 
 class MetricsServer:
-    """Server of a WSGI application on `port`, in a thread of its own until `close`. One request per connection.
+    """Server of a page on `port`, in a thread of its own until `close`. One request per connection.
 
     port: 0 takes a free one.
+    page: returns the text of the page. Called for each GET.
 
     Raises OSError if it cannot listen on the address.
     """
 
-    def __init__(self, host: str, port: int, app: WsgiApp):
+    def __init__(self, host: str, port: int, page: Callable[[], str]):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         self._socket = socket.socket(family)
         try:
@@ -44,7 +43,7 @@ class MetricsServer:
             self._socket.close()
             raise
         self.port: int = self._socket.getsockname()[1]
-        self._app = app
+        self._page = page
         self._broken = ""  # type of the last page error; repetitions are not logged
         self._exchanges: dict[asyncio.Task[Any], None] = {}  # in order of arrival
         self._loop = asyncio.new_event_loop()
@@ -90,45 +89,33 @@ class MetricsServer:
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
             except asyncio.LimitOverrunError:
-                answer = _answer("431 Request Header Fields Too Large", [], b"")
+                answer = _answer("431 Request Header Fields Too Large")
             else:
-                answer = self._page(head)
+                answer = self._reply(head)
             writer.write(answer)
             await writer.drain()
             writer.write_eof()
             await reader.read(1)  # wait for the client's close: an earlier abort may discard the page
 
-    def _page(self, head: bytes) -> bytes:
-        """Return the application's answer to a request head."""
-        environ = _environ(head)
-        if environ is None:
-            return _answer("400 Bad Request", [], b"")
-        begun: list[Any] = []
+    def _reply(self, head: bytes) -> bytes:
+        """Return the answer to the head of a request: the page, whatever the path."""
+        method, *rest = head.split(b"\r\n")[0].split(b" ")
+        if len(rest) != 2 or not rest[1].startswith(b"HTTP/1."):
+            return _answer("400 Bad Request")
+        if method != b"GET":
+            return _answer("405 Method Not Allowed", ("Allow", "GET"))
         try:
-            body = b"".join(self._app(environ, lambda status, headers: begun.extend((status, headers))))
+            body = self._page().encode()
         except Exception as error:
             if self._broken != type(error).__name__:
                 self._broken = type(error).__name__
                 logs.bug(log, "no metrics page could be made", error)
-            return _answer(f"500 {HTTPStatus.INTERNAL_SERVER_ERROR.phrase}", [], b"")
+            return _answer("500 Internal Server Error")
         self._broken = ""
-        return _answer(begun[0], begun[1], body)
+        return _answer("200 OK", ("Content-Type", CONTENT_TYPE), body=body)
 
 
-def _environ(head: bytes) -> dict[str, Any] | None:
-    """Return the WSGI environment of a request without a body; None if it is not HTTP."""
-    request, *lines = head.decode("latin-1").split("\r\n")
-    parts = request.split(" ")
-    if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
-        return None
-    path, _, query = parts[1].partition("?")
-    headers = {name.strip().upper().replace("-", "_"): value.strip()
-               for name, colon, value in (line.partition(":") for line in lines) if colon}
-    return {"REQUEST_METHOD": parts[0], "PATH_INFO": path, "QUERY_STRING": query,
-            **{f"HTTP_{name}": value for name, value in headers.items()}}
-
-
-def _answer(status: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
+def _answer(status: str, *headers: tuple[str, str], body: bytes = b"") -> bytes:
     fields = [*headers, ("Content-Length", str(len(body))), ("Connection", "close")]
     lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in fields), "", ""]
     return "\r\n".join(lines).encode("latin-1") + body

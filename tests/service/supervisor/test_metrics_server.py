@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 
 from npuserve.service.supervisor import metrics_server
 from npuserve.service.supervisor.metrics_server import MetricsServer
@@ -21,9 +18,7 @@ from npuserve.service.supervisor.metrics_server import MetricsServer
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    registry = CollectorRegistry()
-    Gauge("answer", "of everything", registry=registry).set(42)
-    made = MetricsServer("127.0.0.1", 0, make_wsgi_app(registry))
+    made = MetricsServer("127.0.0.1", 0, lambda: "answer 42.0\n")
     yield made
     made.close()
     assert not made._thread.is_alive()
@@ -46,11 +41,13 @@ def raw(server: MetricsServer, sent: bytes) -> bytes:
         return found
 
 
-def test_metrics_server_page_in_all_encodings(server: MetricsServer) -> None:
-    assert b"\nanswer 42.0\n" in get(server)
-    assert b"\nanswer 42.0\n" in gzip.decompress(get(server, **{"Accept-Encoding": "gzip"}))
-    assert get(server, Accept="application/openmetrics-text; version=1.0.0").endswith(b"# EOF\n")
-    assert raw(server, b"GET /?name[]=none HTTP/1.0\r\n\r\n").endswith(b"\r\n\r\n")
+def test_metrics_server_page_is_plain_for_all_encodings_and_paths(server: MetricsServer) -> None:
+    assert get(server) == b"answer 42.0\n"
+    assert get(server, **{"Accept-Encoding": "gzip"}) == b"answer 42.0\n"
+    assert get(server, Accept="application/openmetrics-text; version=1.0.0") == b"answer 42.0\n"
+    head, _, body = raw(server, b"GET /?name[]=none HTTP/1.0\r\n\r\n").partition(b"\r\n\r\n")
+    assert body == b"answer 42.0\n"
+    assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: 12\r\n" in head
 
 
 @pytest.mark.parametrize(("sent", "status"), [
@@ -85,15 +82,10 @@ def test_metrics_server_too_many_connections_closes_oldest(
 
 
 def test_metrics_server_slow_reader_blocks_no_other(server: MetricsServer) -> None:
-    big = b"x" * (64 << 20)
-
-    def app(environ: dict[str, Any], start: Any) -> list[bytes]:
-        start("200 OK", [])
-        return [big if environ["PATH_INFO"] == "/big" else b"small"]
-
-    server._app = app
+    pages = iter(("x" * (64 << 20), "small"))
+    server._page = lambda: next(pages)
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
-        slow.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+        slow.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         slow.recv(1)
         assert get(server) == b"small"
 
@@ -101,10 +93,10 @@ def test_metrics_server_slow_reader_blocks_no_other(server: MetricsServer) -> No
 def test_metrics_server_page_error_is_500_and_logged_once(
     server: MetricsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def app(environ: object, start: object) -> list[bytes]:
+    def page() -> str:
         raise ZeroDivisionError
 
-    server._app = app
+    server._page = page
     for _ in range(3):
         with pytest.raises(urllib.error.HTTPError, match="500"):
             get(server)
@@ -112,7 +104,7 @@ def test_metrics_server_page_error_is_500_and_logged_once(
 
 
 def test_metrics_server_close_with_open_connections_ends_thread() -> None:
-    server = MetricsServer("127.0.0.1", 0, make_wsgi_app(CollectorRegistry()))
+    server = MetricsServer("127.0.0.1", 0, str)
     with socket.create_connection(("127.0.0.1", server.port)):
         began, threads = time.monotonic(), threading.active_count()
         server.close()
