@@ -1,4 +1,4 @@
-"""Whole answers, joined from the messages of a stream."""
+"""Whole answers, joined from the messages of a stream: by the clients, and by the server for Generate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Servicer of InferenceService. `generation.py` describes the life of a request.
 
-Generate joins the messages of StreamGenerate, so that both give the same answer. `call` converts an error to the call's
-status, counts it, and writes the log line.
+Generate joins the messages of StreamGenerate as the Python client does, so that all give the same answer. `call`
+converts an error to the call's status, counts it, and writes the log line.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from npuserve.client.answer import Answer
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.generation import Generation
-from npuserve.service.frontend.response import JoinedAnswer
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.resumable_streams import new_token
 from npuserve.service.requests import validation
@@ -61,8 +61,12 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "Generate", logging.INFO, trace) as fields:
             checked = await self._generation.check(request, context, fields)
             validation.check_unary_size(checked.request)
-            answer = JoinedAnswer(checked.request.samples)
-            await self._generation.answer(checked, context, fields, trace, answer.add)
+            answer = Answer(checked.request.samples)
+
+            async def add(part: pb.StreamGenerateResponse) -> None:
+                answer.add(part)
+
+            await self._generation.answer(checked, context, fields, trace, add)
             response = answer.response()
         return response
 

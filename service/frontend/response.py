@@ -1,4 +1,4 @@
-"""Response messages: built from the engine's outputs of one request, and joined to a whole answer. No I/O."""
+"""Response messages, built from the engine's outputs of one request. No I/O."""
 
 from __future__ import annotations
 
@@ -31,46 +31,6 @@ are at most 1 s apart sends a message every second."""
 
 MAX_PROMPT_LOGPROBS_BYTES = 256 << 10
 """Maximum prompt_logprobs of a message: a few milliseconds of work, far below the 4 MiB that most clients accept."""
-
-
-class JoinedAnswer:
-    """Messages of a stream, joined to the response of Generate.
-
-    samples: number of samples.
-    """
-
-    def __init__(self, samples: int):
-        self._response = pb.GenerateResponse()
-        self._answers: list[pb.GenerateResponse | pb.Sample] = (
-            [self._response] if samples == 1 else [self._response.samples.add(index=i) for i in range(samples)])
-        self._texts: list[list[str]] = [[] for _ in range(samples)]
-        self._reasoning: list[list[str]] = [[] for _ in range(samples)]
-        self._arguments: list[list[list[str]]] = [[] for _ in range(samples)]  # by sample and call
-
-    async def add(self, part: pb.StreamGenerateResponse) -> None:
-        """Add a message of the stream."""
-        answer = self._answers[part.index]
-        self._texts[part.index].append(part.text)
-        self._reasoning[part.index].append(part.reasoning)
-        for call in part.tool_calls:
-            if call.index == len(answer.tool_calls):
-                answer.tool_calls.add(id=call.id, name=call.name)
-                self._arguments[part.index].append([])
-            self._arguments[part.index][call.index].append(call.arguments)
-        answer.token_ids.extend(part.token_ids)
-        answer.logprobs.extend(part.logprobs)
-        self._response.prompt_logprobs.extend(part.prompt_logprobs)
-        if part.HasField("finish"):
-            answer.finish.CopyFrom(part.finish)
-
-    def response(self) -> pb.GenerateResponse:
-        """Return the whole answer, after all messages were added."""
-        for index, answer in enumerate(self._answers):
-            answer.text = "".join(self._texts[index])
-            answer.reasoning = "".join(self._reasoning[index])
-            for call, arguments in zip(answer.tool_calls, self._arguments[index], strict=True):
-                call.arguments = "".join(arguments)
-        return self._response
 
 
 class ResponseBuilder:

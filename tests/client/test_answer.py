@@ -25,3 +25,17 @@ def test_add_gap_in_tool_calls_raises_server_error() -> None:
     answer.add(message(0, "{}"))
     with pytest.raises(ServerError, match="a message of tool call 2 where 1 was next"):
         answer.add(message(2, "{}"))
+
+
+def test_add_all_parts_of_each_sample_are_joined() -> None:
+    answer = Answer(2)
+    for index in (1, 0):
+        answer.add(pb.StreamGenerateResponse(index=index, reasoning="a"))
+        answer.add(pb.StreamGenerateResponse(index=index, reasoning="b", tool_calls=[
+            pb.ToolCallDelta(index=0, id="0", name="f", arguments="{"), pb.ToolCallDelta(index=1, id="1", name="g")]))
+        answer.add(pb.StreamGenerateResponse(
+            index=index, text="c", tool_calls=[pb.ToolCallDelta(index=1, arguments=f"[{index}]")]))
+    for sample in answer.response().samples:
+        assert (sample.text, sample.reasoning) == ("c", "ab")
+        assert list(sample.tool_calls) == [
+            pb.ToolCall(id="0", name="f", arguments="{"), pb.ToolCall(id="1", name="g", arguments=f"[{sample.index}]")]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.frontend import response_options
-from npuserve.service.frontend.response import JoinedAnswer, ResponseBuilder
+from npuserve.service.frontend.response import ResponseBuilder
 from npuserve.service.ipc.messages import Finish, Output, Request, Timing
 from npuserve.service.parsing.answer_parser import AnswerParser
 from npuserve.service.requests.validation import CheckedRequest
@@ -146,17 +146,3 @@ def test_a_part_is_sent_with_the_token_that_ends_it(text: str) -> None:
         parser = AnswerParser(BOTH, "possible")
         parser.feed(made.decode(ids[:at]))
         assert parser.is_clean
-
-
-async def test_joined_answer_has_all_parts_of_each_sample() -> None:
-    answer = JoinedAnswer(2)
-    for index in (1, 0):
-        await answer.add(pb.StreamGenerateResponse(index=index, reasoning="a"))
-        await answer.add(pb.StreamGenerateResponse(index=index, reasoning="b", tool_calls=[
-            pb.ToolCallDelta(index=0, id="0", name="f", arguments="{"), pb.ToolCallDelta(index=1, id="1", name="g")]))
-        await answer.add(pb.StreamGenerateResponse(
-            index=index, text="c", tool_calls=[pb.ToolCallDelta(index=1, arguments=f"[{index}]")]))
-    for sample in answer.response().samples:
-        assert (sample.text, sample.reasoning) == ("c", "ab")
-        assert list(sample.tool_calls) == [
-            pb.ToolCall(id="0", name="f", arguments="{"), pb.ToolCall(id="1", name="g", arguments=f"[{sample.index}]")]
