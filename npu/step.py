@@ -7,8 +7,11 @@ scheduler can use these types.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
+
+Phase = Literal["prefill", "decode", "mixed"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,6 +99,15 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
+
+    @property
+    def num_decodes(self) -> int:
+        return [row.is_decode for row in self.rows].count(True)
+
+    @property
+    def phase(self) -> Phase:
+        decodes = self.num_decodes
+        return "decode" if decodes == len(self.rows) else "mixed" if decodes else "prefill"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

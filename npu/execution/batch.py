@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.sampling_state import HostSampling, SamplingInputs
 from npuserve.npu.step import PENDING, Row
-
-Phase = Literal["prefill", "decode", "mixed"]
 
 Array = np.ndarray[Any, Any]
 
@@ -374,11 +372,6 @@ def make_batch(rows: Sequence[Row], block_size: int, backend: Backend) -> Batch:
     staged = buffers.fill([(rows, len(rows))])
     staged.upload()
     return buffers.batch(staged.parts[0])
-
-
-def phase_of(rows: Sequence[Row]) -> Phase:
-    decodes = sum(row.is_decode for row in rows)
-    return "decode" if decodes == len(rows) else "mixed" if decodes else "prefill"
 
 
 def _aligned(nbytes: int) -> int:

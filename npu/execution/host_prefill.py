@@ -29,14 +29,14 @@ from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend, Event, Pending
-from npuserve.npu.execution.batch import BatchBuffers, Part, Phase, Staged
+from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import replay
 from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.step import Row
+from npuserve.npu.step import Phase, Row
 
 BUFFERS = 2
 """Chunks in flight: a buffer is reused once the step before the previous one is collected."""

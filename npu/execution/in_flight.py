@@ -15,11 +15,11 @@ from torch.profiler import record_function
 
 from npuserve.kernels.registry import HostSpan, Span, Timings
 from npuserve.npu.backends.base import Captured, Event, Pending
-from npuserve.npu.execution.batch import Part, Phase, phase_of
+from npuserve.npu.execution.batch import Part
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan
-from npuserve.npu.step import LostStep, NewRequest, Step, StepResult
+from npuserve.npu.step import LostStep, NewRequest, Phase, Step, StepResult
 
 MISSING = -1
 """Id in the place of one that is not yet on the host."""
@@ -173,7 +173,7 @@ class Recording:
         with nullcontext() if self.is_timed else record_function(f"step {index}"):
             launched = launch(step, self.is_timed)
         record = StepRecord(
-            index, phase_of(step.rows), len(step.rows), step.num_tokens, sum(row.samples for row in step.rows),
+            index, step.phase, len(step.rows), step.num_tokens, sum(row.samples for row in step.rows),
             sum(row.start + len(row.token_ids) for row in step.rows), (began, time.perf_counter()))
         launched.record = partial(self._complete, record)
         self.in_flight += 1

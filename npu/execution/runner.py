@@ -35,7 +35,7 @@ from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.native.choice import CpuKernels
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Phase, Staged, phase_of
+from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
@@ -56,7 +56,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.step import NewRequest, Step, StepResult
+from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
 
 class Runner:
@@ -186,7 +186,7 @@ class Runner:
             constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
-        phase = phase_of(step.rows) if timed else None
+        phase = step.phase if timed else None
         self._steps += 1
         launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)].fill_(MISSING))
         last = self._last[: len(requests)]

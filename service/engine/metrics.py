@@ -153,8 +153,7 @@ class EngineMetrics:
         metrics.flush()
 
     def _count(self, step: Step, result: StepResult, launched: float, collected: float, busy: bool) -> None:
-        decodes = [row.is_decode for row in step.rows].count(True)
-        phase = "decode" if decodes == len(step.rows) else "mixed" if decodes else "prefill"
+        phase = step.phase
         # It began when the step before ended, if it had to wait. A step of single kernels begins while the host is
         # still launching them.
         began = max(min(launched, collected - result.device_seconds), self._ended)
@@ -168,4 +167,4 @@ class EngineMetrics:
             TIMED_SECONDS[phase].inc(result.device_seconds)
         self._decoded["captured"] += result.captured_decodes
         self._decoded["decoder"] += result.decoder_decodes
-        self._decoded["eager"] += decodes - result.captured_decodes - result.decoder_decodes
+        self._decoded["eager"] += step.num_decodes - result.captured_decodes - result.decoder_decodes

@@ -9,7 +9,7 @@ import torch
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.backends import select
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, make_batch, phase_of
+from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, make_batch
 from npuserve.npu.step import PENDING, Row
 
 CPU = select("cpu")
@@ -54,18 +54,6 @@ def test_make_batch_equals_one_token_at_a_time(seed):
     ]
     last = [index for index, (row, offset) in enumerate(tokens) if row.samples and offset == len(row.token_ids) - 1]
     assert batch.sample_tokens.tolist() == last
-
-
-@pytest.mark.parametrize(
-    ("rows", "phase"),
-    [
-        ([Row(0, [1], 4, [0], True), Row(1, [1], 9, [1], True)], "decode"),
-        ([Row(0, [1, 2], 4, [0], True), Row(1, [1], 0, [1], True), Row(2, [1], 9, [2], False)], "prefill"),
-        ([Row(0, [1, 2], 4, [0], True), Row(1, [1], 9, [1], True)], "mixed"),
-    ],
-)
-def test_phase_of(rows, phase):
-    assert phase_of(rows) == phase
 
 
 def filled(buffers: BatchBuffers, *parts: tuple[list[Row], int], sampled: dict[int, int] | None = None
