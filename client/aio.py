@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+
 class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
     """Asyncio version of `Stream`.
 

@@ -240,6 +240,8 @@ def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) 
         torch_npu.npu_scatter_pa_kv_cache(k, v, keys, values, places, cache_mode="Norm")
         return
     torch_npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
+
+
 def _normed(heads: Tensor, gamma: Tensor | None, eps: float, part: slice) -> Tensor:
     """Return the part [T, n, D] of heads [T, N, D], normalized if there is a gamma; a view for more than one token."""
     if gamma is None:

@@ -82,7 +82,7 @@ class Bench(Oracle):
             self._costs[label] = cost(self.kernel.name, args)
         return self._costs[label]
 
-    def seconds(self, label: str, synchronize: Callable[[], None], passes: int = _LEAST_PASSES) -> float:
+    def seconds(self, label: str, synchronize: Callable[[], None]) -> float:
         """Return the median seconds of a call on any device, including launches. synchronize: waits for the device."""
 
         def clock(run: Callable[[], object]) -> float:
@@ -94,7 +94,7 @@ class Bench(Oracle):
 
         one_pass = self._passes(label, None, clock)
         one_pass()
-        return statistics.median(one_pass() for _ in range(passes))
+        return statistics.median(one_pass() for _ in range(_LEAST_PASSES))
 
     def alone(self, label: str, passes: int = _LEAST_PASSES) -> float:
         """Return the median seconds of a call on the machine, without launches if it records them."""

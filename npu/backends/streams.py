@@ -87,7 +87,6 @@ class StreamBackend(Backend):
         super().__init__(place)
         self.device = device
         self.deterministic = False
-        self.decode_buckets = ()
         self.threads = 1
         self._streams = streams
         self._stream, self._copies = streams.Stream(), streams.Stream()

@@ -42,9 +42,6 @@ class EmulatedAscend(AscendBackend):
         self.synchronize()
         return type(self).new_profiler()
 
-    def chip_name(self) -> str:
-        return "emulated"
-
     def fused_heads(self) -> FusedHeads | None:
         """Return the stand-in for the Triton kernel if there is to be one."""
         return fused_heads.launch if self.triton else None

@@ -25,7 +25,6 @@ MIN_FORCED, MIN_FORCED_EAGER = 2, 4
 steps. Within a captured step it costs little more than a decode row. Otherwise it reads the weights a second time and
 launches its kernels one by one: that takes as long as two or three captured steps."""
 
-
 MAX_CHOSEN = 64
 """Rows of which a captured step with chunks can choose a token. It always chooses as many, so more would be slower."""
 
@@ -39,8 +38,7 @@ class CapturableSteps:
     """
 
     def __init__(
-        self, backend: Backend, model: Model, sampler: Sampler, buffers: BatchBuffers,
-        hidden: Callable[[Batch], Tensor], last: Tensor,
+        self, model: Model, sampler: Sampler, buffers: BatchBuffers, hidden: Callable[[Batch], Tensor], last: Tensor
     ):
         self._model, self._sampler, self._buffers, self._last = model, sampler, buffers, last
         self._hidden = hidden
@@ -124,7 +122,7 @@ class Dispatch:
 
     def __init__(
         self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, on_host: bool,
-        capture_chunks: bool, may_drop: bool = True,
+        capture_chunks: bool, may_drop: bool,
     ):
         self._buffers, self._on_host, self._chosen = buffers, on_host, steps.chosen
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks

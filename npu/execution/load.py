@@ -201,7 +201,7 @@ def _preflight(device: Backend, ranks: int) -> None:
 
 
 def describe(folder: Path, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the JSON value that identifies the weights, for `left` of the next process. plan: without host prefill."""
+    """Return the JSON value that identifies the weights, for `SharedMemory` of the next process. plan: without host."""
     return {"model": _stamp(folder), "plan": asdict(plan)}
 
 

@@ -126,7 +126,7 @@ class Runner:
         self._prefill = HostPrefill(
             *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        steps = CapturableSteps(backend, self._model, self._sampler, self._buffers, self._hidden, self._last)
+        steps = CapturableSteps(self._model, self._sampler, self._buffers, self._hidden, self._last)
         self._dispatch = Dispatch(
             backend, self._buffers, steps, rows, on_host=prefill is not None,
             capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)

@@ -30,6 +30,7 @@ FLOAT8S = ("F8_E4M3",)
 ROUNDED_AT_ONCE = 1 << 17
 """Numbers rounded to int8 at a time, so that intermediate values stay in the processor's cache."""
 
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Destination of a tensor of the checkpoint.

@@ -94,10 +94,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             folder = self._generation.require_folder()
             validation.check_model(request.model if request.HasField("model") else None, folder)
             check_prompt_size(request, folder.tokenizer, self._generation.max_model_len)
-            policy = validation.Policy(plain_content=self._config.plain_content)
             response = await self._generation.prepare(
                 context, "tokenize", request, validation.tokenize, request, folder.tokenizer,
-                self._generation.max_model_len, policy)
+                self._generation.max_model_len, self._config.plain_content)
         return response
 
     async def Detokenize(

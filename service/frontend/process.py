@@ -229,6 +229,8 @@ def _open_vllm_engine(
                    error=str(error))
         return None
     return VllmEngineServicer(config, engine, generation, time.monotonic(), tracing)
+
+
 def _check_kv_events(config: ServerConfig) -> None:
     """Raise ConfigError if KV events have no way out: the service that offers them needs smg-grpc-proto."""
     if config.kv_events == "grpc" and importlib.util.find_spec("smg_grpc_proto") is None:

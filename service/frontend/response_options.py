@@ -10,7 +10,7 @@ from npuserve.service.text.answer_format import AnswerFormat
 
 
 class _Options(msgspec.Struct, array_like=True):
-    """Fields of an CheckedRequest that the engine does not use."""
+    """Fields of a CheckedRequest that the engine does not use."""
 
     stop: tuple[str, ...]
     include_stop: bool

@@ -29,6 +29,12 @@ BYTES_PER_FUEL = 32
 MAX_LEXER_BYTES = 16 << 20
 """Estimated memory of a lexer with MAX_STATES states."""
 MAX_UNMEASURED_MASKS = 64
+MAX_FORCED_BYTES = 64
+"""Length of a text whose tokens are forced at once. The library holds the GIL while it builds its states."""
+WINDOW_BYTES = 64
+"""Length of the text from which the tokenizer chooses one forced token."""
+_REASONS = frozenset({"NotStopped", "EndOfSentence", "NoExtension"})
+_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 
 
 def limits(kind: str, num_bytes: int) -> LLParserLimits:
@@ -41,11 +47,6 @@ def limits(kind: str, num_bytes: int) -> LLParserLimits:
     return LLParserLimits(
         initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_items_in_row=items,
         max_lexer_states=MAX_STATES + num_bytes, max_grammar_size=500_000, verbose_errors=True)
-
-MAX_FORCED_BYTES = 64
-"""Length of a text whose tokens are forced at once. The library holds the GIL while it builds its states."""
-WINDOW_BYTES = 64
-"""Length of the text from which the tokenizer chooses one forced token."""
 
 
 class LexerMemory:
@@ -205,7 +206,3 @@ class Matcher:
                 self._memory.grow(MAX_LEXER_BYTES)
             reason = self._library.get_error() or self._library.stop_reason()
             raise MatcherError(f"the constraint exceeds its limits: {reason.splitlines()[0][:200]}")
-
-
-_REASONS = frozenset({"NotStopped", "EndOfSentence", "NoExtension"})
-_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')

@@ -188,16 +188,18 @@ def check_unary_size(request: Request) -> None:
 
 
 def tokenize(
-    message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, max_model_len: int, policy: Policy = Policy()
+    message: tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, max_model_len: int, plain_content: bool = True
 ) -> tokenize_pb2.TokenizeResponse:
     """Return the response of a Tokenize call, with the same ids as `check` of the same prompt. Slow for long texts.
+
+    plain_content: see ServerConfig.
 
     Raises InvalidField for a text of more than max_model_len tokens.
     """
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidField("prompt", "one of text and chat is needed")
-    prompt = prompt_text(message, tokenizer, policy.plain_content, max_model_len)
+    prompt = prompt_text(message, tokenizer, plain_content, max_model_len)
     check_length(prompt.text, kind, tokenizer, max_model_len)
     special = message.add_special_tokens if message.HasField("add_special_tokens") else kind == "text"
     ids = encode(prompt, kind, tokenizer, special)

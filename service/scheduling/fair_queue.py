@@ -127,7 +127,7 @@ class FairQueue:
             self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)
 
-    def displaced_by(self, account: Account, others: Iterable[Sequence] = ()) -> Sequence | None:
+    def displaced_by(self, account: Account, others: Iterable[Sequence]) -> Sequence | None:
         """Return the request that must leave a full queue for one more request of this client.
 
         It is the last in the queue without tokens, of the client with the most live requests. None unless that client

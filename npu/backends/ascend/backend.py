@@ -69,10 +69,7 @@ class FetchedAfterLengths:
 
 
 class AscendBackend(StreamBackend):
-    """Backend for an Ascend NPU.
-
-    decode_buckets: rows of the captured decode steps; () for `default_buckets`.
-    """
+    """Backend for an Ascend NPU."""
 
     name = "npu"
     dtypes = ("bfloat16", "float16")
@@ -110,7 +107,6 @@ class AscendBackend(StreamBackend):
         self._takes_lengths = False
         self._captured = False
         self._lengths = self._first_lengths()
-        self.chip = self.chip_name()
         ascend.fused_heads = None  # of an earlier backend
         ascend.fused_heads = self.fused_heads()
 
@@ -144,11 +140,6 @@ class AscendBackend(StreamBackend):
 
     def bind_threads(self) -> str:
         return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.place[0])
-
-    def chip_name(self) -> str:
-        """Return the name of the chip."""
-        name: str = torch.npu.get_device_name(self.device)
-        return name
 
     def fused_heads(self) -> ascend.FusedHeads | None:
         """Return the launch of the Triton kernel for norm, rotation and cache write.

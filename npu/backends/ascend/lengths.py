@@ -29,6 +29,7 @@ class _Ends:
     free: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MARKS - 1))
     replays: int = 0
 
+
 class LengthThread:
     """Thread that updates the lengths of graphs. It runs until `close`. See `LengthUpdates`.
 

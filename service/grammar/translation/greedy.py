@@ -60,10 +60,10 @@ class Automaton:
 
 
 class Budget:
-    """Remaining work."""
+    """Remaining work, of MAX_STEPS."""
 
-    def __init__(self, steps: int = MAX_STEPS):
-        self._left = steps
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
 
     def spend(self, steps: int) -> None:
         self._left -= steps

@@ -196,7 +196,6 @@ def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(load_module, "select", lambda *_: backend)
     runner = load(saved(random_model("qwen3"), tmp_path))
     assert runner._dispatch.greedy is None
-    steps = CapturableSteps(
-        backend, runner._model, runner._sampler, runner._buffers, runner._hidden, runner._last)
+    steps = CapturableSteps(runner._model, runner._sampler, runner._buffers, runner._hidden, runner._last)
     with pytest.raises(CaptureError, match="cannot be captured"):
         Dispatch(backend, runner._buffers, steps, 2, on_host=False, capture_chunks=True, may_drop=False)

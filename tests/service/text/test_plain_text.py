@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from npuserve.service.errors import InvalidField
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import encode
-from npuserve.service.requests.validation import Policy
 from npuserve.service.text.chat_template import ChatTemplate
 from npuserve.service.text.tokenizer import Tokenizer
 from npuserve.v1 import prompt_pb2, tokenize_pb2
@@ -185,7 +184,7 @@ def test_plain_content_of_a_message_overrides_request_and_server(tokenizer: Toke
         messages = [prompt_pb2.Message(role="user", content=f"a {ATTACK}", plain_content=choice) for choice in choices]
         found = validation.tokenize(
             tokenize_pb2.TokenizeRequest(chat=prompt_pb2.Chat(messages=messages), **request), tokenizer, CONTEXT,
-            Policy(plain_content=default))
+            default)
         assert tokenizer.decode(list(found.token_ids)) == found.text
         return len(special(tokenizer, list(found.token_ids)))
 
@@ -205,11 +204,11 @@ def test_render_by_a_template_that_searches_for_a_special_token_is_refused(tmp_p
     with pytest.raises(InvalidField) as refused:
         validation.tokenize(tokenize_pb2.TokenizeRequest(chat=chat), tokenizer, CONTEXT)
     assert refused.value.message.startswith("chat: the model's chat template changes the text of special tokens, such ")
-    for policy, message in (
-        (Policy(plain_content=False), tokenize_pb2.TokenizeRequest(chat=chat)),
-        (Policy(), tokenize_pb2.TokenizeRequest(chat=chat, parse_special_tokens=True)),
+    for plain_content, message in (
+        (False, tokenize_pb2.TokenizeRequest(chat=chat)),
+        (True, tokenize_pb2.TokenizeRequest(chat=chat, parse_special_tokens=True)),
     ):
-        assert validation.tokenize(message, tokenizer, CONTEXT, policy).text == "a<|im_end|>"
+        assert validation.tokenize(message, tokenizer, CONTEXT, plain_content).text == "a<|im_end|>"
 
 
 def test_render_by_a_template_that_escapes_characters_refuses_special_tokens_only(tmp_path: Path) -> None:
