@@ -24,6 +24,7 @@ MAX_DESCRIPTION_BYTES = 800
 """Maximum length of one description."""
 MAX_VIOLATIONS_BYTES = 7000
 """Maximum size of all bad fields of one error as encoded in headers. Clients accept 8 KiB of headers."""
+MAX_QUOTED_CHARACTERS = 64
 
 
 class ServeError(Exception):
@@ -328,6 +329,11 @@ def _header_bytes(path: str, description: str) -> int:
     text = f"{path}: {description}; ".encode()
     encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in text)
     return encoded + (2 * len(text) + 8) * 4 // 3
+
+
+def quoted(text: str) -> str:
+    """Return a client's text as a quoted ASCII literal, cut to MAX_QUOTED_CHARACTERS."""
+    return ascii(text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "...")
 
 
 def _cut(text: str, most: int) -> str:

@@ -170,8 +170,7 @@ class Sampler:
             allowed_ids=sorted(allowed),
             bias=bias,
             ending_ids=sorted(ending),
-            edited=bool(allowed or bias or sampling.penalized),
-            biased=bool(bias or sampling.penalized),
+            biased=bool(bias) or sampling.penalized,
             next_position=len(request.prompt_ids) + len(request.output_ids),
             slot=self._penalties.take() if self._penalties and sampling.penalized else 0,
         )

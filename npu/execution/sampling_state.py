@@ -22,8 +22,7 @@ class RequestState:
     """Sampling state of one request.
 
     allowed_ids, bias, ending_ids: restricted to the vocabulary; empty if the request does not use them.
-    edited: its logits are always edited.
-    biased: its logits are edited by more than masks.
+    biased: its logits are edited by more than masks: by a bias or penalties.
     next_position: position after the tokens counted so far, for a request with penalties.
     slot: its slot of `Penalties`; 0 for none.
 
@@ -35,7 +34,6 @@ class RequestState:
     allowed_ids: list[int]
     bias: dict[int, float]
     ending_ids: list[int]
-    edited: bool
     biased: bool
     next_position: int
     slot: int = 0
@@ -54,7 +52,9 @@ class RequestState:
 
         constrained: the row has a mask, from which allowed_ids and ending_ids are removed on the host.
         """
-        return self.biased if constrained else self.edited or self.withholds_ending(position)
+        if constrained:
+            return self.biased
+        return self.biased or bool(self.allowed_ids) or self.withholds_ending(position)
 
     def is_capturable(self, position: int) -> bool:
         """Return True if a captured step can sample the request at `position`: only its penalties edit the logits."""

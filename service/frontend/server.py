@@ -211,10 +211,10 @@ def _add_port(setting: str, address: str, add: Callable[[str], int]) -> int:
 def _is_taken(host: str, port: int) -> bool:
     """Return whether a socket listens on the port. gRPC logs an error for each failed attempt to listen."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(address)
+                listener.bind(address)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return True

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from npuserve.npu.profile import NAME, ProfileSummary
-from npuserve.service.errors import InvalidField, ProfileRefused, ServeError, Unavailable, WireError, from_wire
+from npuserve.service.errors import InvalidField, ProfileRefused, Unavailable, WireError, from_wire
 
 MAX_PROFILE_STEPS = 1000
 MAX_PROFILE_SECONDS = 600.0
@@ -116,12 +116,10 @@ class ProfileCalls:
 
     def on_disconnect(self) -> None:
         """Fail all calls: a profile ends with its engine."""
-        self._fail_all(Unavailable("the engine ended before it replied; its profile, if one was running, is lost"))
-
-    def _fail_all(self, error: ServeError) -> None:
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(error)
+                waiting.set_exception(
+                    Unavailable("the engine ended before it replied; its profile, if one was running, is lost"))
 
     async def _call(self, message: Callable[[int], ToEngineProfile]) -> ProfileReply:
         if not self._folder:

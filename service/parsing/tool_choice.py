@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from npuserve.service.config import MAX_CONSTRAINT_BYTES
-from npuserve.service.errors import InvalidField, UnknownAnswerFormat, Violations
+from npuserve.service.errors import InvalidField, UnknownAnswerFormat, Violations, quoted
 from npuserve.service.ipc.messages import Constraint
 from npuserve.service.parsing.answer_parser import Reasoning
 from npuserve.service.parsing.parsed_stream import reasoning_state
@@ -18,7 +18,6 @@ from npuserve.v1 import prompt_pb2
 if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
-MAX_QUOTED_CHARACTERS = 64
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of the arguments of a tool without `parameters`, as the OpenAI API defines it."""
 
@@ -63,8 +62,8 @@ def check_tools(chat: prompt_pb2.Chat, tools: Sequence[Mapping[str, Any]], bad: 
         case "name" if not chat.tools:
             bad.add("chat.tool_choice.name", "needs chat.tools to choose from")
         case "name" if choice.name not in names:
-            listed = ", ".join(_cut(name) for name in sorted(names)[:16])
-            bad.add("chat.tool_choice.name", f"must be the name of a tool ({listed}), got {_cut(choice.name)}")
+            listed = ", ".join(quoted(name) for name in sorted(names)[:16])
+            bad.add("chat.tool_choice.name", f"must be the name of a tool ({listed}), got {quoted(choice.name)}")
 
 
 def check_parsing(message: pb.GenerateRequest, tokenizer: Tokenizer | None, bad: Violations) -> AnswerFormat:
@@ -166,7 +165,3 @@ def _call_tag(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
         "content": {
             "type": "json_schema", "json_schema": schema, "x-field": f"chat.tools[{index}].function.parameters"},
         "end": f"}}\n{CALL_END}"}
-
-
-def _cut(name: str) -> str:
-    return ascii(name if len(name) <= MAX_QUOTED_CHARACTERS else name[:MAX_QUOTED_CHARACTERS] + "…")

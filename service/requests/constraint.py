@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from npuserve.service.config import MAX_CONSTRAINT_BYTES
-from npuserve.service.errors import InvalidField, NoTokenizer, Violations
+from npuserve.service.errors import InvalidField, NoTokenizer, Violations, quoted
 from npuserve.service.ipc.messages import Constraint
-from npuserve.service.requests.fields import parse_json, quoted
+from npuserve.service.requests.fields import parse_json
 from npuserve.service.text.model_folder import ModelFolder
 from npuserve.v1 import generate_pb2 as pb
 

@@ -7,12 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from npuserve.service.errors import InvalidField, Violations
+from npuserve.service.errors import InvalidField, Violations, quoted
 from npuserve.service.text.model_folder import Range
 
 Number = TypeVar("Number", int, float)
-
-MAX_QUOTED_CHARACTERS = 64
 
 
 def check_number(path: str, value: Number, allowed: Range, bad: Violations) -> Number:
@@ -36,11 +34,6 @@ def check_token_ids(
         if token >= vocabulary_size:
             bad.add(f"{path}[{index}]", f"token id must be in [0, {vocabulary_size - 1}], got {token}")
     return frozenset(ids)
-
-
-def quoted(text: str) -> str:
-    """Return a client's text as a quoted ASCII literal, cut to MAX_QUOTED_CHARACTERS."""
-    return ascii(text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "...")
 
 
 def parse_json(text: str, field: str, name: str) -> Any:

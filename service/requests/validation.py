@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.config import MAX_SAMPLES, PRIORITY_RANGE
-from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations
+from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations, quoted
 from npuserve.service.ipc.messages import ModelInfo, Request
 from npuserve.service.parsing.tool_choice import check_parsing, constrained_format, tool_constraint
 from npuserve.service.requests.constraint import check_constraint
-from npuserve.service.requests.fields import check_number, check_token_ids, quoted
+from npuserve.service.requests.fields import check_number, check_token_ids
 from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
 from npuserve.service.requests.sampling import check_logprobs, check_sampling
 from npuserve.service.requests.stopping import check_lengths, check_stopping

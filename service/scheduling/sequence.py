@@ -105,10 +105,9 @@ class Sequence:
 
     __slots__ = (
         "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id", "is_deferred",
-        "matcher",
-        "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
-        "num_shared_tokens", "num_steps_in_flight", "origin", "prefill_chunks", "queue", "queue_key", "request",
-        "state", "token_ids", "unshared", "was_admitted",
+        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
+        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "origin", "prefill_chunks", "queue",
+        "queue_key", "request", "state", "token_ids", "unshared", "was_admitted",
     )
 
     def __init__(
@@ -343,7 +342,7 @@ class Sequence:
     def finish_reason(self) -> FinishReason | None:
         """Return the reason for which the last token ends the request, or None. min_tokens does not extend an answer
         that its constraint ends."""
-        request, generated = self.request, len(self.token_ids) - self.num_prompt_tokens
+        request, generated = self.request, self.num_generated_tokens
         if self.matcher is not None and self.matcher.has_ended:
             return "stop_token" if self.token_ids[-1] in request.stop_token_ids else "eos"
         if generated >= request.sampling.min_tokens:
