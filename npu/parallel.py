@@ -49,6 +49,11 @@ class Group:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
         self._steps = dist.group.WORLD  # of the main thread
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Place of this rank on its host, see `Backend`."""
+        return self.rank % self.local, self.local
+
     def broadcast(self, message: bytes = b"") -> bytes:
         """Send rank 0's message to all ranks, and return it. Raises RuntimeError if a rank is lost."""
         first = bytearray(FIRST_BYTES)

@@ -80,8 +80,9 @@ def load_runner(
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
-    buckets = [rows for rows in decode_buckets if rows <= max_num_seqs] or [max_num_seqs] if decode_buckets else ()
-    device, host = _devices(backend, emulate, prefill_device, threads, buckets, int8_levels, group)
+    device, host = open_devices(
+        backend, emulate, prefill_device, threads=threads, decode_buckets=decode_buckets, max_num_seqs=max_num_seqs,
+        int8_levels=int8_levels, ranks=group.size if group else 1, place=group.place if group else (0, 1))
     device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
     _preflight(device, group.size if group else 1)
     config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(Shard(group.rank, group.size) if group else WHOLE)
@@ -171,19 +172,24 @@ def _ranks(
     return ranks
 
 
-def _devices(
-    backend: str, emulate: Sequence[str] | None, prefill_device: str, threads: int, decode_buckets: Sequence[int],
-    int8_levels: float, group: Group | None,
+def open_devices(
+    backend: str, emulate: Sequence[str] | None, prefill_device: str, *, threads: int, decode_buckets: Sequence[int],
+    max_num_seqs: int, ranks: int, place: tuple[int, int], int8_levels: float = 0,
 ) -> tuple[Backend, Backend | None]:
-    """Start and configure the device and, if prompts are computed on the host, the host's backend."""
-    device = select(backend, emulate, (group.rank % group.local, group.local) if group else (0, 1))
-    if group:
-        device.check_ranks(group.size)
+    """Start and configure the device and, if prompts are computed on the host, the host's backend.
+
+    ranks: number of ranks that share the model.
+    place: see `Backend`.
+    The other parameters are as for `load_runner`. Raises BackendError.
+    """
+    device = select(backend, emulate, place)
+    device.check_ranks(ranks)
     device.set_threads(threads)
-    device.decode_buckets = tuple(decode_buckets)
+    if decode_buckets:
+        device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)
     device.int8_levels = int8_levels or device.int8_levels
     host = select_prefill(prefill_device, device)
-    if host and group:
+    if host and ranks > 1:
         raise BackendError(f"prefill_device: {prefill_device} is not possible with a tensor_parallel_size above 1")
     if host:
         host.set_threads(threads)

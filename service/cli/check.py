@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = found_model.pop("cpu_kernels", None)
     report: dict[str, Any] = {
         "machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
-              "emulated": config.emulate, "preflight": preflight(config), "model": found_model}
+        "emulated": config.emulate, "preflight": preflight(config), "model": found_model}
     if not args.json:
         print(text(report), flush=True)
     good = found_model["fits"] and not any(notice["level"] == "error" for notice in report["preflight"])
@@ -191,8 +191,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
     import torch
 
     from npuserve.kernels.native.choice import CpuKernelSettings
-    from npuserve.npu.backends import select, select_prefill
     from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.execution.load import open_devices
     from npuserve.npu.model.config import ModelConfig, ModelError
     from npuserve.npu.model.loader import check_weights
     from npuserve.npu.model.shard import Shard
@@ -206,11 +206,10 @@ def model(config: ServerConfig) -> dict[str, Any]:
         facts = ModelConfig.from_folder(folder, config.lm_head_dtype).sharded(shard)
         world = read_world(config, os.environ)
         place = 0, len(world.ranks(config)) if world else shard.size
-        backend = select(config.device, config.relaxations if config.emulate else None, place)
-        backend.check_ranks(shard.size)
-        prefill = select_prefill(config.prefill_device, backend)
-        for each in (backend, prefill) if prefill else (backend,):
-            each.set_threads(config.threads)
+        backend, prefill = open_devices(
+            config.device, config.relaxations if config.emulate else None, config.prefill_device,
+            threads=config.threads, decode_buckets=config.buckets, max_num_seqs=config.max_num_seqs, ranks=shard.size,
+            place=place)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         found["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))

@@ -16,6 +16,7 @@ from npuserve.kernels import native
 from npuserve.kernels.native import choice
 from npuserve.npu import storyteller
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution import load
 from npuserve.npu.model import loader
 from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8, Quantization
@@ -286,6 +287,24 @@ def test_model_that_cannot_be_served_fails(
     assert message in report["model"]["error"]
     assert main(["check", str(folder), *arguments]) == 1
     assert "cannot be served: " in capsys.readouterr().out
+
+
+def test_model_with_prompts_on_the_host_and_ranks_is_refused_as_by_serve(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "select_prefill", lambda name, device: CpuBackend())
+    code, report = checked(capsys, str(folder), "--device", "cpu", "--tensor-parallel-size", "2")
+    assert code == 1
+    assert "is not possible with a tensor_parallel_size above 1" in report["model"]["error"]
+
+
+def test_model_is_planned_for_the_given_decode_buckets(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuBackend, "padding_blocks", property(lambda backend: len(backend.decode_buckets)))
+    (_, few), (_, more) = (checked(capsys, str(folder), *buckets) for buckets in ((), ("--decode-buckets", "1,2,4,99")))
+    block = few["model"]["bytes"]["kv_cache"] // (few["model"]["kv_cache_tokens"] // 128)
+    assert more["model"]["bytes"]["kv_cache"] == few["model"]["bytes"]["kv_cache"] + 3 * block
 
 
 def test_model_missing_folder_is_named(tmp_path: Path, capsys: Capture) -> None:
