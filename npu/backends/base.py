@@ -267,7 +267,7 @@ class Backend(ABC):
             raise BackendError(f"quantization_config: {refusal}")
 
     def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
-        """Convert a completely written int8 weight in place to the layout that the kernels read.
+        """Convert a completely written, quantized weight in place to the layout that the kernels read.
 
         table: the embedding kernel reads it too.
         """

@@ -158,7 +158,7 @@ class _Allocator:
 
     def _linear(self, stored: StoredMatrix) -> Linear:
         dtype = self._dtype
-        weight: Weight = self._int8(stored, stored.scheme) if stored.scheme else self._backend.weight(
+        weight: Weight = self._quantized(stored, stored.scheme) if stored.scheme else self._backend.weight(
             stored.rows, stored.inputs, dtype)
         bias = self._empty(stored.rows, dtype) if stored.adds_bias else None
         put, dtypes, itemsize = (
@@ -178,7 +178,7 @@ class _Allocator:
             first += rows.size
         return Linear(weight, bias)
 
-    def _int8(self, stored: StoredMatrix, scheme: W8A8) -> QuantizedWeight:
+    def _quantized(self, stored: StoredMatrix, scheme: W8A8) -> QuantizedWeight:
         of_float8 = FLOAT8_GROUPED if scheme.blocks else FLOAT8_DYNAMIC
         inputs = of_float8 if scheme.float8 else Scheme(
             symmetric=scheme.symmetric_inputs, levels=self._backend.int8_levels)

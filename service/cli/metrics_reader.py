@@ -146,7 +146,3 @@ class Window:
                 return low if bound == math.inf else low + (bound - low) * (q * count - below) / (at_most - below)
             low, below = bound, at_most
         return low
-
-    def values(self, name: str, label: str) -> list[str]:
-        """Return the values of a label, sorted."""
-        return sorted({found[label] for found, _ in self.after.samples.get(name, ()) if label in found})
