@@ -155,8 +155,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("host: must not be empty; 0.0.0.0 is all addresses")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size: {self.block_size} is not a power of two")
-        if self.otlp_endpoint and not re.fullmatch(r"https?://[^/\s]+:\d+/?", self.otlp_endpoint):
+        match = re.fullmatch(r"https?://[^/\s]+:(\d{1,5})/?", self.otlp_endpoint)
+        if self.otlp_endpoint and not match:
             raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} must be like http://host:4317, https:// for TLS")
+        if match and not 1 <= int(match[1]) <= 65535:
+            raise ConfigError(f"otlp_endpoint: the port must be in [1, 65535], got {self.otlp_endpoint!r}")
         if self.emulate_relax and not self.emulate:
             raise ConfigError("emulate_relax: nothing is emulated; --emulate does")
         if not all(1 <= rows <= 65536 for rows in self.buckets):
