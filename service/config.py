@@ -178,6 +178,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("tls_client_ca: clients can only be authenticated with tls_cert and tls_key")
         if self.admin_certificates and not self.tls_client_ca:
             raise ConfigError("admin_certificates: clients have certificates only with tls_client_ca")
+        if self.port and self.port == self.metrics_port and self.metrics_host in ("", self.host):
+            raise ConfigError(f"metrics_port: {self.metrics_port} is already the port of gRPC")
         if self.health_port and self.health_port in (self.port, self.metrics_port):
             raise ConfigError(f"health_port: {self.health_port} is already the port of gRPC or of metrics")
 

@@ -173,6 +173,10 @@ def test_settings_document_has_every_setting_with_default() -> None:
     assert rows == {f.name: settings._show(f.default) for f in msgspec.structs.fields(ServerConfig)}
 
 
+def test_load_equal_ports_of_two_addresses() -> None:
+    assert load("--port 9090 --metrics-host 127.0.0.2").metrics_port == 9090
+
+
 @pytest.mark.parametrize(("flags", "error"), [
     ("--kv-events grpc --no-prefix-cache", "kv_events: there are none without prefix_cache"),
     ("--kv-events zmq --kv-events-endpoint 5557", "kv_events_endpoint: '5557' must be like tcp://"),
