@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from npuserve.service.config import ConfigError, ServerConfig
-from tests.helm.chart import Object
+from tests.helm.chart import Object, needs_helm, template
 from tests.helm.test_values import SCHEMA
 
 CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
@@ -45,3 +45,36 @@ def test_schema_ranges_equal_the_servers(name: str):
             assert part["enum"] == [value for value in allowed if takes(value)]
         else:
             assert part["type"] == ("boolean" if kind is bool else "string")
+
+
+@needs_helm
+@pytest.mark.parametrize(("name", "config"), [
+    ("min_priority", {"min_priority": 1, "max_priority": 0}),
+    ("min_priority", {"max_priority": -1}),
+    ("max_model_len", {"max_model_len": 1}),
+    ("emulate_relax", {"emulate_relax": "fp32"}),
+    ("admin_certificates", {"admin_certificates": "admin"}),
+    ("kv_events", {"kv_events": "grpc", "prefix_cache": False}),
+    ("kv_events_replay_endpoint", {"kv_events": "grpc", "kv_events_replay_endpoint": "tcp://*:5558"}),
+    ("kv_events_endpoint", {"kv_events_endpoint": "tcp://router:65536"}),
+    ("otlp_endpoint", {"otlp_endpoint": "http://collector:65536/"}),
+])
+def test_chart_refuses_settings_that_the_server_refuses(name: str, config: Object):
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        ServerConfig(**config)
+    done = template({"config": config})
+    assert done.returncode != 0, f"{config} were accepted"
+    assert f"config.{name}: " in done.stderr, done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize("config", [
+    {"min_priority": -100, "max_priority": 0}, {"max_model_len": 2}, {"emulate": True, "emulate_relax": "fp32"},
+    {"kv_events": "off", "prefix_cache": False}, {"kv_events": "grpc", "prefix_cache": True},
+    {"kv_events": "grpc", "kv_events_endpoint": "tcp://*:65535"}, {"kv_events_endpoint": "ipc:///run/kv:70000"},
+    {"otlp_endpoint": "https://[::1]:65535/"},
+])
+def test_chart_accepts_settings_that_the_server_accepts(config: Object):
+    ServerConfig(**config)
+    done = template({"config": config})
+    assert done.returncode == 0, done.stderr

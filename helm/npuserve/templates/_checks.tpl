@@ -179,6 +179,7 @@
 {{- end }}
 
 {{- include "npuserve.keyChecks" . }}
+{{- include "npuserve.configChecks" . }}
 
 {{- if and .Values.grpcRoute.enabled (not .Values.grpcRoute.parentRefs) }}
 {{- fail "grpcRoute.parentRefs: a route needs a Gateway" }}
@@ -219,6 +220,37 @@
 {{- if has $key (index $check 2) }}
 {{- fail (printf "%s: %s is the chart's own, or one of commonLabels" (index $check 0) $key) }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Settings that the server would refuse at its start. */}}
+{{- define "npuserve.configChecks" -}}
+{{- $config := .Values.config }}
+{{- $kvEvents := default "off" $config.kv_events }}
+{{- $low := default 0 $config.min_priority | int64 }}
+{{- $high := hasKey $config "max_priority" | ternary $config.max_priority 100 | int64 }}
+{{- if gt $low $high }}
+{{- fail (printf "config.min_priority: %d is above config.max_priority, %d" $low $high) }}
+{{- end }}
+{{- if eq 1 (default 0 $config.max_model_len | int64) }}
+{{- fail "config.max_model_len: 1 is not 0 or at least 2: a prompt and an answer need a token each" }}
+{{- end }}
+{{- if and $config.emulate_relax (not $config.emulate) }}
+{{- fail "config.emulate_relax: nothing is emulated; config.emulate does" }}
+{{- end }}
+{{- if and $config.admin_certificates (not .Values.tls.clientCaSecretName) }}
+{{- fail "config.admin_certificates: clients have certificates only with tls.clientCaSecretName" }}
+{{- end }}
+{{- if and (ne $kvEvents "off") (hasKey $config "prefix_cache") (not $config.prefix_cache) }}
+{{- fail "config.kv_events: there are none without config.prefix_cache" }}
+{{- end }}
+{{- if and $config.kv_events_replay_endpoint (ne $kvEvents "zmq") }}
+{{- fail "config.kv_events_replay_endpoint: replays need config.kv_events zmq" }}
+{{- end }}
+{{- range $name := list "otlp_endpoint" "kv_events_endpoint" "kv_events_replay_endpoint" }}
+{{- if gt (default "" (get $config $name) | regexFind "^(tcp|https?)://.+" | regexFind ":[0-9]+/?$" | trimAll ":/" | int64) 65535 }}
+{{- fail (printf "config.%s: the port is above 65535, got %s" $name (get $config $name)) }}
 {{- end }}
 {{- end }}
 {{- end }}
