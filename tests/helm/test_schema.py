@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 import msgspec
 import pytest
 
 from npuserve.service.config import ConfigError, ServerConfig
-from tests.helm.chart import Object, needs_helm, template
-from tests.helm.test_values import SCHEMA
+from tests.helm.chart import Object, needs_helm, refused, template
+from tests.helm.test_values import DEFAULTS, SCHEMA
 
 CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
 # The chart derives these from other values.
@@ -78,3 +80,28 @@ def test_chart_accepts_settings_that_the_server_accepts(config: Object):
     ServerConfig(**config)
     done = template({"config": config})
     assert done.returncode == 0, done.stderr
+
+
+def test_schema_requires_values_that_templates_cannot_miss():
+    """An empty value, as `replicas:`, removes the default: without `required` it would render as 0 or nothing."""
+    optional = re.compile(
+        r"(config|(gateway\.smg\.)?resources|podSecurityContext|dashboards\.labels)\.|securityContext")
+
+    def missing(schema: Object, defaults: Object, path: str = "") -> Iterator[str]:
+        schema = SCHEMA["definitions"][schema["$ref"].split("/")[-1]] if "$ref" in schema else schema
+        for name, default in defaults.items():
+            if optional.match(path + name):
+                continue
+            if default not in (None, "", [], {}) and name not in schema.get("required", []):
+                yield path + name
+            if isinstance(default, dict) and "properties" in schema:
+                yield from missing(schema["properties"][name], default, f"{path}{name}.")
+
+    assert list(missing(SCHEMA, DEFAULTS)) == []
+
+
+@needs_helm
+def test_helm_refuses_empty_values_by_name():
+    done = template({"replicas": None, "tls": None, "affinity": None, "gateway": {"smg": {"ports": None}}})
+    assert done.returncode != 0
+    assert refused(done.stderr) >= {"replicas", "tls", "affinity", "gateway.smg.ports"}, done.stderr
