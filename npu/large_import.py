@@ -20,3 +20,15 @@ def import_large(name: str) -> ModuleType:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+class TorchError(Exception):
+    """Reason why torch cannot be imported."""
+
+
+def import_torch() -> None:
+    """Import torch. Raises TorchError if it is not installed, or if one of its libraries cannot be loaded."""
+    try:
+        import_large("torch")
+    except (ImportError, OSError) as error:
+        raise TorchError(f"torch cannot be imported: {error}") from None

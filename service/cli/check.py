@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npuserve.npu.large_import import import_torch
 from npuserve.service import settings
 from npuserve.service.arguments import number
 from npuserve.service.cli.acceptance import command as acceptance
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.soak and not args.accept:
         raise ConfigError("soak: needs --accept")
     with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints to stdout when it is imported
+        import_torch()
         found_model = model(config)  # first, because it starts the emulator
     chosen = found_model.pop("cpu_kernels", None)
     report: dict[str, Any] = {

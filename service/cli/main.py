@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from npuserve.npu.large_import import TorchError
 from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError
 
@@ -43,7 +44,8 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for invalid usage or an invalid setting, 130 for Ctrl-C.
+    """Run one command and return its exit code: 2 for invalid usage, an invalid setting or an unusable torch, 130
+    for Ctrl-C.
 
     SIGTERM exits with 143 after the command has cleaned up.
     """
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _run(argv)
         finally:
             sys.stdout.flush()
-    except ConfigError as error:
+    except (ConfigError, TorchError) as error:
         print(f"npuserve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npuserve.npu.large_import import import_torch
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
 from npuserve.service.text.model_folder import resolve
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
             if getattr(args, option) is not None:
                 raise ConfigError(f"{option}: nothing is smoothed with --calibration none")
 
+    import_torch()
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.model.config import ModelConfig, ModelError
     from npuserve.npu.quantize.w8a8 import quantize_checkpoint

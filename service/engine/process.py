@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from npuserve.npu.large_import import import_large
+from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Shard
 from npuserve.service import logs, metrics
@@ -86,10 +86,11 @@ class EngineArgs(msgspec.Struct, frozen=True):
 def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     """Load the model and bind the sockets. Return the engine, and the other ranks if it has any.
 
-    Raises the errors of `load_model`, and ConfigError.
+    Raises the errors of `load_model`, ConfigError and TorchError.
     """
     check_state_folder(args)  # first, since it may be impossible
     publisher = open_publisher(args)
+    import_torch()
     import_large("npuserve.npu.execution.load")
     began = time.monotonic()
     from npuserve.kernels.registry import KERNELS
@@ -291,6 +292,8 @@ def serve(args: EngineArgs) -> int:
     """Run the engine until SIGTERM. Return the exit code."""
     try:
         engine, ranks = build(args)
+    except TorchError as error:
+        return child.unusable(error)
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         if child.is_transient(error):
             raise

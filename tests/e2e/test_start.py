@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -35,6 +36,18 @@ def refused(*arguments: str, **environ: str) -> str:
     assert all(json.loads(line)["level"] == "info" for line in logs)
     assert last.startswith("npuserve: ")
     return last.removeprefix("npuserve: ")
+
+
+@pytest.mark.parametrize("command", [
+    ("serve", "--port", "0", "--metrics-port", "0"), ("demo",), ("check",), ("bench", "kernels"), ("bench", "step"),
+    ("quantize", "", "no-such-folder", "--calibration", "none")])
+@pytest.mark.parametrize("error", ['ImportError("no library", name="torch._C")', 'OSError("no library")'])
+def test_torch_that_cannot_be_imported_is_one_sentence(command: tuple[str, ...], error: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
+    done = npuserve(*command, environ={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "npuserve: torch cannot be imported: no library"
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from npuserve.npu.large_import import import_torch
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
 
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0. Raise ConfigError for an unknown device, kernel, case, backend or instruction set."""
+    import_torch()
     import torch
 
     from npuserve.kernels import native

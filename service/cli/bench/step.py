@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from npuserve.npu.large_import import import_torch
 from npuserve.npu.step import SamplingParams
 from npuserve.service import settings
 from npuserve.service.arguments import number
@@ -69,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return the exit code. Raise ConfigError if the batch does not fit, or the model cannot be loaded."""
     config = settings.load(args, os.environ)
+    import_torch()
     if args.layers or args.lm_head or args.dump:
         return bench_trace.run(args, config)
     bench = Bench.load(config, args.batch, max(args.context), max(args.prompt), args.tokens)
