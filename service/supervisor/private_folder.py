@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from npuserve.service.config import ConfigError
+
 PREFIX = "npuserve-"
 LOCK = "supervisor.lock"
 """File in the folder that the supervisor locks while it runs."""
@@ -20,18 +22,21 @@ LOCK = "supervisor.lock"
 def private_folder() -> Iterator[Path]:
     """Create a folder under TMPDIR with access for this user only, and remove it at the end.
 
-    First, folders of dead supervisors are removed.
+    First, folders of dead supervisors are removed. Raises ConfigError if no folder can be created.
     """
-    parent = Path(tempfile.gettempdir())
-    for folder in parent.glob(f"{PREFIX}*"):
-        _remove_if_abandoned(folder)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:  # mode 0700
-        lock = _lock_new(Path(name))
+    with contextlib.ExitStack() as stack:
         try:
-            yield Path(name)
-        finally:
-            if lock >= 0:
-                os.close(lock)
+            for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+                _remove_if_abandoned(folder)
+            name = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True))  # mode 0700
+            lock = _lock_new(Path(name))
+        except OSError as error:
+            path = f" {error.filename}" if error.filename else ""
+            raise ConfigError(f"TMPDIR: a folder{path} cannot be created: {error.strerror}") from None
+        if lock >= 0:
+            stack.callback(os.close, lock)
+        yield Path(name)
 
 
 def _lock_new(folder: Path) -> int:

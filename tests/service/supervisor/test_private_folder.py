@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from npuserve.service.config import ConfigError
 from npuserve.service.supervisor.private_folder import LOCK, private_folder
 
 HOLDER = """
@@ -33,6 +36,24 @@ def test_private_folder_has_mode_0700_and_is_removed(parent: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "file").touch()
     assert not folder.exists()
+
+
+def test_private_folder_that_cannot_be_created_names_tmpdir(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(parent / "none"))
+    refused = rf"^TMPDIR: a folder {parent}/none/npuserve-\w+ cannot be created: No such file or directory$"
+    with pytest.raises(ConfigError, match=refused), private_folder():
+        pass
+
+
+def test_private_folder_without_a_writable_parent_names_tmpdir(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a read-only root without a volume."""
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", fail)
+    refused = r"^TMPDIR: a folder cannot be created: No usable temporary directory found in "
+    with pytest.raises(ConfigError, match=refused), private_folder():
+        pass
 
 
 def test_private_folder_of_killed_process_is_removed_at_next_start(parent: Path) -> None:
