@@ -284,7 +284,7 @@ class Supervisor:
             pause = policy.pause(end, self.ready.is_set())
             error = end.code if isinstance(end.code, BaseException) else None
             if pause is None and error:
-                raise error
+                raise ConfigError(f"{child.name} cannot be started: {error}") from error
             if pause is None and end.code in (UNUSABLE, EXIT_NODE_FAULT):
                 return int(end.code)
             if pause is None:
@@ -307,6 +307,7 @@ class Supervisor:
         try:
             code = await child.run()
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
+            await asyncio.sleep(0)  # at the start of the server: until `run` has made the metrics page
             return RunEnd(error)
         silence = child.silence if child.is_hung else 0.0
         seconds = time.monotonic() - child.started_at - silence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -128,6 +129,39 @@ def test_serve_with_few_open_files_names_the_limit(limit: int) -> None:
     assert done.stderr == (
         f"npuserve: open files: the limit (ulimit -n) is {limit}; at least 104 are needed, and one for each connection "
         "of a front end\n")
+
+
+SHORT_OF_PROCESSES = """
+import os, sys
+from npuserve.service.cli import main
+from npuserve.service.supervisor import child_process
+
+errors = [OSError(number, os.strerror(number)) for number in map(int, sys.argv.pop(1).split(","))]
+
+def require(count):
+    if errors:
+        raise errors.pop(0)
+
+child_process._require_files = require
+sys.exit(main.main())
+"""
+"""`npuserve`, whose first processes cannot be started: these error numbers, with commas, come first."""
+
+
+def test_serve_whose_front_end_cannot_be_started_names_the_cause() -> None:
+    serve = ("serve", "--port", "0", "--metrics-port", "0")
+    command = (sys.executable, "-c", SHORT_OF_PROCESSES, str(errno.EACCES), *serve)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "npuserve: frontend-0 cannot be started: [Errno 13] Permission denied\n"
+
+
+def test_serve_short_of_processes_at_its_start_tries_again() -> None:
+    with serving(program=("-c", SHORT_OF_PROCESSES, str(errno.EAGAIN), "serve")) as server:
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    assert [line["error"] for line in lines if line.get("why") == "not_started"] == [
+        "[Errno 11] Resource temporarily unavailable"]
 
 
 def test_serve_logs_once_that_it_is_ready() -> None:
