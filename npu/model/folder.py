@@ -29,6 +29,15 @@ def check_downloaded(files: Iterable[Path]) -> None:
                 f"{path}: is a Git LFS pointer, not the file itself; download it with: git -C {path.parent} lfs pull")
 
 
+def _check_readable(files: Iterable[Path]) -> None:
+    """Raise ModelError for the first file that cannot be opened. safetensors reports each such file as absent."""
+    for path in files:
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def check_links(folder: Path) -> None:
     """Raise ModelError for the first file of a model's folder that is a symbolic link to outside the folder.
 
@@ -49,11 +58,12 @@ def check_links(folder: Path) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """Return model.safetensors, or the shards that model.safetensors.index.json names.
 
-    Raises ModelError if they are absent, or if `check_links` refuses a file of the folder.
+    Raises ModelError if they are absent or cannot be read, or if `check_links` refuses a file of the folder.
     """
     check_links(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
+        _check_readable([single])
         check_downloaded([single])
         return [single]
     if not index.is_file():
@@ -62,6 +72,7 @@ def weight_files(folder: Path) -> list[Path]:
         if pickled:
             message += f"; {pickled[0]} is pickled, which can run code as it is read: convert it to safetensors"
         raise ModelError(message)
+    _check_readable([index])
     check_downloaded([index])
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -71,6 +82,7 @@ def weight_files(folder: Path) -> list[Path]:
     if absent:
         raise ModelError(f"{index}: names files that are not in the folder: {listed(absent)}")
     files = [folder / name for name in names]
+    _check_readable(files)
     check_downloaded(files)
     return files
 

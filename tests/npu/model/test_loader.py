@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -259,6 +261,23 @@ def test_loader_invalid_files_are_refused(tmp_path, spoil, message):
     saved(random_model("llama"), tmp_path)
     spoil(tmp_path)
     with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "a.safetensors"])
+def test_loader_file_that_cannot_be_opened_is_named(tmp_path, name, monkeypatch):
+    saved(random_model("llama"), tmp_path)
+    if name != "model.safetensors":
+        _index(tmp_path, {"weight_map": {"x": "a.safetensors"}})
+    opened = Path.open
+
+    def open_others(self, *args, **options):
+        if self.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return opened(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_others)
+    with pytest.raises(ModelError, match=f"{tmp_path}/{name}: cannot be read: Permission denied$"):
         load(tmp_path)
 
 
