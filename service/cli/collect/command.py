@@ -88,7 +88,7 @@ def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> It
     if args.accept_report:
         yield "accept.json", accept_report(Path(args.accept_report))
     given = args.plog or os.environ.get("ASCEND_PROCESS_LOG_PATH")
-    yield from sources.device_logs(Path(given) if given else Path.home() / "ascend" / "log")
+    yield from sources.device_logs(Path(given or os.path.expanduser("~/ascend/log")))
 
 
 def server_log(path: Path) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -79,6 +80,17 @@ def test_collect_without_a_device_lists_what_is_missing(home: Path, capsys: pyte
     assert lines["npu-smi/topology"] == {
         "name": "npu-smi/topology", "status": "missing", "bytes": 0, "detail": "no program npu-smi"}
     assert set(lines) >= set(found) - {"manifest.json"}
+
+
+def test_collect_without_a_home_is_complete(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a user without an entry in /etc/passwd."""
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert main(["collect", "--output", str(home / "a.tar.gz")]) == 0
+    assert manifest(members(home / "a.tar.gz"))["plog"]["detail"] == "no log of CANN in ~/ascend/log"
 
 
 def test_collect_runs_npu_smi_for_each_npu_with_time_limits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
