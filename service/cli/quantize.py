@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from npuserve.npu.large_import import import_torch
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_folder import expand, resolve
 
 if TYPE_CHECKING:
     from npuserve.npu.quantize.w8a8 import QuantizationResult
@@ -63,8 +63,11 @@ def _smoothing(text: str) -> float | None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when OUT is complete. Raise ConfigError for an unusable model, an unusable text or an unwritable OUT."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    folder, out = resolve(args.model), Path(args.out).expanduser()
-    _check_out(folder, out, args.overwrite)
+    folder, out = resolve(args.model), expand("out", args.out)
+    try:
+        _check_out(folder, out, args.overwrite)
+    except OSError as error:
+        raise ConfigError(f"out: {out} cannot be used: {error.strerror}") from error
     if args.calibration == "none":
         for option in ("samples", "sample_tokens", "smoothing"):
             if getattr(args, option) is not None:
@@ -122,7 +125,7 @@ def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[
     if tokenizer is None:
         raise ConfigError(f"model: {folder} has no tokenizer for a calibration text; use --calibration none")
     left, texts = samples * length * MAX_CHARACTERS_PER_TOKEN, []
-    for text in texts_of(Path(file).expanduser()) if file else default_texts():
+    for text in texts_of(expand("calibration", file)) if file else default_texts():
         texts.append(text[:left])
         left -= len(text)
         if left <= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import stat
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,17 +85,34 @@ def resolve(model: str) -> Path:
 
 
 def local(model: str) -> Path | None:
-    """Return the folder of the built-in model ("") or of a path; None for a hub name. Raise ConfigError for a file."""
+    """Return the folder of the built-in model ("") or of a path; None for a hub name.
+
+    Raises ConfigError for a file, and for a path that cannot be read.
+    """
     if not model:
         return storyteller.FOLDER
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = expand("model", model)
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it has a NUL
+        mode = 0
+    except OSError as error:
+        raise ConfigError(f"model: {model} cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(mode):
         return path
-    if path.exists():
+    if mode:
         raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise ConfigError(f"model: there is no folder {model}{_similar_folder(path)}")
     return None
+
+
+def expand(setting: str, path: str) -> Path:
+    """Return a path with `~` and `~user` replaced by the home directory. Raises ConfigError if that is unknown."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{setting}: {path}: the home directory is unknown; give an absolute path") from None
 
 
 async def fetch(model: str) -> Path:
@@ -223,10 +241,13 @@ def _defaults(generation: dict[str, Any]) -> dict[str, float]:
 
 
 def _download(model: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
 
     hint = _similar_folder(Path(model))
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise ConfigError(f"model: {model} is no folder here{hint} and cannot be downloaded from the hub: the home "
+                          "directory is unknown; set HF_HOME to a folder for downloads")
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except hub.GatedRepoError as error:
@@ -238,6 +259,9 @@ def _download(model: str) -> Path:
             f"model: {model} is no folder here{hint}, was not downloaded before, and the hub cannot be reached "
             "(offline?); give a folder, or set HF_ENDPOINT to a mirror") from error
     except Exception as error:  # the hub's client raises the exceptions of its transport
+        if isinstance(error, OSError) and error.filename:
+            raise ConfigError(f"model: {model} cannot be downloaded from the hub: {error.filename}: {error.strerror}; "
+                              "HF_HOME sets the folder of downloads") from error
         kind = type(error).__name__
         raise ConfigError(
             f"model: {model} is no folder here{hint} and cannot be downloaded from the hub ({kind})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.service.config import ConfigError
+from npuserve.service.text import model_folder as folders
 from npuserve.service.text.model_folder import fetch, open_folder, resolve
 from tests.support.fake_engine import EOS, make_folder
 from tests.support.real_models import BUILT_IN, model_folder
@@ -36,6 +38,30 @@ def test_resolve_of_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve(str(tmp_path / "model.gguf"))
+
+
+def test_resolve_of_a_path_that_cannot_be_read_names_it(tmp_path: Path) -> None:
+    """As a folder that this user may not enter."""
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=f"^model: {tmp_path}/loop/model cannot be read: Too many levels of symbolic"):
+        resolve(f"{tmp_path}/loop/model")
+
+
+def test_resolve_of_an_unknown_home_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^model: ~nobody-here/model: the home directory is unknown"):
+        resolve("~nobody-here/model")
+
+
+def test_download_without_a_folder_for_it_names_hf_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/.cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError, match=r"^model: a/b cannot be downloaded .*: /.cache: Permission denied; HF_HOME "):
+        folders._download("a/b")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    with pytest.raises(ConfigError, match=r"^model: a/b is no folder here .* home directory is unknown; set HF_HOME"):
+        folders._download("a/b")
 
 
 def test_resolve_of_a_hub_name_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
