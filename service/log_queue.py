@@ -44,6 +44,11 @@ class LogQueue:
             self._changed.notify_all()
             return True
 
+    def write_without_thread(self, line: bytes) -> None:
+        """Write a line in the calling thread if the system has no thread for the queue. The caller is about to end."""
+        if self._thread is None:
+            self._write(line)
+
     def take_dropped(self) -> int:
         """Return the number of lines dropped since the last call, and reset it."""
         with self._changed:

@@ -28,6 +28,8 @@ _prompts = False
 """Value of ServerConfig.log_prompts."""
 _queue: LogQueue | None = None
 """Queue of this process's stderr; None before `setup`."""
+_is_ending = False
+"""Whether an exception ends the process, so that a line may block it."""
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 
 
@@ -53,9 +55,11 @@ def setup(config: ServerConfig, process: str) -> None:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Log the exception that ends the process. A replacement of sys.excepthook."""
+    global _is_ending
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     else:
+        _is_ending = True
         bug(logging.getLogger("npuserve"), "the process ends by an exception", error)
 
 
@@ -110,11 +114,11 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            line = self.format(record).encode(errors="backslashreplace") + b"\n"
         except Exception:  # like logging's handlers: a bad record must not end the caller
-            self._queue.put(f"log record of {record.name} cannot be formatted\n".encode())
-        else:
-            self._queue.put(line.encode(errors="backslashreplace") + b"\n")
+            line = f"log record of {record.name} cannot be formatted\n".encode()
+        if not self._queue.put(line) and _is_ending:
+            self._queue.write_without_thread(line)
 
     def flush(self) -> None:
         """Wait until all lines are written. Called by logging.shutdown."""

@@ -89,6 +89,25 @@ def test_exception_that_ends_the_process_is_one_json_line_without_its_text() -> 
     assert "line 4" in line["traceback"]
 
 
+def test_exception_that_ends_a_process_without_threads_is_logged() -> None:
+    program = """
+import threading
+from npuserve.service import logs
+from npuserve.service.config import ServerConfig
+
+def fail(thread):
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = fail
+logs.setup(ServerConfig(log_format="json"), "engine")
+threading.Thread().start()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    line = json.loads(done.stderr)
+    assert (line["message"], line["exception_type"]) == ("the process ends by an exception", "RuntimeError")
+    assert "in fail" in line["traceback"]
+
+
 def test_text_formatter_quotes_special_characters(capsys: Capture) -> None:
     logs.setup(ServerConfig(log_format="text"), "engine")
     logs.event(log, "done", id="x=1\nINFO forged", plain="a/b:c", seconds=0.123456789, empty="")
