@@ -292,9 +292,11 @@ def _byte(words, PLACE: tl.constexpr, BYTES: tl.constexpr, TO: tl.constexpr, WID
         byte = (words >> 8 * PLACE).to(tl.int8)
         if BYTES == "fp8":
             byte = byte.to(tl.float8e4nv, bitcast=True)
-        return byte.to(tl.float32 if WIDE else TO)
-    ASM: tl.constexpr = bytes_to_bfloat16(PLACE, BYTES)
-    return tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+        number = byte.to(tl.float32 if WIDE else TO)
+    else:
+        ASM: tl.constexpr = bytes_to_bfloat16(PLACE, BYTES)
+        number = tl.inline_asm_elementwise(ASM, "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return number  # no return in a branch: Triton wants one type of all returns, also of those that it never reaches
 
 
 @triton.jit

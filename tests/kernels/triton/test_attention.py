@@ -314,26 +314,28 @@ HEADS = {"q_gamma": "*bf16", "k_gamma": "*bf16", "cos_sin": "*fp32", "positions"
 QWEN3_14B, QWEN3_06B, SMOL = (40, 8, 128), (16, 8, 128), (32, 8, 64)
 
 
-def caches(cached: str, scale: str) -> tuple[dict[str, str], dict[str, Any]]:
+def caches(cached: str, scale: str, activations: str = "*bf16") -> tuple[dict[str, str], dict[str, Any]]:
     """Return (types, constants) of the arguments."""
-    types = dict.fromkeys(("k_cache", "v_cache"), {"": "*bf16", "int8": "*i8", "fp8": "*fp8e4nv"}[cached])
+    types = dict.fromkeys(("k_cache", "v_cache"), {"": activations, "int8": "*i8", "fp8": "*fp8e4nv"}[cached])
     scales = "k_scale", "v_scale"
     return (types | dict.fromkeys(scales, scale), {}) if cached else (types, dict.fromkeys(scales))
 
 
 def of_call(
-    launch: ModuleType, heads: tuple[int, int, int], kind: tuple[bool, int], cached: str, shared: int = 227 << 10
+    launch: ModuleType, heads: tuple[int, int, int], kind: tuple[bool, int], cached: str, shared: int = 227 << 10,
+    activations: torch.dtype = torch.bfloat16,
 ) -> Launch:
     """Return the launch of a call with (query heads, KV heads, head_dim), (chunks, tokens) and a cache."""
     (q_heads, kv_heads, dim), (chunks, tokens) = heads, kind
-    dtype = QUANTIZED.get(cached, torch.bfloat16)
-    config = launch.config(chunks, dim, torch.bfloat16, dtype, tokens, shared)
+    dtype = QUANTIZED.get(cached, activations)
+    config = launch.config(chunks, dim, activations, dtype, tokens, shared)
     made = launch.plan_launch(config, chunks, tokens, 256, q_heads, kv_heads, dim, 32, 32768, 132)
-    types, scales = caches(cached, "*i32")
+    number = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[activations]
+    types, scales = caches(cached, "*i32", number)
     if words := launch.words_of(dtype, chunks, dim):
         types |= dict.fromkeys(("k_cache", "v_cache"), "*i32")
     return Launch(
-        "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": "*bf16", "out": "*bf16"},
+        "paged_attention", "paged_attention_kernel", ATTENTION | types | {"q": number, "out": number},
         made.constants | scales | {"BYTES": words, "WIDE": False, "PDL": True}, made.options)
 
 
@@ -357,6 +359,13 @@ def test_hopper_attention_hardly_spills_and_uses_tensor_cores(launch: ModuleType
         assert "st.global" not in early, what
         assert "atom.global.gpu.acq_rel" in late, what
         assert "ld.global.b16" not in made.ptx, what  # scales are prefetched too
+
+
+@pytest.mark.parametrize("activations", [torch.float16, torch.float32])
+def test_attention_compiles_for_quantized_caches(launch: ModuleType, activations: torch.dtype) -> None:
+    launches = [of_call(launch, SMOL, kind, cached, activations=activations)
+                for kind in ((False, 16), (True, 256)) for cached in QUANTIZED]
+    assert all(made.shared <= 227 << 10 for made in compiled(launches))
 
 
 @pytest.mark.full
