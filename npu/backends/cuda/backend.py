@@ -51,6 +51,22 @@ KERNEL_NAMES = {
 """See DeviceProfiler.names: kernels in Triton by their functions, and GEMMs of libraries."""
 
 
+def build_driver_module() -> None:
+    """Make triton compile the C module by which it calls the driver, unless its cache has the module.
+
+    Raises BackendError if that fails, since no kernel can be launched then.
+    """
+    from triton.runtime import driver
+
+    try:
+        driver.active  # noqa: B018  the first access compiles
+    except Exception as error:  # triton raises the errors of its parts: RuntimeError, CalledProcessError and others
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise BackendError(
+            f"device: triton cannot build its module for the driver ({first[:200]}): install a C compiler (gcc) and "
+            "Python's headers (python3-dev), or set CC") from error
+
+
 class CudaBackend(StreamBackend):
     """Backend for a GPU.
 
@@ -81,6 +97,8 @@ class CudaBackend(StreamBackend):
             raise BackendError(
                 f"device: the GPU cannot be started ({first[:200]}): check with nvidia-smi that it is healthy and not "
                 "in use by others") from error
+        if self.compiles:
+            build_driver_module()
 
     def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device]:
         """Open the GPU of a rank; return its torch module and its device.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +84,26 @@ def test_cuda_start_failure_gives_advice(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.cuda, "set_device", fails)
     with pytest.raises(BackendError, match=r"^device: the GPU cannot be started \(CUDA error: .* unavailable\): check"):
+        select("cuda")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("error", "said"), [
+    (RuntimeError("Failed to find C compiler. Please specify via CC"), "Failed to find C compiler"),
+    (subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"]), "returned non-zero exit status 1"),
+])
+def test_cuda_start_without_c_compiler_gives_advice(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    class Driver:
+        @property
+        def active(self) -> None:
+            raise error
+
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=Driver()))
+    monkeypatch.setattr(CudaBackend, "open_device", lambda *_: (cuda_emulated, torch.device("cpu")))
+    with pytest.raises(BackendError, match=rf"^device: triton cannot build .* \(.*{said}.*\): install a C compiler"):
         select("cuda")
 
 
