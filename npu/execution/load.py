@@ -68,8 +68,7 @@ def load_runner(
 
     backend, emulate: see `select`.
     decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
-    prefill_device: see `select_prefill`.
-    lm_head_dtype: see `ModelConfig`.
+    prefill_device, lm_head_dtype: see `select_prefill` and `ModelConfig`.
     kernel_sampling, observe: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
