@@ -11,7 +11,7 @@ Specification: JSON Schema draft 2020-12; the drafts 4, 6, 7 and 2019-09 by thei
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -235,8 +235,6 @@ class _Schema:
             out["items"] = self._walk(items, base, f"{path}/{rest}", depth + 1)
 
     def _reference(self, reference: Any, base: str, path: str) -> str:
-        if not isinstance(reference, str):
-            raise _error(path, "'$ref' must be a string")
         schema, outer, target = self._target(reference, base, path)
         key = (id(schema), outer)
         if key not in self._definitions:
@@ -244,8 +242,10 @@ class _Schema:
             self._ahead.append((schema, outer, target, self._definitions[key]))
         return f"#/$defs/{self._definitions[key]}"
 
-    def _target(self, reference: str, base: str, path: str) -> tuple[Any, str, str]:
+    def _target(self, reference: Any, base: str, path: str) -> tuple[Any, str, str]:
         """Return the subschema of a reference, the base around it and its path."""
+        if not isinstance(reference, str):
+            raise _error(path, "'$ref' must be a string")
         try:
             if reference.startswith("#"):  # also for a base that is no hierarchical URI, such as a URN
                 uri, fragment = base, unquote(reference[1:])
@@ -346,7 +346,7 @@ def _check_value(value: Any, path: str, depth: int) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any], others: Sequence[float]) -> None:

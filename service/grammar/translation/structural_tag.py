@@ -77,10 +77,11 @@ class _Translator:
         self._enter(path, depth)
         if not isinstance(value, dict):
             raise _error(path, "a format must be an object")
-        kind = value.get("type")
-        method = _FORMATS.get(kind) if isinstance(kind, str) else None
+        kind = _kind(value)
+        method = _FORMATS.get(kind)
         if method is None:
-            raise _error(path, f"format {kind!r} is not supported; it must be one of {', '.join(_FORMATS)}")
+            supported = ", ".join(_FORMATS)
+            raise _error(path, f"format {value.get('type')!r} is not supported; it must be one of {supported}")
         if kind in _FREE or kind == "sequence":
             return method(self, value, path, ends, depth)
         may_continue = kind == "or" or kind in _REPEATED or (ends is not None and kind != "const_string")
@@ -100,7 +101,7 @@ class _Translator:
 
     def _is_regular(self, value: Any, depth: int) -> bool:
         """Return whether a format is a regular expression of text."""
-        kind = value.get("type") if isinstance(value, dict) and depth <= MAX_DEPTH else None
+        kind = _kind(value) if depth <= MAX_DEPTH else ""
         if kind in ("or", "sequence"):
             elements = value.get("elements")
             return isinstance(elements, list) and bool(elements) and all(
@@ -209,9 +210,9 @@ class _Translator:
             item, here = elements[i], f"{path}/elements/{i}"
             count = self._count_regular(elements[i:], depth + 1)
             last = i + count == len(elements)
-            if isinstance(item, dict) and item.get("type") in _FREE and not last:
+            if _kind(item) in _FREE and not last:
                 following = elements[i + 1]
-                if not isinstance(following, dict) or following.get("type") != "const_string":
+                if _kind(following) != "const_string":
                     raise _error(here, f"'{item['type']}' must be last, or be followed by a const_string")
                 end = [_text(following, "value", f"{path}/elements/{i + 1}")]
                 parts.append(self.expression(item, here, end, depth + 1))  # includes the constant
@@ -231,7 +232,7 @@ class _Translator:
 
     def _count_regular(self, elements: Sequence[Any], depth: int) -> int:
         """Return the number of the first elements that must be one terminal: regular ones after one of many texts."""
-        if isinstance(elements[0], dict) and elements[0].get("type") == "const_string":
+        if _kind(elements[0]) == "const_string":
             return 1
         count = next((i for i, item in enumerate(elements) if not self._is_regular(item, depth)), len(elements))
         return max(1, count)
@@ -259,13 +260,12 @@ class _Translator:
 
     def _tag(self, value: Any, path: str, ends: Any, depth: int, begin: str | None = None) -> str:
         """begin: rest of the begin that follows its trigger."""
+        if not isinstance(value, dict):
+            raise _error(path, "a tag must be an object")
         first = self._begin(value, path) if begin is None else self._builder.literal(begin) if begin else ""
         content, last = value.get("content"), value.get("end")
         if isinstance(last, dict):
-            if isinstance(content, dict) and content.get("type") in _FREE:
-                text = self.expression(content, f"{path}/content", None, depth + 1)
-            else:
-                text = self.expression(content, f"{path}/content", None, depth + 1)
+            text = self.expression(content, f"{path}/content", None, depth + 1)
             return self._builder.rule(f"{first} {text} {self._token(last, f'{path}/end', None, depth)}")
         if not (texts := _end_texts(value)):
             raise _error(path, "'end' must be a string, strings or a token")
@@ -353,6 +353,12 @@ _FORMATS: dict[str, Callable[[_Translator, Any, str, Sequence[str] | None, int],
 
 def _error(path: str, message: str) -> ConstraintError:
     return ConstraintError(f"structural_tag: {message} at {path}")
+
+
+def _kind(value: Any) -> str:
+    """Return the name of a format; "" if it has none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _text(value: Any, name: str, path: str) -> str:

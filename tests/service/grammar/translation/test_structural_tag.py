@@ -199,6 +199,10 @@ def test_end_token_is_not_part_of_a_tag():
     (tag({"type": "sequence", "elements": [pattern("a"), pattern("(?=a)")]}),
      "/format/elements/1/pattern: look-around"),
     (tag({"type": "sequence", "elements": [ebnf("root ::= x"), const("a")]}), "at /format/elements/0/grammar"),
+    (tag({"type": "plus", "content": {"type": []}}), r"format \[\] is not supported.* at /format/content"),
+    (tag({"type": "sequence", "elements": [{"type": {}}, ANY]}), "is not supported.* at /format/elements/0"),
+    (tag({"type": "tags_with_separator", "separator": ",", "tags": ["a"]}),
+     "a tag must be an object at /format/tags/0"),
     (tag({"type": "or", "elements": [pattern("a")] * 1100}), "be at most 1024 at /format/elements/1023"),
 ])
 def test_malformed_tag_is_refused(value: Any, message: str):
