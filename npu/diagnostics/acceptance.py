@@ -17,6 +17,7 @@ from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import KernelSet, Span
 from npuserve.npu.backends.base import Backend, Captured
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.diagnostics.differences import norm_of
 from npuserve.npu.execution.batch import BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
@@ -127,7 +128,7 @@ class Bucket:
     rows: number of rows of the bucket.
     seconds: duration of the capture.
     nbytes: device memory that the capture took.
-    difference: || captured - single || / || single || of the hidden states; 0 if bit-identical.
+    difference: || captured - single || / || single || of the hidden states; 0 if bit-identical, infinite for NaN.
     padded_difference: `difference` with one padding row in the captured step.
     replay_seconds, single_seconds: decoder time as one dispatch and kernel by kernel, on the device's clock.
     """
@@ -204,12 +205,12 @@ def _compare(
     staged = buffers.fill([(rows, size)])
     staged.upload()
     part = staged.parts[0]
-    got = captured.replay(part.tokens, part.context_lens, part.cu_seqlens).to("cpu", torch.float64, copy=True)
+    got = captured.replay(part.tokens, part.context_lens, part.cu_seqlens).to("cpu", copy=True)
     batch = buffers.batch(part)
-    want = loaded.model.hidden(batch, cache).to("cpu", torch.float64)
+    want = loaded.model.hidden(batch, cache)
     spans = [(_spanned(loaded.backend, lambda: captured.replay(part.tokens, part.context_lens, part.cu_seqlens)),
               _spanned(loaded.backend, lambda: loaded.model.hidden(batch, cache))) for _ in range(REPEATS)]
-    return float((got - want).norm() / want.norm()), spans
+    return norm_of(got, want), spans
 
 
 def _spanned(backend: Backend, run: Callable[[], Tensor]) -> Span:

@@ -13,6 +13,7 @@ import torch
 
 from npuserve.npu.backends.base import Captured
 from npuserve.npu.diagnostics.acceptance import Loaded
+from npuserve.npu.diagnostics.differences import norm_of
 from npuserve.npu.diagnostics.replays import randomize, shortened
 from npuserve.npu.execution.batch import BatchBuffers
 from npuserve.npu.execution.decoder import Model
@@ -83,7 +84,5 @@ def _difference(model: Model, captured: Captured, buffers: BatchBuffers, cache: 
     buffers.pad(part, captured.size(part.tokens))
     staged.upload()
     replayed = captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
-    got = replayed[: part.tokens].to("cpu", torch.float64, copy=True)
-    want = model.hidden(buffers.batch(part), cache).to("cpu", torch.float64)
-    found = float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
-    return found if found == found else torch.inf
+    got = replayed[: part.tokens].to("cpu", copy=True)
+    return norm_of(got, model.hidden(buffers.batch(part), cache), dim=1)

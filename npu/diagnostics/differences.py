@@ -25,6 +25,13 @@ def difference_of(got: Tensor, want: Tensor) -> float:
     return float(torch.where(wide == exact, 0.0, (wide - exact).abs()).max())
 
 
+def norm_of(got: Tensor, want: Tensor, dim: int | None = None) -> float:
+    """Return || got - want || / || want ||; infinite for NaN. dim: of the norms, of which the largest ratio counts."""
+    exact = want.to("cpu", torch.float64)
+    ratio = (got.to("cpu", torch.float64) - exact).norm(dim=dim) / exact.norm(dim=dim)
+    return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
 def relative_of(got: Tensor, want: Tensor) -> float:
     """Return the largest difference relative to magnitude plus root mean square of the row.
 

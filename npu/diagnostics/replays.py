@@ -18,7 +18,8 @@ from torch import Tensor
 from npuserve.kernels.quantized import Quantized
 from npuserve.npu.backends.base import Captured, Event
 from npuserve.npu.diagnostics.acceptance import Loaded
-from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
+from npuserve.npu.diagnostics.differences import norm_of
+from npuserve.npu.execution.batch import BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.model.rope import cos_sin_table
@@ -135,7 +136,7 @@ class Replays:
         return Soaked(replays, wrong, worst, *first, time.perf_counter() - began,
                       max(0, free - self._backend.memory_available()))
 
-    def _fill(self, contexts: Sequence[int]) -> tuple[Staged, Part]:
+    def _fill(self, contexts: Sequence[int]) -> Part:
         """Stage the step. A row's token depends on its context alone, so that equal steps write equal keys."""
         rows = []
         for row, context in enumerate(contexts):
@@ -145,24 +146,22 @@ class Replays:
             rows.append(Row(row, [token], context - 1, blocks, True))
         staged = self._buffers.fill([(rows, self._captured.size(len(rows)))])
         staged.upload()
-        return staged, staged.parts[0]
+        return staged.parts[0]
 
     def _replay(self, part: Part) -> Tensor:
         return self._captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
 
     def _kernels(self, contexts: Sequence[int]) -> Tensor:
-        _, part = self._fill(contexts)
+        part = self._fill(contexts)
         return self._model.hidden(self._buffers.batch(part), self._cache).clone()
 
     def _difference(self, contexts: Sequence[int]) -> float:
-        _, part = self._fill(contexts)
-        got = self._replay(part).to("cpu", torch.float64, copy=True)
-        want = self._model.hidden(self._buffers.batch(part), self._cache).to("cpu", torch.float64)
-        found = float((got - want).norm() / want.norm())
-        return found if found == found else torch.inf
+        part = self._fill(contexts)
+        got = self._replay(part).to("cpu", copy=True)
+        return norm_of(got, self._model.hidden(self._buffers.batch(part), self._cache))
 
     def _compared(self, contexts: Sequence[int], want: Tensor, buffer: Tensor) -> Event:
-        _, part = self._fill(contexts)
+        part = self._fill(contexts)
         wide = want.float()
         off = self._replay(part).float() - wide
         return self._backend.fetch(((off * off).sum() / (wide * wide).sum()).sqrt().view(1), buffer)

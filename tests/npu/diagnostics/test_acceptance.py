@@ -20,6 +20,7 @@ from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Step
+from npuserve.service.cli.acceptance.captures import check_captures
 from tests.npu.execution.test_dispatch import Bucketed, Graph
 from tests.support.models import random_model, saved, saved_w8a8
 
@@ -154,3 +155,19 @@ def test_buckets_report_wrong_captures(folder: Path, padded: bool) -> None:
 
     first, *_ = acceptance.buckets(loaded(folder, Backend()), 4)
     assert (first.difference > 0.1, first.padded_difference > 0.1) == (not padded, padded)
+
+
+@built
+def test_padded_capture_with_nan_fails(folder: Path) -> None:
+    class Padded(Graph):
+        def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
+            out = super().replay(rows, context_lens)
+            return out * torch.nan if rows < self.size(rows) else out
+
+    class Backend(Bucketed):
+        def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
+            return Padded(step) if decode else None
+
+    first, *_ = check_captures(loaded(folder, Backend()), 4)
+    assert first.passed is False
+    assert first.figures["padded_difference"] == torch.inf
