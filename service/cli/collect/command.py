@@ -94,6 +94,8 @@ def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> It
 def server_log(path: Path) -> Part:
     """Return the last lines of the server's log, without prompts."""
     part = sources.file(path, 16 << 20, end=True)
+    if not part.data:
+        return part
     kept = redaction.log_lines(part.data.decode(errors="replace"), is_cut=part.status == "truncated")
     lines = len(kept)
     status: Status = "truncated" if len(kept) > MAX_LOG_LINES else part.status

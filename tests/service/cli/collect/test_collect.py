@@ -322,6 +322,14 @@ def test_collect_takes_no_other_file_for_a_log_of_cann_or_a_report(
     assert not [name for name, data in found.items() if b"MARKER" in data]
 
 
+def test_collect_without_the_named_log_writes_no_file_for_it(home: Path) -> None:
+    assert main(["collect", "--output", str(home / "a.tar.gz"), "--log", str(home / "absent.log")]) == 0
+    found = members(home / "a.tar.gz")
+    assert "server.log" not in found
+    assert manifest(found)["server.log"] == {
+        "name": "server.log", "status": "missing", "bytes": 0, "detail": f"no file {home}/absent.log"}
+
+
 @pytest.mark.parametrize("text", ['["acceptance", "prompt=MARKER"]', '"acceptance MARKER"', "1", "{}", ""])
 def test_accept_report_is_an_object_with_a_report(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
