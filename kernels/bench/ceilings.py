@@ -170,11 +170,6 @@ class Ceilings:
             size *= 2
 
 
-def ceilings(read_bytes: int = READ_BYTES) -> dict[str, float]:
-    """Measure the ceilings now; see `Ceilings.best`."""
-    return Ceilings(read_bytes).best()
-
-
 def _program(
     name: str, dtype: torch.dtype, tensors: list[torch.Tensor], sizes: list[int], isa: int | None = None
 ) -> Callable[[], object]:

@@ -142,17 +142,6 @@ def set_threads(count: int) -> None:
         native.library().set_threads(count or usable_cores())
 
 
-def ceilings(threads: int = 0) -> dict[str, float]:
-    """Return the machine's current ceilings: read_gbs, bf16_gflops, int8_gops, fp32_gflops. Used by scripts.
-
-    threads: number of threads, which kernels keep afterwards; 0 for the number of cores.
-    """
-    from npuserve.kernels.bench.ceilings import Ceilings
-
-    set_threads(threads)
-    return Ceilings().best()
-
-
 def _cases(names: list[str], text: str, wanted: torch.dtype) -> Iterator[tuple[Kernel[..., Any], Case, torch.dtype]]:
     """Yield kernel, case and dtype of each measurement: `wanted`, or the kernel's first dtype if it lacks that."""
     from npuserve.kernels.registry import KERNELS

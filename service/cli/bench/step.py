@@ -108,8 +108,9 @@ def _rows(bench: Bench, args: argparse.Namespace, ceilings: Ceilings | None) -> 
 
 def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
     products = "int8" if bench.runner.config.quantization else bench.runner.dtype_name
-    samples, peak = _measure_with_ceiling(lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
-                            lambda: ceilings.peak_of(products) if ceilings else 0.0)
+    samples, peak = _measure_with_ceiling(
+        lambda: [bench.prefill(tokens) for _ in range(REPEATS)],
+        lambda: ceilings.peak_of(products) if ceilings else 0.0)
     seconds = statistics.median(samples)
     speed = bench.prefill_operations(tokens) / seconds
     row = {"prompt": tokens, "prefill_tokens_per_second": tokens / seconds, "ttft_ms_p50": 1e3 * seconds,
@@ -118,8 +119,8 @@ def _prefill(bench: Bench, tokens: int, ceilings: Ceilings | None) -> Row:
 
 
 def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceilings | None) -> Row:
-    steps, ceiling = _measure_with_ceiling(lambda: bench.decode(batch, context, tokens),
-                             lambda: ceilings.read() if ceilings else 0.0)
+    steps, ceiling = _measure_with_ceiling(
+        lambda: bench.decode(batch, context, tokens), lambda: ceilings.read() if ceilings else 0.0)
     timed = [step for step in steps if step.in_kernels]
     plain = [step for step in steps if not step.in_kernels] or steps
     seconds = sum(step.seconds for step in plain)
@@ -254,8 +255,8 @@ class Bench:
             assert self.pipeline, "nothing to compute"
         began, self.collected = max(done.planned, self.collected), time.monotonic()
         context = sum(row.start + len(row.token_ids) for row in done.step.rows)
-        return StepTime(self.collected - began, len(done.result.token_ids), context, sum(self.calls),
-                     done.result.device_seconds)
+        return StepTime(
+            self.collected - began, len(done.result.token_ids), context, sum(self.calls), done.result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from the request to its first token."""
