@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from npuserve.kernels.registry import Case, Kernel
     from npuserve.npu.backends.base import Backend
 
-WRONG_NUMBERS = ("the kernel's numbers differ from those of its golden function: compare the versions of driver, CANN "
-                 "and torch_npu with docs/ascend.md, and send this report")
+WRONG_NUMBERS = ("the kernel's numbers differ from those of its golden function: compare the versions of the device's "
+                 "software with docs/ascend.md or docs/cuda.md, and send this report")
 
 
 def check_kernels(backend: Backend) -> Iterator[Finding]:

@@ -99,5 +99,5 @@ def check_soak(loaded: Loaded, minutes: float) -> Iterator[Finding]:
         {"replays": found.replays, "wrong": found.wrong, "difference": found.worst, "limit": limit,
          "first_wrong": found.first_wrong, "contexts": list(found.contexts), "seconds": found.seconds,
          "grown_bytes": found.grown},
-        "replays lose or mix up their contexts over time, or leak device memory: send this report with the versions of "
-        "driver, CANN and torch_npu")
+        "replays lose or mix up their contexts over time, or leak device memory: send this report with the archive of "
+        "npuserve collect, which has the versions of the device's software")

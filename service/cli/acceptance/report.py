@@ -56,8 +56,9 @@ def failure(part: str, error: Exception, where: str = "") -> Finding:
         Fault.RETRYABLE: "the device ran out of a resource: end the other programs on it, or reduce decode_buckets and "
                          "kv_cache_memory, and check again",
         Fault.ENGINE: "the device refused or aborted the work: check again, and if it fails at the same point, send "
-                      "this report with the log of CANN",
-        Fault.NODE: "the device, its driver or its links are faulty: see npu-smi info, and repair them first",
+                      "this report, for an NPU with the log of CANN",
+        Fault.NODE: "the device, its driver or its links are faulty: see npu-smi info or nvidia-smi, and repair them "
+                    "first",
     }[kind]
     figures = {"fault": kind and kind.value, "traceback": "".join(traceback.format_exception(error))}
     name = f"{where}: error" if where else "error"
