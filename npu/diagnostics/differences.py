@@ -18,22 +18,22 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def difference_of(got: Tensor, want: Tensor) -> float:
-    """Return the largest absolute difference."""
+    """Return the largest absolute difference; infinite for NaN."""
     if not want.numel():
         return 0.0
     wide, exact = got.double(), want.double()
-    return float(torch.where(wide == exact, 0.0, (wide - exact).abs()).max())
+    return _largest(torch.where(wide == exact, 0.0, (wide - exact).abs()))
 
 
 def norm_of(got: Tensor, want: Tensor, dim: int | None = None) -> float:
     """Return || got - want || / || want ||; infinite for NaN. dim: of the norms, of which the largest ratio counts."""
     exact = want.to("cpu", torch.float64)
     ratio = (got.to("cpu", torch.float64) - exact).norm(dim=dim) / exact.norm(dim=dim)
-    return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    return _largest(ratio)
 
 
 def relative_of(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference relative to magnitude plus root mean square of the row.
+    """Return the largest difference relative to magnitude plus root mean square of the row; infinite for NaN.
 
     For integers return the fraction that differs, for quantized integers the largest difference.
     """
@@ -43,4 +43,8 @@ def relative_of(got: Tensor, want: Tensor) -> float:
         return difference_of(got, want) if want.dtype in QUANTIZED else float((got != want).double().mean())
     wide, exact = got.double(), want.double()
     size = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt()
-    return float(torch.where(wide == exact, 0.0, (wide - exact).abs() / size).max())
+    return _largest(torch.where(wide == exact, 0.0, (wide - exact).abs() / size))
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

@@ -3,12 +3,14 @@
 One prompt step and one decode step are run through the first --layers layers and the LM head of --lm-head. They have as
 many rows as the first value of --batch, and prompts as long as the first value of --prompt. Each kernel call is one
 line of output. The exit code is 1 if a call exceeds its tolerance, or if the captured step has other hidden states.
+One process computes the whole model, also with --tensor-parallel-size.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,7 +48,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
     wrong = []
     for found in Trace(model, backend, rows, prompt, args.lm_head or "full", args.dump, config.kv_cache_dtype).run():
         if args.json:
-            print(json.dumps({"kind": type(found).__name__.lower(), **asdict(found)}), flush=True)
+            row = {"kind": type(found).__name__.lower(), **asdict(found)}
+            print(json.dumps({key: _plain(value) for key, value in row.items()}), flush=True)
         if isinstance(found, Call):
             line = (f"{found.step:8}{found.index:6}  {found.kernel:24}{'x'.join(map(str, found.shape)):20}"
                     f"{found.difference:12.2e}{found.relative:12.2e}{found.drift:12.2e}{'  WRONG' * found.wrong}")
@@ -60,3 +63,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
     if wrong and not args.json:
         print(f"first wrong: {wrong[0]}; {len(wrong)} in all")
     return 1 if wrong else 0
+
+
+def _plain(value: object) -> object:
+    """Return the value for JSON, which has no infinity: it is the string inf."""
+    return str(value) if value == math.inf else value

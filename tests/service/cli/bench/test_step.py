@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from npuserve.kernels import native
 from npuserve.kernels.bench import ceilings, measure
 from npuserve.kernels.native.packed import packed_words
+from npuserve.kernels.registry import KERNELS
 from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import StepResult
@@ -180,6 +183,21 @@ def test_bench_step_layers_traces_kernels(capsys: pytest.CaptureFixture[str], tm
     assert calls[0][1:4] == ["0", "embedding", "10x256"]
     assert calls[-1][1:4] == ["9", "add_rms_norm", "2x256"]
     assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 10
+
+
+def test_bench_step_trace_of_nan_is_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = KERNELS["embedding"].implementations["cpu"]
+
+    def embedding(*args: Any) -> torch.Tensor:
+        found: torch.Tensor = made.function(*args) * torch.nan
+        return found
+
+    monkeypatch.setitem(KERNELS["embedding"].implementations, "cpu", dataclasses.replace(made, function=embedding))
+    assert cli.main(["bench", "step", "--layers", "1", "--lm-head", "skip", "--batch", "2", "--prompt", "5",
+                     "--threads", "1", "--json"]) == 1
+    first, *_ = (json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines())
+    assert (first["kernel"], first["wrong"]) == ("embedding", True)
+    assert (first["relative"], first["difference"]) == ("inf", "inf")
 
 
 def test_bench_step_too_many_layers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
