@@ -74,7 +74,7 @@ def load_runner(
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
     cpu: requested CPU kernels.
-    cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host.
+    cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host, which needs all cores.
     group: ranks that share the model. Each calls this function. None: load the whole model.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
@@ -111,7 +111,6 @@ def load_runner(
         cpu_kernels=chosen, ranks=ranks)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
-    # The host's own kernels need all processors.
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
         log.info("%s", said)
     return runner
