@@ -113,7 +113,8 @@ class Backend(ABC):
     """A device and its properties.
 
     name: name of the device in settings and messages.
-    dtypes: supported dtypes of weights and activations, the preferred one first.
+    dtypes: dtypes of weights and activations that "auto" keeps from a checkpoint; the first one replaces any other.
+    explicit_dtypes: further dtypes, which are used only if they are requested by name.
     vocabulary_tile: the LM head's rows are padded to a multiple of it.
     block_size: default number of tokens per KV-cache block.
     block_multiple: a block size must be a multiple of it.
@@ -145,6 +146,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
+    explicit_dtypes: ClassVar[tuple[str, ...]] = ()
     vocabulary_tile: ClassVar[int]
     block_size: ClassVar[int]
     int8_zeros: ClassVar[bool] = False
@@ -244,14 +246,13 @@ class Backend(ABC):
     def kv_cache_share(self, free: int) -> int:
         """Return the default size of the KV cache in bytes if `free` bytes are free."""
 
-    @abstractmethod
     def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        """Return the name of one of `dtypes`.
-
-        requested: "auto" or a name.
-        checkpoint: dtype of the checkpoint.
-        Raises BackendError if the dtype is not supported.
-        """
+        """Return the dtype for a setting, "auto" or a name, and the checkpoint's dtype. Raises BackendError."""
+        if requested == "auto":
+            return checkpoint if checkpoint in self.dtypes else self.dtypes[0]
+        if requested not in (possible := (*self.dtypes, *self.explicit_dtypes)):
+            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
+        return requested
 
     def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         """Allocate a linear weight [n, k] or a table of n embeddings, to be filled with `packed.write`."""

@@ -273,13 +273,6 @@ class CpuBackend(Backend):
         """Return a quarter of `free`, since other processes run here, and at most 4 GiB, since a start zeroes it."""
         return min(free // 4, 4 << 30)
 
-    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        if requested == "auto":
-            return "bfloat16" if checkpoint == "bfloat16" else "float32"
-        if requested not in self.dtypes:
-            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(self.dtypes)}")
-        return requested
-
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 

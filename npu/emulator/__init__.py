@@ -154,6 +154,7 @@ def activate(
         library.emu_relax(name.encode())
     _options = options
     EmulatedAscend.relaxations, EmulatedAscend.triton = options.relax, triton
+    EmulatedAscend.explicit_dtypes = ("float32",) if "fp32" in options.relax else ()
     EmulatedAscend.new_profiler = lambda: TaskProfiler(log_tasks, tasks)
     register_emulated(EmulatedAscend)
     relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""

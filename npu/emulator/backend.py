@@ -21,7 +21,7 @@ class EmulatedAscend(AscendBackend):
 
     relaxations: names of the omitted checks (parameter `relax` of `emulator.activate`).
     triton: parameter of `emulator.activate`.
-    new_profiler: starts a profiler. `emulator.activate` sets all three.
+    new_profiler: starts a profiler. `emulator.activate` sets all three and `explicit_dtypes`.
     """
 
     relaxations: ClassVar[frozenset[str]] = frozenset()
@@ -45,9 +45,6 @@ class EmulatedAscend(AscendBackend):
     def fused_heads(self) -> FusedHeads | None:
         """Return the stand-in for the Triton kernel if there is to be one."""
         return fused_heads.launch if self.triton else None
-
-    def possible_dtypes(self) -> tuple[str, ...]:
-        return (*self.dtypes, "float32") if "fp32" in self.relaxations else self.dtypes
 
     def supports_heads(self, head_dim: int) -> bool:
         return head_dim <= HEAD_DIM if "small_heads" in self.relaxations else super().supports_heads(head_dim)

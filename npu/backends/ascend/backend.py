@@ -160,10 +160,6 @@ class AscendBackend(StreamBackend):
         log.warning("triton-ascend is installed, and its kernel is not used: %s", reason)
         return None
 
-    def possible_dtypes(self) -> tuple[str, ...]:
-        """Return the dtypes that can be requested."""
-        return self.dtypes
-
     def supports_heads(self, head_dim: int) -> bool:
         """Return True for multiples of 32 (required by npu_mrope) up to 128.
 
@@ -187,14 +183,6 @@ class AscendBackend(StreamBackend):
     @classmethod
     def is_capture_error(cls, error: BaseException) -> bool:
         return acl_errors.is_capture_error(error)
-
-    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        if requested == "auto":
-            return checkpoint if checkpoint in self.dtypes else "bfloat16"
-        possible = self.possible_dtypes()
-        if requested not in possible:
-            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
-        return requested
 
     def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
         """Lay the weight out as [K, N] in place, so that it is never in memory twice.

@@ -74,7 +74,8 @@ class CudaBackend(StreamBackend):
     """
 
     name = "cuda"
-    dtypes = ("bfloat16", "float16", "float32")
+    dtypes = ("bfloat16", "float16")
+    explicit_dtypes = ("float32",)  # its GEMMs are many times slower
     vocabulary_tile = 128
     block_size = 32
     block_multiple = 16
@@ -142,14 +143,6 @@ class CudaBackend(StreamBackend):
     @classmethod
     def is_capture_error(cls, error: BaseException) -> bool:
         return cuda_errors.is_capture_error(error)
-
-    def resolve_dtype(self, requested: str, checkpoint: str) -> str:
-        """Return float32 only if requested: its GEMMs are many times slower."""
-        if requested == "auto":
-            return checkpoint if checkpoint in ("bfloat16", "float16") else "bfloat16"
-        if requested not in self.dtypes:
-            raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(self.dtypes)}")
-        return requested
 
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
