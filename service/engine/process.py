@@ -282,10 +282,7 @@ def main() -> int:
         return serve(args)
     except Exception as error:
         end_with_rank()
-        code = faults.fault_code(error)
-        if code is None:
-            raise
-        return child.EXIT_DEVICE_FAULT if faults.report_capture_error(args.may_drop_captures, error) else code
+        return faults.fault_code(error, args.may_drop_captures)
 
 
 def serve(args: EngineArgs) -> int:
@@ -295,11 +292,7 @@ def serve(args: EngineArgs) -> int:
     except TorchError as error:
         return child.unusable(error)
     except (ConfigError, ValueError, OSError, MemoryError) as error:
-        if child.is_transient(error):
-            raise
-        if faults.report_capture_error(args.may_drop_captures, error):
-            return child.EXIT_DEVICE_FAULT
-        return child.unusable(error)
+        return faults.start_code(error, args.may_drop_captures)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     process_control.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them

@@ -16,19 +16,27 @@ _held: list[Exception] = []
 """Errors whose frames must live until the exit: to destroy a graph whose replay waits forever would block."""
 
 
-def fault_code(error: Exception) -> int | None:
-    """Log an error of the device and return the exit code for it; None for any other error."""
+def start_code(error: Exception, may_drop_captures: bool) -> int:
+    """Report an error of the start to the parent process and return the exit code. Raise a transient error again."""
+    if child.is_transient(error):
+        raise error
+    return child.EXIT_DEVICE_FAULT if report_capture_error(may_drop_captures, error) else child.unusable(error)
+
+
+def fault_code(error: Exception, may_drop_captures: bool) -> int:
+    """Log an error of the device and return the exit code for it. Raise any other error again."""
     _held.append(error)
     from npuserve.npu.backends import explain, fault
     from npuserve.npu.backends.base import Fault
 
     found = fault(error)
     if found is None:
-        return None
+        raise error
     advice = explain(error)
     logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error),
                **{"advice": advice} if advice else {})
-    return child.EXIT_NODE_FAULT if found is Fault.NODE else child.EXIT_DEVICE_FAULT
+    is_cured = report_capture_error(may_drop_captures, error) or found is not Fault.NODE
+    return child.EXIT_DEVICE_FAULT if is_cured else child.EXIT_NODE_FAULT
 
 
 def report_capture_error(may_drop: bool, error: Exception) -> bool:

@@ -32,10 +32,7 @@ def main() -> int:
     try:
         return run(args)
     except Exception as error:
-        code = faults.fault_code(error)
-        if code is None:
-            raise
-        return child.EXIT_DEVICE_FAULT if faults.report_capture_error(args.may_drop_captures, error) else code
+        return faults.fault_code(error, args.may_drop_captures)
 
 
 def run(args: RankArgs) -> int:
@@ -54,11 +51,7 @@ def run(args: RankArgs) -> int:
         runner = load_model(args.config, args.folder, lambda *_: None, memory,
                             capture="off" if args.capture_failed else None, group=group)
     except (ConfigError, MissingRanks, ValueError, OSError, MemoryError) as error:
-        if child.is_transient(error):
-            raise
-        if faults.report_capture_error(args.may_drop_captures, error):
-            return child.EXIT_DEVICE_FAULT
-        return child.unusable(error)
+        return faults.start_code(error, args.may_drop_captures)
     gc.freeze()
     child.report("ready", shared_weights=runner.shared_weights)
     follow(runner, group)
