@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -119,7 +118,7 @@ class CompileProcess:
         """Kill the process. The next constraint starts a new one."""
         process, self._process = self._process, None
         if process is not None:
-            _end(process)
+            process_control.kill(process)
 
     def _reply(self, constraint: Constraint) -> bytes:
         """Return the process's reply. Raise ConstraintError if a limit ended it, CompilerFailed for another reason."""
@@ -139,21 +138,15 @@ class CompileProcess:
             return self._process
         self.end()
         try:
-            process = self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=process_control.kept_environment())
+            process = self._process = process_control.start_for_clients(COMMAND)
         except OSError as error:
             raise CompilerFailed(f"the process that compiles constraints did not start: {error.strerror}") from error
-        weakref.finalize(self, _end, process)
+        weakref.finalize(self, process_control.kill, process)
         start = msgspec.msgpack.encode(self._start)
         if self._is_interrupted or _exchange(process, start, MAX_START_SECONDS) is None:
             self.end()
             raise CompilerFailed("the process that compiles constraints did not start")
         return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> bytes | None:
@@ -234,12 +227,8 @@ def _message(error: str, *, is_clients: bool) -> str:
     return text[:400] + place
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
 def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint) -> Compiled:
-    before = _resident_bytes()
+    _, before = process_control.memory_bytes()
     try:
         grammar = translate(constraint, vocabulary.special, vocabulary.end_ids)
         if '"oneOf"' in grammar and '"format"' in constraint.text:  # its schemas exclude each other without formats too
@@ -251,7 +240,7 @@ def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint)
         if not error.field and not text.startswith(constraint.kind):
             text = f"{constraint.kind}: {text}"
         return Compiled("", text, 0, error.field)
-    grown = max(0, _resident_bytes() - before)
+    grown = max(0, process_control.memory_bytes()[1] - before)
     del matcher
     return Compiled(grammar, "", BASE_BYTES + 2 * grown + 2 * len(grammar))  # the engine has two matchers
 
@@ -269,8 +258,7 @@ def main() -> int:
     start = msgspec.msgpack.decode(data, type=Start)
     process_control.set_dumpable(start.dumpable)
     tokenizer = build_tokenizer(start.vocabulary)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + start.max_bytes, size + start.max_bytes))
+    process_control.limit_growth(start.max_bytes)
     _write(stdout, b"ready")
     while (data := _read(stdin)) is not None:
         constraint = msgspec.msgpack.decode(data, type=Constraint)

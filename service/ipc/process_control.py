@@ -1,7 +1,7 @@
-"""Attributes of Linux processes and threads: death with the parent, core dumps, adoption of orphaned processes, and the
-scheduler's slices.
+"""Attributes of Linux processes and threads: memory, death with the parent, core dumps, adoption of orphaned processes,
+and the scheduler's slices. Start and end of processes for the data of clients.
 
-Other systems lack prctl(2) and sched_setattr(2); there every function does nothing.
+Other systems lack prctl(2) and sched_setattr(2); there the functions that call them do nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import os
 import platform
+import resource
 import signal
 import struct
+import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -29,9 +31,28 @@ KEPT_VARIABLES = frozenset({
 """Environment variables that a process for the data of clients inherits. Other ones may hold secrets."""
 
 
-def kept_environment() -> dict[str, str]:
-    """Return the variables of KEPT_VARIABLES that are set."""
-    return {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+def start_for_clients(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process for the data of clients, with pipes as stdin and stdout. Raises OSError."""
+    kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, close its pipes and wait for its end."""
+    process.kill()
+    process.communicate()
+
+
+def memory_bytes(pid: int | str = "self") -> tuple[int, int]:
+    """Return the bytes of address space and of resident memory of a process. Raises OSError if it does not exist."""
+    size, resident, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return size * resource.getpagesize(), resident * resource.getpagesize()
+
+
+def limit_growth(max_bytes: int) -> None:
+    """Limit this process's address space to its present size and `max_bytes`."""
+    limit = memory_bytes()[0] + max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def die_with_parent() -> None:

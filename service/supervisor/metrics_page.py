@@ -23,6 +23,7 @@ from pathlib import Path
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
+from npuserve.service.ipc import process_control
 from npuserve.service.supervisor.metrics_server import MetricsServer
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,9 @@ AGE = "npuserve_engine_heartbeat_age_seconds"
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process in bytes; 0 if it does not exist."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return process_control.memory_bytes(pid)[1]
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -17,9 +17,7 @@ Request and reply are one line of JSON each.
 from __future__ import annotations
 
 import json
-import resource
 import signal
-import subprocess
 import sys
 import weakref
 from collections import deque
@@ -92,7 +90,7 @@ class TemplateProcess:
                 process = self._idle.pop()
             except IndexError:
                 return _Process(self._start)
-            if process.is_alive:
+            if process.popen.poll() is None:
                 return process
             process.end()
 
@@ -101,16 +99,11 @@ class _Process:
     """One process, for one conversation at a time. It is killed when this object is garbage-collected."""
 
     def __init__(self, start: Mapping[str, Any]):
-        self.popen = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=process_control.kept_environment())
-        self.end = weakref.finalize(self, _end, self.popen)
+        self.popen = process_control.start_for_clients(COMMAND)
+        self.end = weakref.finalize(self, process_control.kill, self.popen)
         assert self.popen.stdin
         self.popen.stdin.write(json.dumps(start).encode() + b"\n")
         self.popen.stdin.flush()
-
-    @property
-    def is_alive(self) -> bool:
-        return self.popen.poll() is None
 
     def call(self, line: bytes) -> bytes:
         """Send a conversation and return the line of the reply, without its newline if the process died."""
@@ -122,11 +115,6 @@ class _Process:
             return self.popen.stdout.readline()
         except BrokenPipeError:
             return b""
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> TemplateProcess | None:
@@ -146,8 +134,7 @@ def main() -> int:
     process_control.set_dumpable(start["dumpable"])
     template = load_chat_template(Path(start["folder"]), start["named_tokens"])
     assert template
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY_BYTES, size + MAX_MEMORY_BYTES))
+    process_control.limit_growth(MAX_MEMORY_BYTES)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, start["seconds"])
         reply: object
