@@ -54,14 +54,19 @@ def run(
     if program is None:
         return Part(b"", "missing", f"no program {command[0]}")
     errors = tempfile.TemporaryFile()  # noqa: SIM115
+    # The exception of a signal within Popen would lose the process.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         process = subprocess.Popen([program, *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=errors, start_new_session=True, env={**environ, "LC_ALL": "C"})
+                                   stderr=errors, start_new_session=True, env={**environ, "LC_ALL": "C"},
+                                   preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask))
     except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return Part(b"", "failed", error.strerror or str(error))
     assert process.stdout
     is_whole = False
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         data, is_late = _read(process.stdout.fileno(), seconds, max_bytes)
         is_whole = not is_late and len(data) <= max_bytes
     finally:
