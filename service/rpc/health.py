@@ -9,6 +9,7 @@ for Check. Everything but Check would have to be overridden.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -27,6 +28,9 @@ LIVENESS = "npuserve.liveness"
 """Service name that is SERVING as long as the process answers."""
 READINESS = ("", "npuserve.readiness", "npuserve.v1.InferenceService", "npuserve.v1.AdminService")
 """Service names that are SERVING while the server accepts requests."""
+MAX_CALLS = 64
+"""Open calls of one connection. Health needs no API key, a watcher may stay forever, and the calls of a client that
+reads nothing stay open. Each call takes some 24 KiB."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -40,6 +44,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._ready = False
         self._draining = False
         self._changed = asyncio.Event()
+        self._calls: Counter[str] = Counter()  # open calls by gRPC's name of the connection's peer
 
     def set_ready(self, ready: bool) -> None:
         """Set readiness. Ignored during a drain."""
@@ -53,12 +58,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._notify()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
+        await self._count(context)
         status = self._status(request.service)
         if status == UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return pb.HealthCheckResponse(status=status)
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:
+        await self._count(context)
         last = None
         while True:
             # Read these three together: a drain that begins during the write below must send its own last status.
@@ -69,6 +76,20 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if draining:
                 return
             await changed.wait()
+
+    async def _count(self, context: Context) -> None:
+        """Count a call of its connection until it ends. Abort it if the connection has MAX_CALLS others."""
+        peer = context.peer()
+        if self._calls[peer] >= MAX_CALLS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"a connection may have {MAX_CALLS} open calls of grpc.health.v1")
+        self._calls[peer] += 1
+        context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
+
+    def _end(self, peer: str) -> None:
+        self._calls[peer] -= 1
+        if not self._calls[peer]:
+            del self._calls[peer]
 
     def _status(self, service: str) -> Any:
         if service == LIVENESS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -12,21 +12,41 @@ import pytest
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from npuserve.service.rpc.health import LIVENESS, READINESS, HealthServicer
+from npuserve.service.rpc.health import LIVENESS, MAX_CALLS, READINESS, HealthServicer
 
 SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
 UNKNOWN = pb.HealthCheckResponse.SERVICE_UNKNOWN
 
 
+class FakeContext:
+    """Context of a call that never ends."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        pass
+
+
+def connect(port: int) -> grpc.aio.Channel:
+    """Return a channel with a connection of its own."""
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)])
+
+
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[HealthServicer, health_pb2_grpc.HealthStub, grpc.aio.Server]]:
+async def listening() -> AsyncIterator[tuple[HealthServicer, grpc.aio.Server, int]]:
     health, server = HealthServicer(), grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield health, health_pb2_grpc.HealthStub(channel), server
+    yield health, server, port
     await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[HealthServicer, health_pb2_grpc.HealthStub, grpc.aio.Server]]:
+    async with listening() as (health, server, port), connect(port) as channel:
+        yield health, health_pb2_grpc.HealthStub(channel), server
 
 
 def test_health_services_match_contract() -> None:
@@ -73,7 +93,7 @@ async def test_health_watch_drain_during_write_sends_not_serving() -> None:
     health, sent = HealthServicer(), []
     health.set_ready(True)
 
-    class Context:
+    class Context(FakeContext):
         async def write(self, response: pb.HealthCheckResponse) -> None:
             sent.append(response.status)
             health.drain()
@@ -86,7 +106,7 @@ async def test_health_watch_blocked_write_delays_no_status_change() -> None:
     """A watcher that reads nothing blocks neither a change of the status nor a drain."""
     health = HealthServicer()
 
-    class Context:
+    class Context(FakeContext):
         async def write(self, response: pb.HealthCheckResponse) -> None:
             await asyncio.Event().wait()
 
@@ -98,3 +118,21 @@ async def test_health_watch_blocked_write_delays_no_status_change() -> None:
         assert checked.status == status
     assert not watching.done()
     watching.cancel()
+
+
+async def test_health_calls_beyond_the_limit_of_a_connection_are_refused() -> None:
+    async with listening() as (_, _, port), connect(port) as channel, connect(port) as other:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(pb.HealthCheckRequest()) for _ in range(MAX_CALLS)]
+        for watch in watches:
+            assert (await watch.read()).status == NOT_SERVING
+        for refused in (stub.Watch(pb.HealthCheckRequest()), stub.Check(pb.HealthCheckRequest())):
+            assert await refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await health_pb2_grpc.HealthStub(other).Check(pb.HealthCheckRequest())).status == NOT_SERVING
+        watches[0].cancel()
+
+        async def serves_again() -> None:
+            while await stub.Check(pb.HealthCheckRequest()).code() != grpc.StatusCode.OK:
+                pass
+
+        await asyncio.wait_for(serves_again(), 30)
