@@ -18,6 +18,7 @@ from npuserve.service.ipc.resumable_streams import new_token
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.rpc.call import Context, call
+from npuserve.service.rpc.unread_replies import UnreadReplies
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -55,6 +56,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._generation = generation
         self._start_date = start_date
         self._tracing = tracing
+        self._unread = UnreadReplies()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._begin_trace(request, context, "Generate")
@@ -97,6 +99,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             response = await self._generation.prepare(
                 context, "tokenize", request, validation.tokenize, request, folder.tokenizer,
                 self._generation.max_model_len, self._config.plain_content)
+            self._unread.add(context, get_caller(context).name, "tokenize", response.ByteSize())
         return response
 
     async def Detokenize(
@@ -109,7 +112,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             text = await self._generation.prepare(
                 context, "detokenize", request, validation.detokenize, request, folder.tokenizer, vocabulary,
                 self._generation.max_model_len)
-        return tokenize_pb2.DetokenizeResponse(text=text)
+            response = tokenize_pb2.DetokenizeResponse(text=text)
+            self._unread.add(context, get_caller(context).name, "detokenize", response.ByteSize())
+        return response
 
     async def GetModelInfo(
         self, request: model_pb2.GetModelInfoRequest, context: Context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from tests.e2e.server import Server, request, serving
 GROWTH_MIB = 64
 CALLS = 32
 CONTEXT = 8192
+LONG_TOKEN = 1015
+"""Token of the built-in model whose text has 13 characters."""
 MAX_CONNECTIONS = CALLS + 8
 SERVICE = "/npuserve.v1.InferenceService/"
 EMPTY_MESSAGES = b"\x2a\x80\x80\x40" + b"\x0a\x00" * (1 << 19)
@@ -161,3 +164,20 @@ def test_connections_beyond_the_limit_are_closed(server: Server) -> None:
     assert generated() == 2
     for channel in (*held, late):
         channel.close()
+
+
+def test_unread_replies_of_one_client_are_bounded(server: Server) -> None:
+    """gRPC reads the replies only when the caller asks, so that the server sends the beginning of each."""
+    data = tokenize_pb2.DetokenizeRequest(token_ids=[LONG_TOKEN] * CONTEXT).SerializeToString()
+    ended: queue.Queue[Any] = queue.Queue()
+    with Growth(server) as growth, grpc.insecure_channel(server.target, [("grpc.http2.bdp_probe", 0)]) as channel:
+        for _ in range(120):
+            channel.stream_stream(SERVICE + "Detokenize")(iter([data]), metadata=server.metadata).add_done_callback(
+                ended.put)
+        refused = ended.get(timeout=60)
+        assert refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "replies to this client are unread" in refused.details()
+        assert server.stub.Generate(request("Once", 2), metadata=server.metadata).finish.usage.generated_tokens == 2
+    assert growth.mib < GROWTH_MIB
+    assert server.stub.Detokenize(
+        tokenize_pb2.DetokenizeRequest(token_ids=[LONG_TOKEN] * 2), metadata=server.metadata).text

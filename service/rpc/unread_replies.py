@@ -1,0 +1,54 @@
+"""Replies that clients have not read yet, bounded by their bytes.
+
+gRPC keeps the reply of a unary call, in several copies, until the client's flow control admits it. A client that reads
+nothing keeps it as long as its connection, and a server of grpc.aio cannot end such a call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from npuserve.service import metrics
+from npuserve.service.errors import QueueFull
+from npuserve.service.rpc.call import Context
+
+MAX_BYTES = 16 << 20
+"""Unread replies of a front end; one client may have half."""
+
+
+class UnreadReplies:
+    """Bytes of the unread replies of a front end's calls, by client. Use it from one event loop."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES):
+        self._max_bytes = max_bytes
+        self._bytes: Counter[str] = Counter()
+
+    def add(self, context: Context, owner: str, kind: str, size: int) -> None:
+        """Count a reply until its call ends. A client without an unread reply may always have one.
+
+        owner: name of the caller.
+        kind: kind of call, for metrics.
+        size: bytes of the reply.
+
+        Raises QueueFull if the unread replies of the client or of all clients would exceed the limit.
+        """
+        own, total = self._bytes[owner], sum(self._bytes.values())
+        if own and own + size > self._max_bytes // 2:
+            raise _refused(kind, "client_limit", (
+                f"client limit: {own} bytes of replies to this client are unread; a client may have half of "
+                f"{self._max_bytes} bytes"))
+        if own and total + size > self._max_bytes:
+            raise _refused(kind, "queue_full", (
+                f"queue full: {total} bytes of replies are unread; the limit is {self._max_bytes} bytes"))
+        self._bytes[owner] += size
+        context.add_done_callback(lambda _: self._end(owner, size))  # type: ignore[arg-type]  # the stub names a class
+
+    def _end(self, owner: str, size: int) -> None:
+        self._bytes[owner] -= size
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+
+
+def _refused(kind: str, why: str, message: str) -> QueueFull:
+    metrics.preparation_rejections_total.labels(kind, why).inc()
+    return QueueFull(message, why=why)
