@@ -78,7 +78,8 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ModelError(f"{index}: must be a JSON object whose weight_map names a file for each tensor") from None
-    absent = [str(name) for name in names if Path(name).name != name or not (folder / name).is_file()]
+    absent = [str(name) for name in names
+              if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file()]
     if absent:
         raise ModelError(f"{index}: names files that are not in the folder: {listed(absent)}")
     files = [folder / name for name in names]

@@ -255,6 +255,7 @@ def _index(folder: Path, value: object) -> None:
         (lambda folder: _index(folder, []), "must be a JSON object whose weight_map"),
         (lambda folder: _index(folder, {"weight_map": {"x": "b.safetensors"}}), "not in the folder: b.safetensors"),
         (lambda folder: _index(folder, {"weight_map": {"x": "../a.safetensors"}}), "not in the folder: ../a"),
+        (lambda folder: _index(folder, {"weight_map": {"x": 1}}), "not in the folder: 1"),
     ],
 )
 def test_loader_invalid_files_are_refused(tmp_path, spoil, message):
