@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from npuserve.service.config import MAX_CONSTRAINT_BYTES
 from npuserve.service.errors import InvalidField, NoTokenizer, Violations, quoted
@@ -19,8 +18,6 @@ from npuserve.v1 import generate_pb2 as pb
 
 MAX_CHOICES = 1024
 MAX_CHOICE_CHARACTERS = 1024
-MAX_JSON_DEPTH = 256
-"""Nesting depth of objects and lists in a schema or a structural tag."""
 
 
 def check_constraint(message: pb.GenerateRequest, folder: ModelFolder, bad: Violations) -> Constraint | None:
@@ -65,16 +62,6 @@ def _check_json(field: str, text: str, types: tuple[type, ...], name: str) -> No
     value = parse_json(text, field, name)
     if not isinstance(value, types):
         raise InvalidField(field, f"must be the text of {name}, got {type(value).__name__}")
-    depth, level = 0, _containers([value])
-    while level:
-        depth += 1
-        if depth > MAX_JSON_DEPTH:
-            raise InvalidField(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
-        level = _containers(item for inner in level for item in (inner.values() if isinstance(inner, dict) else inner))
-
-
-def _containers(values: Any) -> list[Any]:
-    return [value for value in values if isinstance(value, (dict, list))]
 
 
 def _checked_choices(choices: Sequence[str]) -> list[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from npuserve.service.errors import InvalidField, Violations, quoted
 from npuserve.service.text.model_folder import Range
 
 Number = TypeVar("Number", int, float)
+
+MAX_JSON_DEPTH = 256
+"""Nesting depth of objects and lists in a JSON text: a schema, a structural tag, a tool or a tool call."""
 
 
 def check_number(path: str, value: Number, allowed: Range, bad: Violations) -> Number:
@@ -41,8 +44,8 @@ def parse_json(text: str, field: str, name: str) -> Any:
 
     name: what the text must be, for the error: "a JSON object".
 
-    Raises InvalidField, naming `field`, for a text that is not JSON, that escapes a lone surrogate, or that has a
-    number too large for a float.
+    Raises InvalidField, naming `field`, for a text that is not JSON, that is nested too deeply, that escapes a lone
+    surrogate, or that has a number too large for a float.
     """
 
     def refuse(constant: str) -> None:
@@ -57,12 +60,27 @@ def parse_json(text: str, field: str, name: str) -> Any:
     unescaped = ""
     try:
         value = json.loads(text, parse_constant=refuse, parse_float=parse_float)
+        _check_depth(value, field)
         if "\\u" in text:
             unescaped = json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise InvalidField(field, f"must be the text of {name}: {error}") from error
     check_unicode(unescaped, field)
     return value
+
+
+def _check_depth(value: Any, field: str) -> None:
+    """Raise InvalidField for a value that is nested too deeply."""
+    depth, level = 0, _containers([value])
+    while level:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise InvalidField(field, f"must be nested at most {MAX_JSON_DEPTH} deep")
+        level = _containers(item for inner in level for item in (inner.values() if isinstance(inner, dict) else inner))
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 def check_unicode(text: str, field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from npuserve.service.errors import InvalidField
 from npuserve.service.requests.chat import from_json, from_struct
+from npuserve.service.requests.fields import MAX_JSON_DEPTH
 from tests.service.text.test_chat_template import CALL, TOOLS
 
 json_values = st.recursive(
@@ -61,3 +63,14 @@ def test_from_json_with_a_lone_surrogate_is_refused(text: str) -> None:
 
 def test_from_json_with_a_surrogate_pair_is_one_character() -> None:
     assert from_json(r'{"\ud83d\ude00": "\\ud800"}', "f") == {"😀": r"\ud800"}
+
+
+@pytest.mark.parametrize("depth", [256, 700])
+def test_from_json_nested_too_deeply_is_refused(depth: int) -> None:
+    """A text that Python's decoder accepts may be nested too deeply for the functions that walk its values."""
+    text = '{"a": ' * depth + "1" + "}" * depth
+    if depth <= MAX_JSON_DEPTH:
+        assert json.dumps(from_json(text, "chat.tools[3]")) == text
+        return
+    with pytest.raises(InvalidField, match=re.escape("chat.tools[3]: must be nested at most 256 deep")):
+        from_json(text, "chat.tools[3]")
