@@ -135,3 +135,9 @@ def test_ascend_docs_acceptance_limits_are_those_of_the_code() -> None:
     assert tolerances <= numbers(row(section, "capture`"))
     limits_of_latency = numbers(row(section, "latency"))
     assert {*map(str, latency.BATCHES), f"{latency.MIN_JUDGED_SECONDS * 1e6:.0f}"} <= limits_of_latency
+
+
+def test_ascend_docs_fault_node_lists_each_code_that_ends_the_server() -> None:
+    (cells,) = [cells for cells in rows("When the device fails") if cells[0] == "`node`"]
+    assert {int(code) for code in re.findall(r"\b\d{6}\b", cells[1])} == {
+        code for code in codes.CODES if acl_errors.sort(code) is Fault.NODE}
