@@ -65,6 +65,7 @@ class Deadlines:
 
     def late(self, now: float) -> list[Sequence]:
         """Return the requests whose deadlines are due or cannot be met, the earliest first."""
+        self._estimator.forget_stale(now)
         late: list[Sequence] = []
         for _, id in self._order[: bisect_right(self._order, (now + self._estimator.margin, math.inf))]:
             sequence = self._moments[id][1]

@@ -1,5 +1,6 @@
 """Measured durations of steps and answers, and estimates from them: time to the first token, whether a deadline can be
-met, and when a refused client may retry. All estimates are 0 or None until something was measured."""
+met, and when a refused client may retry. All estimates are 0 or None until something was measured, and the ones of
+steps again when the measurement is STALE_SECONDS old."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from npuserve.service.scheduling.sequence import Sequence
 
 SAMPLE_WEIGHT = 0.1
 """Weight of the latest sample in a moving average."""
+STALE_SECONDS = 10.0
+"""Age at which a measured duration of steps is forgotten. Refused requests have no steps, so nothing else corrects an
+estimate that refuses all requests with deadlines after a slow moment."""
 MIN_MARGIN_SECONDS = 0.02
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 30.0
@@ -40,6 +44,7 @@ class LatencyEstimator:
         self._promised = 0.0  # retry time of the request that was refused last
         self._in_flight: deque[_PlannedStep] = deque()
         self._last_applied = 0.0
+        self._last_light = self._last_prefill = self._last_decode = 0.0  # ends of the latest steps measured
         self.token_gap = 0.0
         self.answer_seconds = 0.0
         self.answer_tokens = 0.0
@@ -53,6 +58,22 @@ class LatencyEstimator:
         planned, decodes, prompts = self._in_flight.popleft()
         self.record_step(decodes, prompts, now - max(planned, self._last_applied))
         self._last_applied = now
+        if self._is_prefill(prompts):
+            self._last_prefill = now
+        else:
+            self._last_light = now
+        if decodes:
+            self._last_decode = now
+
+    def forget_stale(self, now: float) -> None:
+        """Forget the durations that were not measured for STALE_SECONDS, and that no step in flight measures."""
+        limit, in_flight = now - STALE_SECONDS, self._in_flight
+        if self._last_light < limit and all(self._is_prefill(step.prompts) for step in in_flight):
+            self._light = 0.0
+        if self._last_prefill < limit and not any(self._is_prefill(step.prompts) for step in in_flight):
+            self._token = 0.0
+        if self._last_decode < limit and not any(step.decodes for step in in_flight):
+            self.token_gap = 0.0
 
     @property
     def expected_seconds(self) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.deadlines import Deadlines
-from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS, LatencyEstimator
+from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS, STALE_SECONDS, LatencyEstimator
 from npuserve.service.scheduling.sequence import Account, Sequence
 from tests.service.scheduling.reference import answer_alone
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
@@ -72,6 +72,43 @@ def test_add_with_a_deadline_counts_the_queue_ahead() -> None:
     other = harness.add([1] * 8, 8, deadline=harness.now + 1.0, client="other")
     harness.finish()
     assert {urgent.id, other.id} <= set(harness.reasons)
+
+
+@pytest.mark.parametrize("prompt", [1, 64])
+def test_slow_moment_does_not_refuse_deadlines_forever(prompt: int) -> None:
+    """Refused requests are not measured. Steps of the other kind, which requests without deadlines have, correct
+    nothing."""
+    harness = SchedulerHarness(budget=64, prefix_cache=False)
+    harness.add([1] * prompt, 3)
+    for _ in range(3):
+        harness.plan()
+        harness.now += 20.0
+        harness.collect()
+    began = harness.now
+    with pytest.raises(DeadlineExceeded):
+        harness.add([1] * prompt, 3, deadline=harness.now + 5.0)
+    while harness.now < began + STALE_SECONDS:
+        harness.add([2] * (65 - prompt), 1)
+        harness.finish()
+        harness.now += 0.1
+    harness.tick()
+    sequence = harness.add([1] * prompt, 3, deadline=harness.now + 5.0)
+    harness.finish()
+    harness.check_answer(sequence)
+
+
+def test_slow_step_in_flight_is_not_forgotten() -> None:
+    harness = SchedulerHarness()
+    harness.add([1], 3)
+    for _ in range(2):
+        harness.plan()
+        harness.now += 20.0
+        harness.settle(harness.scheduler.expire(harness.now))
+        if len(harness.tokens) == 1:
+            with pytest.raises(DeadlineExceeded):
+                harness.add([1], 3, deadline=harness.now + 5.0)
+        harness.collect()
+    harness.finish()
 
 
 def test_deadline_that_passes_in_the_queue_computes_nothing() -> None:
