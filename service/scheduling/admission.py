@@ -89,7 +89,7 @@ class Admission:
             raise QueueFull(
                 f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
                 f"{account.live} requests of this client have not ended{_more(request)}",
-                self._estimator.retry_seconds(now, account.live), "client_limit")
+                self._estimator.retry_seconds(now, account.live, account), "client_limit")
         if request.deadline is not None:
             self._check_deadline(request, request.deadline - now, account, occupancy)
         waiting = len(self._queue) + len(self._samples) + len(self._compiling)

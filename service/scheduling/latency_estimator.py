@@ -8,7 +8,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Account, Sequence
 
 SAMPLE_WEIGHT = 0.1
 """Weight of the latest sample in a moving average."""
@@ -41,7 +41,7 @@ class LatencyEstimator:
         self._budget = budget
         self._light = 0.0  # a step of decode rows, or with few prompt tokens
         self._token = 0.0  # each token of a step whose prompt tokens fill at least a quarter of the budget
-        self._promised = 0.0  # retry time of the request that was refused last
+        self._queue = Account("")  # has the retry time of the request that the full queue refused last
         self._in_flight: deque[_PlannedStep] = deque()
         self._last_applied = 0.0
         self._last_light = self._last_prefill = self._last_decode = 0.0  # ends of the latest steps measured
@@ -137,16 +137,19 @@ class LatencyEstimator:
         """Return the moment to set in `Deadlines`, infinity without a deadline. The margin is not part of it."""
         return math.inf if sequence.deadline is None else sequence.deadline - self.first_token_seconds(sequence)
 
-    def retry_seconds(self, now: float, running: int) -> float | None:
+    def retry_seconds(self, now: float, running: int, account: Account | None = None) -> float | None:
         """Return when a refused client should retry; None until an answer was measured.
+
+        account: the client if its own limit is reached; None if the queue is full. Each limit has times of its own.
 
         Clients that are refused one after the other get successive times, one for each expected end of a running
         request, so that they do not all retry at once.
         """
         if not self.answer_seconds:
             return None
-        free = min(max(self._promised, now) + self.drain_seconds(1, running), now + MAX_RETRY_SECONDS)
-        self._promised = free
+        limit = account or self._queue
+        free = min(max(limit.promised, now) + self.drain_seconds(1, running), now + MAX_RETRY_SECONDS)
+        limit.promised = free
         return max(free - now, MIN_RETRY_SECONDS)
 
     def _is_prefill(self, prompts: int) -> bool:

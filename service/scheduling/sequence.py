@@ -57,18 +57,20 @@ _HOLDING = State.RUNNING, State.PAUSED, State.RESUMED
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Fairness account of one client. The FairQueue changes it; the scheduler adds planned tokens to `virtual_time`.
+    """Account of one client. FairQueue changes it; the scheduler adds planned tokens, the estimator sets `promised`.
 
     client: its name; "" for requests without one.
     virtual_time: tokens computed for the client; see fair_queue.py.
     live: its requests that have not ended.
     waiting: its requests in the queue.
+    promised: retry time of the request that its own limit refused last.
     """
 
     client: str
     virtual_time: float = 0.0
     live: int = 0
     waiting: int = 0
+    promised: float = 0.0
 
 
 class Sequence:

@@ -233,6 +233,28 @@ def test_client_limit_refuses_further_requests() -> None:
     harness.finish()
 
 
+def test_refusals_by_a_client_limit_do_not_delay_the_retries_of_others() -> None:
+    harness = SchedulerHarness(max_num_seqs=2, max_queue=0)
+    harness.add([1], 10)
+    harness.finish()
+    for client in ("a", "b"):
+        harness.add([1], 40, client=client)
+    harness.tick()
+
+    def retry(client: str, limit: int) -> float:
+        with pytest.raises(QueueFull) as refused:
+            harness.add([1], 40, client=client, client_limit=limit)
+        return refused.value.retry_seconds
+
+    waits = [retry("a", 1) for _ in range(50)]
+    assert waits == sorted(waits)
+    assert retry("b", 1) == waits[0]
+    assert retry("c", 0) == waits[0] / 2
+    for sequence in list(harness.live.values()):
+        harness.cancel(sequence)
+    harness.finish()
+
+
 def test_add_of_a_request_accepted_before_is_never_refused() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=0)
     accepted = {"prior": PriorProgress(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
