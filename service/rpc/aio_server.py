@@ -1,4 +1,5 @@
 """grpc.aio server with a workaround for a crash of grpcio 1.85: one call whose path is not UTF-8 shuts the server down.
+Values of metadata that are not UTF-8, which grpcio logs as errors, are not logged: they may be API keys.
 
 grpc.aio decodes the path of a call to an unregistered method in the loop that accepts calls. An exception in that loop
 shuts the server down, before any API key is checked. grpcio's generated code registers all our methods, so a call that
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -72,6 +74,11 @@ async def _refuse(state: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
+def _is_loggable(record: logging.LogRecord) -> bool:
+    """Return whether a record of grpcio quotes no metadata of a client."""
+    return not str(record.msg).startswith("Invalid encoding on ")
+
+
 def server(interceptors: list[Any], options: list[tuple[str, int]]) -> grpc.aio.Server:
     """Return a grpc.aio server with the workaround.
 
@@ -81,4 +88,5 @@ def server(interceptors: list[Any], options: list[tuple[str, int]]) -> grpc.aio.
     """
     check_private_names()
     cygrpc.AioServer = _server_class()
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_loggable)
     return grpc.aio.server(interceptors=interceptors, options=options)

@@ -29,13 +29,15 @@ class RawConnection:
             pass
         return made
 
-    async def generate(self, request: pb.GenerateRequest) -> bytes:
+    async def generate(self, request: pb.GenerateRequest, *metadata: tuple[bytes, bytes]) -> bytes:
         """Call Generate; return the encoded trailers. HPACK leaves the strings of a connection's first call readable.
+
+        metadata: names and values.
 
         Raises IncompleteReadError if the server closed the connection.
         """
         fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/npuserve.v1.InferenceService/Generate"),
-                  (b":authority", b"x"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]
+                  (b":authority", b"x"), (b"te", b"trailers"), (b"content-type", b"application/grpc"), *metadata]
         stream, body = self._stream, request.SerializeToString()
         self._stream += 2
         self._writer.write(

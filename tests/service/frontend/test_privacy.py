@@ -25,6 +25,7 @@ from npuserve.v1 import generate_pb2 as pb
 from tests.service.rpc.test_tracing import Collector
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import Running, ask, running
+from tests.support.raw_connection import RawConnection
 
 MARK = "zqjxmark"
 """Part of every text that the client sends."""
@@ -182,6 +183,19 @@ async def test_privacy_resume_token_is_in_no_log_or_metric(folder: Path, caplog:
     for record in caplog.records:
         assert token not in JsonFormatter("x").format(record)
     assert token not in page
+
+
+async def test_privacy_metadata_in_another_encoding_is_in_no_log(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(folder) as server:
+        connection = await RawConnection.open(int(server.target.rpartition(":")[2]))
+        key = f"Bearer {MARK}\xa0".encode("latin-1")
+        assert b"grpc-status\x010" in await connection.generate(ask("a", 2), (b"authorization", key), (b"x-other", key))
+        connection.close()
+    for record in caplog.records:
+        assert record.name != "grpc._cython.cygrpc"
+        assert MARK not in JsonFormatter("x").format(record)
 
 
 def test_privacy_log_prompts_adds_exception_text(
