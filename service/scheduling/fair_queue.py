@@ -14,8 +14,9 @@ Requests that ran before are in a queue of their own, in order of age. It comes 
 Fairness is start-time fair queueing (Goyal, Vin and Cheng 1996). Since the length of an answer is unknown, tokens are
 counted as they are computed, as in the virtual token counter (Sheng et al. 2024). The virtual time of a client is the
 number of tokens computed for it. The virtual time of the queue is the one of the client that was served last. When a
-client without waiting requests adds one, its virtual time is raised to the queue's: an idle client earns no credit. Two
-clients that both have waiting requests therefore get equal numbers of tokens, except for requests that run already.
+client without waiting requests adds one, its virtual time is raised to the queue's: an idle client earns no credit.
+When no request is left, the queue's is raised to the latest of all clients: they begin alike after that. Two clients
+that both have waiting requests therefore get equal numbers of tokens, except for requests that run already.
 
 Priority is that of borrowed virtual time (Duda and Cheriton 1999). A request of priority p is served as if the virtual
 time of its client were p * PRIORITY_TOKENS later. A negative priority borrows tokens and does not add any: the virtual
@@ -60,6 +61,7 @@ class FairQueue:
         self._resumed = Account("", -math.inf)  # key of the queue of requests that ran before
         self._virtual_time = 0.0
         self._length = 0
+        self._live = 0  # requests that have not ended
 
     def __len__(self) -> int:
         return self._length
@@ -75,13 +77,18 @@ class FairQueue:
         """Count one more live request of the client."""
         self._accounts[account.client] = account
         account.live += 1
+        self._live += 1
 
     def remove_live(self, account: Account) -> None:
         """Count one live request less. Forget accounts that differ in nothing from new ones, or are too many."""
         account.live -= 1
+        self._live -= 1
         if account.live:
             return
-        if account.virtual_time <= self._virtual_time:
+        if not self._live:
+            self._virtual_time = max(self._virtual_time, *(a.virtual_time for a in self._accounts.values()))
+            self._accounts.clear()
+        elif account.virtual_time <= self._virtual_time:
             del self._accounts[account.client]
         elif len(self._accounts) > self._max_requests + MAX_IDLE_ACCOUNTS:
             idle = sorted((a for a in self._accounts.values() if not a.live), key=attrgetter("virtual_time"))
@@ -166,6 +173,8 @@ class FairQueue:
 
     def faults(self) -> Iterator[str]:
         """Yield inconsistencies, for integrity checks, in one pass over the queues."""
+        if (live := sum(a.live for a in self._accounts.values())) != self._live:
+            yield f"the clients have {live} live requests, {self._live} were counted"
         waiting: Counter[Account] = Counter()
         for owner, queue in self._queues.items():
             keys = [_key(s) for s in queue]

@@ -76,6 +76,18 @@ def test_idle_client_earns_no_credit() -> None:
     assert sum(key in rare for key in following[:8]) == 4
 
 
+def test_use_of_an_idle_server_is_no_debt_afterwards() -> None:
+    harness = one_at_a_time()
+    harness.add([1, 2, 3], 60, client="old")
+    harness.finish()
+    for _ in range(6):
+        harness.add([1, 2, 3], 2, client="many")
+    harness.tick()
+    late = harness.add([1, 2, 3], 2, client="old")
+    harness.finish()
+    assert order(harness)[1:].index(late.id) == 1
+
+
 def test_lower_priority_value_is_served_first_across_clients() -> None:
     harness = SchedulerHarness(max_num_seqs=1, aging=1000.0)
     first = harness.add([1], 1, client="a")
@@ -294,6 +306,7 @@ def waiting(queue: FairQueue, number: int, client: str) -> Sequence:
 
 def test_idle_accounts_are_bounded() -> None:
     queue = FairQueue(4)
+    queue.add_live(queue.account("busy"))  # the accounts of the others stay
     for number in range(3 * MAX_IDLE_ACCOUNTS):
         sequence = waiting(queue, number, f"client {number}")
         assert queue.next() is sequence
