@@ -20,7 +20,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from npuserve.service.grammar.translation import formats, pattern
 from npuserve.service.grammar.translation.analysis import (
     MIN_BOUND,
-    allow_short_multiples,
+    allow_short_numbers,
     declare_matched_names,
     divisor_fault,
     grouped,
@@ -179,7 +179,7 @@ class _Schema:
         self._items(schema, base, path, depth, out)
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
-        allow_short_multiples(out)
+        allow_short_numbers(out)
         declare_matched_names(schema, out)
         if "propertyNames" in schema:
             self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)

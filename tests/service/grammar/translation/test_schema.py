@@ -212,6 +212,20 @@ def test_multiples_may_have_fewer_decimals(schema: Any, good: list[str], bad: li
         assert accepts(matcher("json_schema", schema), text) is (text in good), text
 
 
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    ({**NUMBER, "minimum": 0, "maximum": 0.99}, ["0.9", "0.90", "0.99", "0"], ["1", "0.991", "-0.5"]),
+    ({**NUMBER, "maximum": 12.345}, ["12.3", "12.34", "12.340", "12.345", "12"], ["12.35", "12.4", "12.346"]),
+    ({"exclusiveMinimum": -7.75}, ["-7.7", "-7.749", '"a"', "[-8.5]"], ["-7.75", "-7.8"]),
+    ({"type": ["number", "null"], "exclusiveMaximum": 0.7}, ["0.6", "null"], ["0.7", '"a"']),
+    ({**NUMBER, "allOf": [{"maximum": 7.75}, {"minimum": 7.71}]}, ["7.75", "7.72"], ["7.7"]),
+    ({**NUMBER, "maximum": 7.75, "multipleOf": 0.05}, ["7.7", "7.75", "7"], ["7.72"]),
+    ({"enum": [0.9, 0.5], "maximum": 0.99}, ["0.9", "0.5"], ["0.8"]),
+])
+def test_numbers_may_have_fewer_decimals_than_a_bound(schema: Any, good: list[str], bad: list[str]) -> None:
+    for text in good + bad:
+        assert accepts(matcher("json_schema", schema), text) is (text in good), text
+
+
 CHECKS: dict[str, Any] = {
     "date": datetime.date.fromisoformat,
     "date-time": lambda text: datetime.datetime.fromisoformat(text.replace("Z", "+00:00")),
