@@ -365,6 +365,8 @@ def _bounds(schema: Mapping[str, Any], path: str, out: dict[str, Any], others: S
                     raise _error(f"{path}/{keyword}", f"'{keyword}' must be a number")
                 out[keyword] = _tightened(value, is_lower, f"{path}/{keyword}")
         if (value := out.get(exclusive)) is not None:
+            if value == (MAX_INTEGER if is_lower else -MAX_INTEGER):
+                raise _error(f"{path}/{exclusive}", f"an exclusive bound must be less than {MAX_INTEGER} away from 0")
             out[exclusive] = inside_bound(value, 1 if is_lower else -1, others)
 
 

@@ -311,6 +311,8 @@ REFUSED = [
     ({"anyOf": []}, "at least one"),
     ({"type": "object", "minProperties": 3}, "minProperties"), ({"minimum": 1e300}, "must be within"), ({"items": 3},
         "must be an object or a boolean at /items"),
+    ({"items": {"exclusiveMinimum": 2**53}}, "an exclusive bound must be .* at /items/exclusiveMinimum"),
+    ({"exclusiveMaximum": -2**53}, "an exclusive bound must be .* at /exclusiveMaximum"),
     ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
     ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft 3"),
     ('{"a": NaN}', "NaN"), ("{", "malformed JSON"), ('{"a": 1' * 3000, "malformed JSON"),
