@@ -12,7 +12,7 @@ import grpc.aio
 
 from npuserve.client import channel, request_builder
 from npuserve.client.answer import Answer, sample_count
-from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, missing_finish
+from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, malformed_message, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt
 from npuserve.v1 import generate_pb2 as pb
@@ -106,6 +106,8 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
             return await _cancelled(call)
         if received is grpc.aio.EOF:  # type: ignore[attr-defined]
             return missing_finish()
+        if received is None:  # grpc.aio has logged why
+            return malformed_message()
         assert isinstance(received, pb.StreamGenerateResponse)
         return received
 
@@ -221,7 +223,8 @@ class AsyncClient:
 async def _result(call: Any) -> Any:
     """Return the message of a unary call, or its error."""
     try:
-        return await call
+        response = await call
+        return malformed_message() if response is None else response  # grpc.aio has logged why
     except grpc.aio.AioRpcError as error:
         return from_rpc(error)
     except asyncio.CancelledError:

@@ -211,3 +211,8 @@ class Attempts:
 def missing_finish() -> ClientError:
     """Return the error for a stream that ended with status OK but without a finish, which only proxies cause."""
     return ClientError(grpc.StatusCode.UNKNOWN, "the stream ended without a finish")
+
+
+def malformed_message() -> ClientError:
+    """Return the error for a message that is not protobuf. The client for threads gets this error from gRPC."""
+    return ServerError(grpc.StatusCode.INTERNAL, "a message of the server is malformed")

@@ -264,6 +264,37 @@ async def test_generate_and_unary_calls_are_retried() -> None:
         assert asked["ResumeStream"] == pb.ResumeStreamRequest(resume_token="token-0", token_offset=4)
 
 
+class Malformed(grpc.GenericRpcHandler):
+    """Handler of all methods whose message is not protobuf."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if "Stream" in details.method:
+            return grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff"]))
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+
+
+ASKS: dict[str, Callable[[Any], Any]] = {
+    "generate": lambda client: client.generate("x"), "model_info": lambda client: client.model_info(),
+    "tokenize": lambda client: client.tokenize("x"), "detokenize": lambda client: client.detokenize([1])}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+async def test_malformed_message_raises_server_error(ask: Callable[[Any], Any]) -> None:
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Malformed(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}", patience=0) as client:
+            with pytest.raises(ServerError) as raised:
+                await ask(client)
+        with Client(f"127.0.0.1:{port}", patience=0) as other, pytest.raises(ServerError) as same:
+            await asyncio.to_thread(ask, other)
+        assert raised.value.code is same.value.code is grpc.StatusCode.INTERNAL
+    finally:
+        await server.stop(None)
+
+
 async def test_samples_are_streamed_and_joined() -> None:
     async with serving() as (server, proxy):
         async with AsyncClient(target(proxy)) as client:
