@@ -118,7 +118,7 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
 
 
 class AsyncClient:
-    """Asyncio version of `Client`, with the same arguments, for one event loop."""
+    """Asyncio version of `Client`, with the same arguments, for one event loop: that of its first call."""
 
     def __init__(
         self, target: str, *, api_key: str | None = None, tls: channel.Tls | None = None, timeout: float | None = None,
@@ -130,8 +130,9 @@ class AsyncClient:
         self._timeout = timeout
         self._patience = patience
         self._metadata = channel.auth_metadata(api_key)
-        self._channel = channel.open_aio_channel(target, tls)
-        self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
+        self._open_channel = channel.aio_channel_opener(target, tls)
+        self._channel: grpc.aio.Channel | None = None  # grpc.aio binds a channel to the event loop that opens it
+        self._stub: Any = None
 
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
@@ -177,7 +178,8 @@ class AsyncClient:
         """Cancel all calls and waits."""
         self.closed = True
         self.wake()
-        await self._channel.close(None)
+        if self._channel is not None:
+            await self._channel.close(None)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -189,6 +191,9 @@ class AsyncClient:
         """Begin one call of an RPC. Raise Cancelled if the client is closed."""
         if self.closed:
             raise Cancelled(grpc.StatusCode.CANCELLED, "the client is closed")
+        if self._channel is None:
+            self._channel = self._open_channel()
+            self._stub = inference_service_pb2_grpc.InferenceServiceStub(self._channel)
         return getattr(self._stub, name)(message, timeout=timeout, metadata=self._metadata)
 
     async def wait(self, seconds: float, is_ended: Callable[[], bool]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -104,10 +106,15 @@ def open_channel(target: str, tls: Tls | None = None) -> grpc.Channel:
 
 def open_aio_channel(target: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """Return a channel for asyncio; it connects on the first call. Raise as `Tls.credentials` does."""
+    return aio_channel_opener(target, tls)()
+
+
+def aio_channel_opener(target: str, tls: Tls | None = None) -> Callable[[], grpc.aio.Channel]:
+    """Return a function that opens a channel of the running event loop. Raise as `Tls.credentials` does."""
     _check_types(target, tls)
     if tls is not None:
-        return grpc.aio.secure_channel(target, tls.credentials(), _options(tls))
-    return grpc.aio.insecure_channel(target, OPTIONS)
+        return partial(grpc.aio.secure_channel, target, tls.credentials(), _options(tls))
+    return partial(grpc.aio.insecure_channel, target, OPTIONS)
 
 
 def _check_types(target: str, tls: Tls | None) -> None:

@@ -194,6 +194,19 @@ async def test_stream_without_a_server_raises_unavailable(collect: Callable, fre
         await collect(f"127.0.0.1:{free_port()}", patience=0.3)
 
 
+def test_asyncio_client_made_before_its_event_loop_makes_calls(free_port: Callable[[], int]) -> None:
+    client = AsyncClient(f"127.0.0.1:{free_port()}", patience=0)
+
+    async def work() -> None:
+        with pytest.raises(Unavailable):
+            await client.model_info()
+        with pytest.raises(Unavailable):
+            await client.generate("x")
+        await client.close()
+
+    asyncio.run(work())
+
+
 @both
 @pytest.mark.parametrize("timeout", [math.inf, 1e10, 1e18])
 async def test_stream_with_a_huge_timeout_is_complete(collect: Callable, timeout: float) -> None:
