@@ -210,7 +210,7 @@ class Attempts:
 
 def missing_finish() -> ClientError:
     """Return the error for a stream that ended with status OK but without a finish, which only proxies cause."""
-    return ClientError(grpc.StatusCode.UNKNOWN, "the stream ended without a finish")
+    return ServerError(grpc.StatusCode.UNKNOWN, "the stream ended without a finish")
 
 
 def malformed_message() -> ClientError:

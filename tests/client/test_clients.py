@@ -149,6 +149,19 @@ async def test_stream_final_error_raises_its_class(
         assert len(server.asked) == 2
 
 
+@both
+async def test_stream_that_ends_without_a_finish_raises_server_error(
+    collect: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send_nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(Counting, "_send", send_nothing)
+    async with serving() as (_, proxy):
+        with pytest.raises(ServerError, match="without a finish"):
+            await collect(target(proxy), patience=0)
+
+
 @pytest.mark.parametrize("after", [0, 2])
 async def test_stream_that_failed_raises_its_error_again(after: int) -> None:
     async with serving() as (server, proxy):
