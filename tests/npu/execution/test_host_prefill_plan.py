@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from npuserve.npu import backends
 from npuserve.npu.backends import BackendError, select_prefill
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution import load
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.quantization import W8A8
@@ -81,7 +81,7 @@ def test_host_prefill_check_prints_both_plans(tmp_path, monkeypatch):
     ) -> CpuBackend:
         return CpuBackend() if name == "cpu" else Device()
 
-    monkeypatch.setattr(backends, "select", select)
+    monkeypatch.setattr(load, "select", select)
     folder = small.saved(tmp_path, head_dim=16)
     config = ServerConfig(model=str(folder), device="npu", prefill_device="cpu", dtype="float32")
     found = check.model(config)
