@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from npuserve.kernels.collectives import Ranks, region_bytes
 
@@ -29,6 +30,9 @@ FIRST_BYTES = 1 << 14
 WAIT = timedelta(days=365)
 """Timeout of the ranks' communication: an idle server sends nothing. A rank that dies is found by its connection, one
 that hangs by the watchdog."""
+CONNECT = timedelta(seconds=60)
+"""Timeout of the ranks' connections to each other, which are made once all have joined. A rank that waits for a
+connection does not notice the end of its peer."""
 
 POLL_SECONDS = 0.05
 """Time between two looks at which ranks have joined."""
@@ -46,8 +50,9 @@ class Group:
 
     def __init__(self, rank: int, size: int, store: Store, memory: int = -1, local: int = 0):
         self.rank, self.size, self.memory, self.local = rank, size, memory, local or size
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT)
         self._steps = dist.group.WORLD  # of the main thread
+        _set_pg_timeout(WAIT, self._steps)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -89,7 +94,10 @@ class Group:
         shared: the kernels can communicate through `memory`.
         reduces: see `Backend.reduces`.
         """
-        kernels = dist.new_group(backend=library, timeout=WAIT)  # of the thread that runs the kernels
+        # Used by the thread that runs the kernels. Only Gloo connects its ranks here.
+        kernels = dist.new_group(backend=library, timeout=CONNECT if library == "gloo" else WAIT)
+        if library == "gloo":
+            _set_pg_timeout(WAIT, kernels)
         gather, exchange = (partial(move, kernels, self.size) for move in (_gather, _exchange))
         made = Ranks(self.rank, self.size, gather, exchange, partial(_reduce, kernels))
         if device.type != "cpu" or not shared:
@@ -140,6 +148,10 @@ class MissingRanks(Exception):
     """Not all ranks have joined in time."""
 
 
+class TakenRank(Exception):
+    """Another process has joined the group as this rank."""
+
+
 def serve(address: str, size: int, seconds: float) -> tuple[Store, str]:
     """Start the store of rank 0. address: host:port, port 0 for a free one. Return it, and its address with the port.
 
@@ -160,8 +172,12 @@ def join(address: str, size: int, seconds: float) -> Store:
 
 
 def wait_for_ranks(store: Store, rank: int, size: int, seconds: float) -> None:
-    """Wait until all ranks have joined, for at most `seconds`. Raises MissingRanks, which names the missing ones."""
-    store.set(f"rank-{rank}", "joined")
+    """Wait until all ranks have joined, for at most `seconds`.
+
+    Raises MissingRanks, which names the missing ones, and TakenRank.
+    """
+    if store.add(f"rank-{rank}", 1) > 1:
+        raise TakenRank(f"another process has joined the group as rank {rank}")
     end = time.monotonic() + seconds
     while missing := [other for other in range(size) if not store.check([f"rank-{other}"])]:
         if time.monotonic() > end:

@@ -95,6 +95,7 @@ class Engine:
     kv_events: stream of the prefix cache's changes; None for none.
     build_compiler: see Grammars; None refuses constraints.
     profiler: makes profiles; None refuses them.
+    on_idle: called about every HEARTBEAT_SECONDS while nothing runs; None for nothing.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Engine:
         double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
         frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
         build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None, profiler: Profiler | None = None,
+        on_idle: Callable[[], None] | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -127,6 +129,7 @@ class Engine:
         self._next_audit = -math.inf
         self._is_idle = False  # no step is in flight, and the last plan was empty
         self._is_stopping = False
+        self._on_idle = on_idle
 
     def stop(self) -> None:
         """End `run` after the steps in flight are applied. Safe to call from a signal handler."""
@@ -150,6 +153,8 @@ class Engine:
                 self.profiles.poll(self._send)
             if self._is_idle:
                 self.audit()
+                if self._on_idle:
+                    self._on_idle()
         while self._pipeline:
             self.collect()
 

@@ -149,7 +149,7 @@ def build_engine(
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
-                    profiler=open_profiler(args, runner, socket))
+                    profiler=open_profiler(args, runner, socket), on_idle=ranks.check if ranks else None)
     if publisher and kv_events:
         publisher.start(kv_events.first)
     seconds = time.monotonic() - began

@@ -37,11 +37,15 @@ class Sample(msgspec.Struct, frozen=True, tag=True):
     masks: dict[int, bytes]
 
 
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """Do nothing. Rank 0 sends it to notice the loss of a rank while no step runs."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-_decode = msgspec.msgpack.Decoder(Launch | Sample | Stop).decode
+_decode = msgspec.msgpack.Decoder(Launch | Sample | Idle | Stop).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -70,6 +74,11 @@ class LeadRunner:
         return self._runner.collect(handle)
 
 
+def check_followers(group: Group) -> None:
+    """Raise RuntimeError if a rank is lost."""
+    group.broadcast(_encode(Idle()))
+
+
 def stop_followers(group: Group) -> None:
     """End the processes that `follow`."""
     group.broadcast(_encode(Stop()))
@@ -89,5 +98,5 @@ def follow(runner: Runner, group: Group) -> None:
         elif isinstance(message, Sample):
             runner.sample(in_flight[-1], {
                 request: np.frombuffer(mask, np.int32).copy() for request, mask in message.masks.items()})
-        else:
+        elif isinstance(message, Stop):
             return

@@ -21,6 +21,8 @@ from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankArgs
 from npuserve.service.ranks.world import check_same, join_seconds
 
+log = logging.getLogger("npuserve.service.ranks.process")
+
 
 def main() -> int:
     args = child.read_arguments(RankArgs)
@@ -39,7 +41,7 @@ def run(args: RankArgs) -> int:
     """Run the rank until rank 0 stops it. Return the exit code."""
     import_large("npuserve.npu.execution.load")
     from npuserve.npu.execution.load import SharedMemory
-    from npuserve.npu.parallel import Group, MissingRanks, join, wait_for_ranks
+    from npuserve.npu.parallel import Group, MissingRanks, TakenRank, join, wait_for_ranks
 
     size, seconds = args.config.tensor_parallel_size, join_seconds(args.config)
     try:
@@ -50,6 +52,9 @@ def run(args: RankArgs) -> int:
         memory = SharedMemory(args.weights, args.shared_weights) if args.weights >= 0 else None
         runner = load_model(args.config, args.folder, lambda *_: None, memory,
                             capture="off" if args.capture_failed else None, group=group)
+    except TakenRank as error:
+        logs.event(log, "the rank cannot join the group now", level=logging.WARNING, error=str(error))
+        return 1
     except (ConfigError, MissingRanks, ValueError, OSError, MemoryError) as error:
         return faults.start_code(error, args.may_drop_captures)
     gc.freeze()

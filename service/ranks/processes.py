@@ -23,7 +23,7 @@ from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.ipc import child
 from npuserve.service.ranks.faults import CAPTURE_FAILED
-from npuserve.service.ranks.lead import stop_followers
+from npuserve.service.ranks.lead import check_followers, stop_followers
 from npuserve.service.ranks.world import check_same, join_seconds, read_world
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 PROCESS = (sys.executable, "-m", "npuserve.service.ranks.process")
 STOP_SECONDS = 5.0
 """Time for the ranks to end by themselves."""
+CHECK_SECONDS = 0.5
+"""Minimum time between two checks of the ranks of other hosts."""
 CAUSE_SECONDS = 0.3
 """Time in which the end of a rank is known after it has broken a collective."""
 
@@ -162,6 +164,7 @@ class RankProcesses:
         memory = -1 if world else os.memfd_create("npuserve-ranks")
         files, contents = weights or [-1] * (local - 1), shared_weights or [None] * (local - 1)
         self._stopping = False
+        self._has_other_hosts, self._next_check = local < size, 0.0
         self._processes = [
             self._start(RankArgs(config, folder, rank, address, local, memory, file, content))
             for rank, file, content in zip(range(1, local), files, contents, strict=True)]
@@ -195,6 +198,12 @@ class RankProcesses:
             child.report(process.error["event"], error=process.error["error"])
         logging.shutdown()
         os._exit(code if code > 0 else 1)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank of another host is lost. Do nothing within CHECK_SECONDS of the last check."""
+        if self._has_other_hosts and (now := time.monotonic()) >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            check_followers(self.group)
 
     def stop(self) -> None:
         """End the ranks, at most STOP_SECONDS from now."""

@@ -119,6 +119,17 @@ def test_killed_rank_of_the_other_host_shows_in_no_stream(group: Group, folder: 
     shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
 
 
+def test_rank_of_the_other_host_that_dies_is_noticed_while_nothing_runs(group: Group) -> None:
+    """Its next process cannot join the old group."""
+    first, second = group.first, group.second
+    engine, rank = engine_of(first), rank_of(second)
+    os.kill(rank, signal.SIGKILL)
+    until(lambda: engine_of(first) not in (0, engine), first)
+    until(lambda: answers(first), first)
+    assert rank_of(second) not in (0, rank)
+    check(first, FOLDER, STORIES[:3], 0)
+
+
 @pytest.mark.full
 def test_stopped_first_host_leaves_the_other_waiting(group: Group) -> None:
     """It waits for the next group, which a new first host starts. As in tests/service/ranks/test_host.py, with real

@@ -285,6 +285,18 @@ def test_idle_engine_sends_heartbeats(tmp_path: Path) -> None:
         assert beat.load.free_kv_ratio == 1.0
 
 
+def test_error_of_on_idle_ends_an_idle_engine(tmp_path: Path) -> None:
+    """As when a rank of another host is lost."""
+    def fail() -> None:
+        raise RuntimeError("a rank is lost")
+
+    engine = Engine(Scheduler(BlockManager(8, 4, True), max_num_seqs=4, max_num_batched_tokens=64, max_queue=3,
+                              aging_seconds=10, min_forced=2),
+                    FakeRunner(), EngineSocket(f"{tmp_path}/engine"), MODEL, epoch=7, on_idle=fail)
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        engine.run()
+
+
 def test_idle_engine_sends_a_heartbeat_to_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the regular heartbeats, nothing else is sent to a front end that has no request."""
     monkeypatch.setattr(engine_module, "HEARTBEAT_SECONDS", 3600.0)

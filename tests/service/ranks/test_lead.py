@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.ranks.lead import LeadRunner, follow, stop_followers
+from npuserve.service.ranks.lead import LeadRunner, check_followers, follow, stop_followers
 
 
 class FakeGroup:
@@ -50,6 +50,7 @@ def test_followers_time_the_steps_that_rank_0_times() -> None:
     runner = LeadRunner(lead, group)
     for step in steps:
         runner.launch(step)
+        check_followers(group)
     stop_followers(group)
     follow(follower, group)
     assert [timed for _, timed in lead.launched] == [False, True, False, True]
