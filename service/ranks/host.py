@@ -20,7 +20,7 @@ from npuserve.service import logs
 from npuserve.service.config import ServerConfig
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
 from npuserve.service.ranks.faults import CAPTURE_FAILED
-from npuserve.service.ranks.processes import RankArgs, RankProcess, create_shared_memory
+from npuserve.service.ranks.processes import RankArgs, RankProcess, create_shared_memory, end_processes
 from npuserve.service.ranks.world import World, join_seconds
 
 log = logging.getLogger(__name__)
@@ -98,8 +98,7 @@ class Host:
         with ThreadPoolExecutor(local) as threads:
             runs = {threads.submit(process.run): process for process in self._processes}
             wait(runs, return_when=FIRST_COMPLETED)
-            for process in self._processes:
-                process.kill(END_SECONDS)
+            end_processes(self._processes, END_SECONDS)
         for index, process in enumerate(self._processes):
             self._contents[index] = process.shared_weights or self._contents[index]
             if process.error.get("event") == CAPTURE_FAILED:

@@ -124,6 +124,13 @@ class RankProcess:
             self._process.kill()
 
 
+def end_processes(processes: Sequence[RankProcess], seconds: float) -> None:
+    """End the processes by SIGKILL that have not ended in `seconds`."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.kill(max(0.0, end - time.monotonic()))
+
+
 _watchers: list[threading.Thread] = []
 """Threads that wait for the ranks of this process."""
 
@@ -208,6 +215,8 @@ class RankProcesses:
     def stop(self) -> None:
         """End the ranks, at most STOP_SECONDS from now."""
         self._stopping = True
-        stop_followers(self.group)
-        for process in self._processes:
-            process.kill(STOP_SECONDS)
+        try:
+            stop_followers(self.group)
+        except RuntimeError as error:
+            logs.event(log, "a rank was lost before the end", level=logging.WARNING, error=str(error))
+        end_processes(self._processes, STOP_SECONDS)

@@ -1,14 +1,18 @@
-"""Processes of the ranks as rank 0 checks them."""
+"""Processes of the ranks as rank 0 checks and ends them."""
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
 import pytest
 
 from npuserve.npu import parallel
+from npuserve.service.config import ServerConfig
 from npuserve.service.ranks import processes
+
+HANGING = "import sys, time; sys.stdin.readline(); time.sleep(100)"
 
 
 class FakeGroup:
@@ -30,6 +34,39 @@ def ranks_of(group: Any, started: list[processes.RankProcess], has_other_hosts: 
     made.group, made._processes, made._stopping = group, started, False
     made._has_other_hosts, made._next_check = has_other_hosts, 0.0
     return made
+
+
+def hanging(monkeypatch: pytest.MonkeyPatch, count: int) -> list[processes.RankProcess]:
+    """Start processes that do not end by themselves."""
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", HANGING))
+    return [processes.RankProcess(processes.RankArgs(ServerConfig(), ".", rank, "127.0.0.1:1", count + 1))
+            for rank in range(1, count + 1)]
+
+
+def test_stop_ends_the_ranks_of_a_group_that_has_lost_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine then saves its streams."""
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.01)
+    (rank,) = started = hanging(monkeypatch, 1)
+    ranks_of(FakeGroup(is_lost=True), started).stop()
+    assert rank.run() == -9
+    assert "a rank was lost before the end" in caplog.text
+
+
+def test_hanging_ranks_end_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit for each would exceed the supervisor's limit for the engine."""
+    clock, waits = [100.0], []
+
+    class Hanging:
+        def kill(self, seconds: float) -> None:
+            waits.append(seconds)
+            clock[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    hung: Any = [Hanging(), Hanging(), Hanging()]
+    processes.end_processes(hung, 5.0)
+    assert waits == [5.0, 0.0, 0.0]
 
 
 def test_check_sends_to_other_hosts_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
