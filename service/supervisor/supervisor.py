@@ -36,12 +36,12 @@ from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
 from npuserve.service.ranks import host
 from npuserve.service.ranks.processes import create_shared_memory
-from npuserve.service.ranks.world import local_ranks, read_world
+from npuserve.service.ranks.world import JOIN_SECONDS, join_seconds, local_ranks, read_world
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
-from npuserve.service.supervisor.watchdog import Watchdog
+from npuserve.service.supervisor.watchdog import MIN_LOAD_SECONDS, Watchdog
 from npuserve.service.text.model_folder import fetch, local, resolve, served_as
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class Supervisor:
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         self._config = config
+        self._has_other_hosts = read_world(config, os.environ) is not None  # with ranks of the model
         self._model = local(config.model)  # None until it is downloaded
         self._port = config.port
         self._commands = (frontend, engine)
@@ -192,7 +193,8 @@ class Supervisor:
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
         }, self._on_event, [memory, *others] if memory >= 0 else [])
         self._watchdog = Watchdog(
-            self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events)
+            self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events,
+            JOIN_SECONDS if self._has_other_hosts else MIN_LOAD_SECONDS)
 
     def _processes(self) -> dict[str, int]:
         """Return name -> pid of the running children. Called by the thread of the metrics page."""
@@ -277,11 +279,16 @@ class Supervisor:
             if child.stopping.is_set():
                 return 0
             self._page.forget(child.pid)
+            is_loaded = child in self._ready_events
             if child is self._engine:
                 self._ready_events.clear()  # front ends report ready again once the next engine is
             else:
                 self._ready_events.pop(child, None)
             pause = policy.pause(end, self.ready.is_set())
+            if (self._has_other_hosts and child is self._engine and self.ready.is_set() and not is_loaded
+                    and end.why in ("hung", "unusable") and end.seconds >= join_seconds(self._config)):
+                logs.event(log, "the group is not complete again, giving up", level=logging.ERROR, why=end.why)
+                return UNUSABLE
             error = end.code if isinstance(end.code, BaseException) else None
             if pause is None and error:
                 raise ConfigError(f"{child.name} cannot be started: {error}") from error

@@ -21,7 +21,7 @@ CHECK_SECONDS = 1.0
 MAX_KILL_SECONDS = 30.0
 """Maximum time from SIGKILL to the exit. A process that still exists is blocked in a driver and holds its device."""
 MIN_LOAD_SECONDS = 60.0
-"""Minimum limit of a load that is not the first, if load_seconds is 0."""
+"""Default of `min_load_seconds`."""
 LOAD_FACTOR = 3
 """The limit is the time of the first load, multiplied by this."""
 MIN_START_SECONDS = 30.0
@@ -35,6 +35,7 @@ class Watchdog:
 
     children: returns the children that were started.
     is_ready: returns whether the current run of a child has been ready.
+    min_load_seconds: minimum limit of a load that is not the first, if load_seconds is 0.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class Watchdog:
         engine: ChildProcess,
         children: Callable[[], Collection[ChildProcess]],
         is_ready: Callable[[ChildProcess], bool],
+        min_load_seconds: float = MIN_LOAD_SECONDS,
     ):
         self._config = config
         self._engine = engine
         self._children = children
         self._is_ready = is_ready
+        self._min_load_seconds = min_load_seconds
         self._first_load = 0.0  # seconds; 0 until the engine was ready
 
     def engine_ready(self) -> None:
@@ -59,7 +62,7 @@ class Watchdog:
         """Return the maximum seconds of a load; infinite for the first load."""
         if not self._first_load:
             return math.inf
-        return self._config.load_seconds or max(MIN_LOAD_SECONDS, LOAD_FACTOR * self._first_load)
+        return self._config.load_seconds or max(self._min_load_seconds, LOAD_FACTOR * self._first_load)
 
     @property
     def start_limit(self) -> float:

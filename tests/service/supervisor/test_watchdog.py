@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -55,6 +56,15 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         asyncio.run(one.run(cast(MetricsPage, cast(Any, FakePage()))))
 
     return run
+
+
+def test_watchdog_load_limit_has_its_minimum() -> None:
+    """Hosts wait longer for each other than an engine usually loads."""
+    engine = FakeChild("engine")
+    one = Watchdog(ServerConfig(), engine, lambda: [engine], lambda child: False, min_load_seconds=600.0)
+    engine.started_at = time.monotonic()
+    one.engine_ready()
+    assert one.load_limit == 600.0
 
 
 @pytest.mark.parametrize(("hang_seconds", "limit"), [(5.0, MIN_START_SECONDS), (60.0, 60.0)])
