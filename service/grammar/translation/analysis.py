@@ -161,8 +161,9 @@ def _allow_short_of_bounds(out: dict[str, Any]) -> None:
     if "number" not in out.get("type", "number"):
         return
     bounds = [(sign, out[keyword]) for sign, keywords in _BOUNDS for keyword in keywords if keyword in out]
-    short = sorted({cut for sign, bound in bounds if sign * bound > 0 for cut in _cuts(bound)
-                    if all(side * (limit - cut) > 0 for side, limit in bounds)})
+    excluded = [out[keyword] for _, (_, keyword) in _BOUNDS if keyword in out]
+    short = sorted({cut for sign, bound in bounds if sign * bound > 0 for cut in _cuts(bound) if cut not in excluded
+                    and all(side * (limit - cut) >= 0 for side, limit in bounds)})
     if short:
         points = [{"type": "number", "minimum": cut, "maximum": cut} for cut in short]
         out.setdefault("allOf", []).append({"anyOf": [{"type": sorted(_SCALARS | {"array", "object"})}, *points]})

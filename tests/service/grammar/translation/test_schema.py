@@ -218,6 +218,9 @@ def test_multiples_may_have_fewer_decimals(schema: Any, good: list[str], bad: li
     ({"exclusiveMinimum": -7.75}, ["-7.7", "-7.749", '"a"', "[-8.5]"], ["-7.75", "-7.8"]),
     ({"type": ["number", "null"], "exclusiveMaximum": 0.7}, ["0.6", "null"], ["0.7", '"a"']),
     ({**NUMBER, "allOf": [{"maximum": 7.75}, {"minimum": 7.71}]}, ["7.75", "7.72"], ["7.7"]),
+    ({**NUMBER, "minimum": 0.9, "maximum": 0.99}, ["0.9", "0.90", "0.95"], ["0.8", "1"]),
+    ({"exclusiveMinimum": -0.55, "maximum": -0.5}, ["-0.5", "-0.54"], ["-0.55", "-0.4"]),
+    ({"exclusiveMinimum": 0.9, "maximum": 0.99}, ["0.95"], ["0.9", "0.90"]),
     ({**NUMBER, "maximum": 7.75, "multipleOf": 0.05}, ["7.7", "7.75", "7"], ["7.72"]),
     ({"enum": [0.9, 0.5], "maximum": 0.99}, ["0.9", "0.5"], ["0.8"]),
 ])
