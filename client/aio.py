@@ -106,7 +106,8 @@ class AsyncStream(AsyncIterator[pb.StreamGenerateResponse]):
             return await _cancelled(call)
         if received is grpc.aio.EOF:  # type: ignore[attr-defined]
             return missing_finish()
-        if received is None:  # grpc.aio has logged why
+        if received is None:  # grpc.aio has logged why, and the call goes on
+            call.cancel()
             return malformed_message()
         assert isinstance(received, pb.StreamGenerateResponse)
         return received

@@ -291,12 +291,22 @@ async def test_generate_and_unary_calls_are_retried() -> None:
 
 
 class Malformed(grpc.GenericRpcHandler):
-    """Handler of all methods whose message is not protobuf."""
+    """Handler of all methods whose message is not protobuf. Streams go on until the client cancels them."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         if "Stream" in details.method:
-            return grpc.unary_stream_rpc_method_handler(lambda request, context: iter([b"\xff"]))
+            return grpc.unary_stream_rpc_method_handler(self._stream)
         return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+
+    async def _stream(self, request: bytes, context: Any) -> None:
+        await context.write(b"\xff")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
 
 
 ASKS: dict[str, Callable[[Any], Any]] = {
@@ -306,14 +316,16 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 async def test_malformed_message_raises_server_error(ask: Callable[[Any], Any]) -> None:
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Malformed(),))
+    server, handler = grpc.aio.server(), Malformed()
+    server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with AsyncClient(f"127.0.0.1:{port}", patience=0) as client:
             with pytest.raises(ServerError) as raised:
                 await ask(client)
+            if ask is ASKS["generate"]:
+                await asyncio.wait_for(handler.cancelled.wait(), 30)
         with Client(f"127.0.0.1:{port}", patience=0) as other, pytest.raises(ServerError) as same:
             await asyncio.to_thread(ask, other)
         assert raised.value.code is same.value.code is grpc.StatusCode.INTERNAL
