@@ -290,16 +290,14 @@ async def test_generate_and_unary_calls_are_retried() -> None:
         assert asked["ResumeStream"] == pb.ResumeStreamRequest(resume_token="token-0", token_offset=4)
 
 
-class Malformed(grpc.GenericRpcHandler):
-    """Handler of all methods whose message is not protobuf. Streams go on until the client cancels them."""
+class Malformed:
+    """Methods whose message is not protobuf. Streams go on until the client cancels them."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        if "Stream" in details.method:
-            return grpc.unary_stream_rpc_method_handler(self._stream)
-        return grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+        unary = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
+        self.handlers = {"GetModelInfo": unary, "Tokenize": unary, "Detokenize": unary,
+                         "StreamGenerate": grpc.unary_stream_rpc_method_handler(self._stream)}
 
     async def _stream(self, request: bytes, context: Any) -> None:
         await context.write(b"\xff")
@@ -316,8 +314,8 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 async def test_malformed_message_raises_server_error(ask: Callable[[Any], Any]) -> None:
-    server, handler = grpc.aio.server(), Malformed()
-    server.add_generic_rpc_handlers((handler,))
+    server, service = grpc.aio.server(), Malformed()
+    server.add_registered_method_handlers("npuserve.v1.InferenceService", service.handlers)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -325,7 +323,7 @@ async def test_malformed_message_raises_server_error(ask: Callable[[Any], Any]) 
             with pytest.raises(ServerError) as raised:
                 await ask(client)
             if ask is ASKS["generate"]:
-                await asyncio.wait_for(handler.cancelled.wait(), 30)
+                await asyncio.wait_for(service.cancelled.wait(), 30)
         with Client(f"127.0.0.1:{port}", patience=0) as other, pytest.raises(ServerError) as same:
             await asyncio.to_thread(ask, other)
         assert raised.value.code is same.value.code is grpc.StatusCode.INTERNAL
