@@ -149,7 +149,7 @@ class MissingRanks(Exception):
 
 
 class TakenRank(Exception):
-    """Another process has joined the group as this rank."""
+    """The group is complete, with another process as this rank."""
 
 
 def serve(address: str, size: int, seconds: float) -> tuple[Store, str]:
@@ -174,10 +174,12 @@ def join(address: str, size: int, seconds: float) -> Store:
 def wait_for_ranks(store: Store, rank: int, size: int, seconds: float) -> None:
     """Wait until all ranks have joined, for at most `seconds`.
 
-    Raises MissingRanks, which names the missing ones, and TakenRank.
+    A process of a rank replaces an earlier one unless the group was complete with that one. Raises MissingRanks, which
+    names the missing ones, and TakenRank.
     """
-    if store.add(f"rank-{rank}", 1) > 1:
+    if store.check([f"rank-{other}" for other in range(size)]):
         raise TakenRank(f"another process has joined the group as rank {rank}")
+    store.set(f"rank-{rank}", "joined")
     end = time.monotonic() + seconds
     while missing := [other for other in range(size) if not store.check([f"rank-{other}"])]:
         if time.monotonic() > end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,3 +94,14 @@ def test_second_process_of_a_rank_cannot_join() -> None:
     parallel.wait_for_ranks(store, 0, 2, 10)
     with pytest.raises(parallel.TakenRank, match="another process has joined the group as rank 1"):
         parallel.wait_for_ranks(parallel.join(address, 2, 10), 1, 2, 10)
+
+
+def test_second_process_of_a_rank_replaces_one_that_has_ended_before_the_group_was_complete() -> None:
+    """No rank has connections yet."""
+    store, address = parallel.serve("127.0.0.1:0", 3, 10)
+    with pytest.raises(parallel.MissingRanks):
+        parallel.wait_for_ranks(parallel.join(address, 3, 10), 1, 3, 0)
+    with ThreadPoolExecutor(3) as threads:
+        stores = [store, *(parallel.join(address, 3, 10) for _ in range(2))]
+        for _ in threads.map(parallel.wait_for_ranks, stores, range(3), [3] * 3, [10.0] * 3):
+            pass
