@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 
-from npuserve.npu.large_import import import_large
+from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.service import logs
 from npuserve.service.config import ConfigError
 from npuserve.service.ipc import child, process_control
@@ -39,6 +39,10 @@ def main() -> int:
 
 def run(args: RankArgs) -> int:
     """Run the rank until rank 0 stops it. Return the exit code."""
+    try:
+        import_torch()
+    except TorchError as error:
+        return child.unusable(error)
     import_large("npuserve.npu.execution.load")
     from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.parallel import Group, MissingRanks, TakenRank, join, wait_for_ranks

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +107,11 @@ def test_second_process_of_a_rank_replaces_one_that_has_ended_before_the_group_w
         stores = [store, *(parallel.join(address, 3, 10) for _ in range(2))]
         for _ in threads.map(parallel.wait_for_ranks, stores, range(3), [3] * 3, [10.0] * 3):
             pass
+
+def test_torch_that_a_rank_cannot_import_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host then ends. It started the rank again without end."""
+    (tmp_path / "torch.py").write_text('raise OSError("no library")\n')
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    rank = processes.RankProcess(processes.RankArgs(ServerConfig(tensor_parallel_size=2), ".", 1, "127.0.0.1:1", 1))
+    assert rank.run() == 2
+    assert rank.error["error"] == "torch cannot be imported: no library"
