@@ -102,9 +102,9 @@ def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
 def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
     """Log a warning if the model is tied and its files have an LM head that differs from the embedding.
 
-    Raises ModelError for files that cannot be read.
+    Ranks other than 0 read nothing. Raises ModelError for files that cannot be read.
     """
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and config.shard.rank == 0:
         with ExitStack() as stack:
             if _differ(_open_files(weight_files(Path(folder)), stack), "lm_head.weight", "model.embed_tokens.weight"):
                 log.warning("lm_head.weight is ignored, and differs from model.embed_tokens.weight: if the model has "

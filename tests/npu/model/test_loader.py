@@ -116,6 +116,14 @@ def test_loader_of_a_tied_model_reports_another_lm_head(tmp_path, caplog, monkey
     assert caplog.text.count("lm_head.weight is ignored, and differs from model.embed_tokens.weight") == warnings
 
 
+def test_loader_reports_another_lm_head_on_one_rank(tmp_path, caplog):
+    saved(random_model("qwen3"), tmp_path)
+    rewrite(tmp_path, lm_head__weight=torch.ones_like(random_model("qwen3").state_dict()["model.embed_tokens.weight"]))
+    for rank in range(2):
+        report_ignored_head(tmp_path, ModelConfig.from_folder(tmp_path).sharded(Shard(rank, 2)))
+    assert caplog.text.count("lm_head.weight is ignored") == 1
+
+
 def test_loader_reports_all_problems_at_once(tmp_path):
     saved(random_model("llama"), tmp_path)
     rewrite(
