@@ -56,7 +56,7 @@ def serve(arguments: list[str], *engine: str) -> int:
 
     config = load_config(arguments)
     if limit := os.environ.get(LOAD_LIMIT):
-        watchdog.MIN_LOAD_SECONDS = watchdog.LOADING_LOG_SECONDS = float(limit)
+        supervisor.MIN_LOAD_SECONDS = watchdog.LOADING_LOG_SECONDS = float(limit)
     restarts = supervisor.Restarts(start_pause=0.01, max_start_pause=0.01, crash_pause=0.01, max_crash_pause=0.01)
     return asyncio.run(supervisor.Supervisor(config, engine=(*PROGRAM, *engine), restarts=restarts).run())
 
