@@ -30,6 +30,7 @@ def python(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern.replace("$", r"\Z").replace("(?<x>", "(?P<x>"))
 
 
+@pytest.mark.filterwarnings("ignore:Possible .* at position:FutureWarning")
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_of_json_strings_accepts_a_subset_of_python(pattern: str):
     expected = python(pattern)
