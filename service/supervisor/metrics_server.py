@@ -63,12 +63,14 @@ class MetricsServer:
         server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_REQUEST_BYTES)
         await self._closing.wait()
         server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        for exchange in self._exchanges:
+            exchange.cancel()  # its connection's task ends with it; asyncio logs an error if that one is cancelled
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closing.is_set():
+            writer.transport.abort()
+            return
         exchange = asyncio.ensure_future(self._exchange(reader, writer))
         self._exchanges[exchange] = None
         if len(self._exchanges) > MAX_CONNECTIONS:

@@ -14,6 +14,7 @@ import pytest
 
 from npuserve.service.supervisor import metrics_server
 from npuserve.service.supervisor.metrics_server import MetricsServer
+from tests.support.processes import until
 
 
 @pytest.fixture
@@ -110,3 +111,12 @@ def test_metrics_server_close_with_open_connections_ends_thread() -> None:
         server.close()
         assert time.monotonic() - began < metrics_server.EXCHANGE_SECONDS
         assert threading.active_count() == threads - 1
+
+
+def test_metrics_server_close_during_an_exchange_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    server = MetricsServer("127.0.0.1", 0, str)
+    with socket.create_connection(("127.0.0.1", server.port)) as unfinished:
+        unfinished.sendall(b"GET /")
+        until(lambda: server._exchanges)
+        server.close()
+    assert not caplog.records
