@@ -62,6 +62,19 @@ def mapped_weights(pid: int) -> int:
                for size in re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE))
 
 
+def memory_by_process(supervisor: int) -> dict[str, dict[str, int]]:
+    """Return the memory of the supervisor, its children and the engine's other ranks, by name."""
+    listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(supervisor)],
+                             capture_output=True, text=True, check=True).stdout
+    processes = {"supervisor": memory(supervisor)}
+    for line in listing.splitlines():
+        if match := re.search(r"npuserve\.service\.(\w+)", line):
+            processes[match.group(1)] = memory(int(line.split()[0]))
+    for number, pid in enumerate(ranks_of(supervisor), 1):
+        processes[f"rank-{number}"] = memory(pid)
+    return processes
+
+
 def measure(arguments: list[str]) -> dict[str, Any]:
     """Serve a model with these arguments of `npuserve serve`, and return the measured figures."""
     folder = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else FOLDER
@@ -82,7 +95,7 @@ def measure(arguments: list[str]) -> dict[str, Any]:
         health = health_pb2_grpc.HealthStub(channel)
 
         def until(service: str, status: int) -> float:
-            while True:
+            while server.poll() is None:
                 try:
                     answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
                     if answer.status == status:
@@ -90,6 +103,7 @@ def measure(arguments: list[str]) -> dict[str, Any]:
                 except grpc.RpcError:
                     pass
                 time.sleep(0.005)
+            raise SystemExit(f"the server did not start:\n{check.stdout}{check.stderr}")
 
         first_health = until("npuserve.liveness", health_pb2.HealthCheckResponse.SERVING)
         ready = until("npuserve.readiness", health_pb2.HealthCheckResponse.SERVING)
@@ -106,14 +120,7 @@ def measure(arguments: list[str]) -> dict[str, Any]:
         ask(min(info.max_model_len - 8, 4096))
         with ThreadPoolExecutor(info.max_num_seqs) as threads:
             list(threads.map(ask, [32] * info.max_num_seqs))
-        listing = subprocess.run(["ps", "-ww", "-o", "pid=,args=", "--ppid", str(server.pid)],
-                                 capture_output=True, text=True, check=True).stdout
-        processes = {"supervisor": memory(server.pid)}
-        for line in listing.splitlines():
-            if match := re.search(r"npuserve\.service\.(\w+)", line):
-                processes[match.group(1)] = memory(int(line.split()[0]))
-        for number, pid in enumerate(ranks_of(server.pid), 1):
-            processes[f"rank-{number}"] = memory(pid)
+        processes = memory_by_process(server.pid)
         return {
             "model": folder.name, "read_seconds": round(reading, 3), "first_health_seconds": round(first_health, 3),
             "ready_seconds": round(ready, 3), "processes": processes,
