@@ -37,7 +37,7 @@ class ModelConfig:
     max_position_embeddings: value of config.json. The limit for serving is `context_length`.
     qk_norm: the model applies RMSNorm to each query and key head.
     dtype: dtype of the checkpoint, as named in config.json.
-    quantization: int8 linear layers; None if there are none.
+    quantization: schemes of the int8 or float8 linear layers; None if there are none.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     shard: part of the model that this process computes. The other fields describe the whole model, except in `local`.
     """

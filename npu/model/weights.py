@@ -52,7 +52,7 @@ class ModelWeights:
         return [weight for weight in held.values() if isinstance(weight, PackedWeight) and weight.refused]
 
     def finish(self, vocabulary: int, backend: Backend) -> None:
-        """Fill the padding rows, and convert int8 weights to the layout of the backend's kernels.
+        """Fill the padding rows, and convert quantized weights to the layout of the backend's kernels.
 
         Call it once all other rows hold the checkpoint's numbers.
         """
