@@ -8,7 +8,9 @@ from typing import NamedTuple
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 TAGS = (THINK_BEGIN, THINK_END, CALL_BEGIN, CALL_END)
-_ARGUMENTS_AS_JSON = re.compile(r"arguments\s*\|\s*tojson")
+_ARGUMENTS_AS_OBJECT = re.compile(
+    r"""arguments(['"]\])?\s*(\|\s*(tojson|items)\b|\.items\b)"""
+    r"""|calls?(['"]\])?(\.function|\[['"]function['"]\])?\s*\|\s*tojson""")
 _ARGUMENTS_AS_TEXT = re.compile(r"arguments\s+is\s+(not\s+)?string")
 
 
@@ -17,8 +19,8 @@ class AnswerFormat(NamedTuple):
 
     has_reasoning: the answer may begin with <think>, the reasoning, </think>.
     has_tool_calls: a tool call is <tool_call>, a JSON object with the keys "name" and "arguments", </tool_call>.
-    has_object_arguments: the chat template writes the arguments of a tool call as JSON. It would write the text of an
-        object as a JSON string.
+    has_object_arguments: the chat template writes the arguments of a tool call, or the whole call, as JSON, or writes
+        each argument. It would write the text of an object as a JSON string, or fail on it.
     """
 
     has_reasoning: bool = False
@@ -39,5 +41,5 @@ def template_format(source: str) -> AnswerFormat:
     Other formats put XML between the same tags, as Qwen3-Coder does; their templates have no key "arguments".
     """
     has_json = '"arguments":' in source.replace('\\"', '"')
-    takes_objects = bool(_ARGUMENTS_AS_JSON.search(source)) and not _ARGUMENTS_AS_TEXT.search(source)
+    takes_objects = bool(_ARGUMENTS_AS_OBJECT.search(source)) and not _ARGUMENTS_AS_TEXT.search(source)
     return AnswerFormat(THINK_BEGIN in source, CALL_BEGIN in source and has_json, takes_objects)

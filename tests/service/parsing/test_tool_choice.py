@@ -196,6 +196,7 @@ def test_constraint_after_an_open_tag_leaves_no_reasoning(
     ("{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}",
      '{"a":1}'),
     ("{{ call.function.arguments }}", '{"a":1}'),
+    ("{{ call['function']['arguments'] | tojson }}", '{"a": 1}'),
 ])
 def test_arguments_of_a_call_are_an_object_where_the_template_writes_json(
     tmp_path: Path, template: str, rendered: str
@@ -212,8 +213,27 @@ def test_arguments_of_a_call_are_an_object_where_the_template_writes_json(
     assert prompt(made, templated(tmp_path, source)) == rendered + cut + object_
 
 
+@pytest.mark.parametrize(("template", "rendered"), [
+    ("{% for name, value in call.function.arguments|items %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),
+    ("{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),
+    ("{{ call.function | tojson }}", '{"name": "f", "arguments": {"a": 1, "b": "x"}}'),
+    ("{{ messages[0]['tool_calls'] | tojson }}",
+     '[{"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": "x"}}}]'),
+    ("{% set tool_call = call.function %}{{ tool_call|tojson }}", '{"name": "f", "arguments": {"a": 1, "b": "x"}}'),
+])
+def test_arguments_of_a_call_are_an_object_where_the_template_reads_them(
+    tmp_path: Path, template: str, rendered: str
+) -> None:
+    source = "{% for call in messages[0].tool_calls %}" + template + "{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": "x"}'}}
+    made = pb.GenerateRequest()
+    made.chat.messages.add(role="assistant", tool_calls=[json.dumps(call)])
+    assert prompt(made, templated(tmp_path, source)) == rendered
+
+
 @pytest.mark.parametrize(("source", "expected"), [
     ("{{ messages }}", PLAIN),
+    ("{{ tool | tojson }}{{ tool.function | tojson }}{{ call.function.arguments }}", PLAIN),
     ("<tool_call>{{ call.arguments | tojson }}", AnswerFormat(False, False, True)),
     ("<think>", AnswerFormat(True, False)),
     ("{{- '<tool_call>\\n{\"name\": \"' + name + '\", \"arguments\": ' }}", AnswerFormat(False, True)),
