@@ -38,8 +38,9 @@ PLAIN = AnswerFormat()
 def template_format(source: str) -> AnswerFormat:
     """Return the format that the source of a chat template writes.
 
+    A template that only removes the reasoning of earlier turns, as of DeepSeek-R1-0528-Qwen3-8B, has </think> alone.
     Other formats put XML between the same tags, as Qwen3-Coder does; their templates have no key "arguments".
     """
     has_json = '"arguments":' in source.replace('\\"', '"')
     takes_objects = bool(_ARGUMENTS_AS_OBJECT.search(source)) and not _ARGUMENTS_AS_TEXT.search(source)
-    return AnswerFormat(THINK_BEGIN in source, CALL_BEGIN in source and has_json, takes_objects)
+    return AnswerFormat(THINK_BEGIN in source or THINK_END in source, CALL_BEGIN in source and has_json, takes_objects)

@@ -236,6 +236,7 @@ def test_arguments_of_a_call_are_an_object_where_the_template_reads_them(
     ("{{ tool | tojson }}{{ tool.function | tojson }}{{ call.function.arguments }}", PLAIN),
     ("<tool_call>{{ call.arguments | tojson }}", AnswerFormat(False, False, True)),
     ("<think>", AnswerFormat(True, False)),
+    ("{% if '</think>' in content %}{{ content.split('</think>')[-1] }}{% endif %}", AnswerFormat(True, False)),
     ("{{- '<tool_call>\\n{\"name\": \"' + name + '\", \"arguments\": ' }}", AnswerFormat(False, True)),
     ('"<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <json>}"', AnswerFormat(False, True)),
     ("<tool_call>\n<function={{ name }}>{{ arguments }}</function>", PLAIN),
