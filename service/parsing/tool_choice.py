@@ -124,9 +124,16 @@ def constrained_format(
     The constraint begins with the answer. Reasoning that the prompt has begun is therefore empty, unless the constraint
     itself writes </think>.
     """
-    if not form.has_reasoning or constraint is None or tokenizer is None or THINK_END in constraint.text:
+    if not form.has_reasoning or constraint is None or tokenizer is None or _has_think_end(constraint):
         return form
     return form._replace(has_reasoning=reasoning_state(tokenizer, prompt_ids) != "begun")
+
+
+def _has_think_end(constraint: Constraint) -> bool:
+    """Return whether the text of a constraint has </think>, also as escaped JSON, as Go and PHP write it."""
+    if constraint.kind == "structural_tag":
+        return THINK_END in json.dumps(json.loads(constraint.text), ensure_ascii=False)
+    return THINK_END in constraint.text
 
 
 def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoning) -> str:

@@ -180,9 +180,16 @@ def test_parse_output_takes_the_format_of_the_template(folder: ModelFolder) -> N
     assert check(asked(parse=True, mode=NONE), folder).answer_format == AnswerFormat(True, False)
 
 
+THOUGHT = '{"format": {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}}'
+
+
 @pytest.mark.parametrize(("opened", "fields", "has_reasoning"), [
     ("<think>\n", {"json_object": True}, False), ("<think>\n", {"regex": "a+"}, False),
     ("<think>\n", {"regex": "[ab]+</think>a"}, True), ("", {"regex": "a+"}, True), ("<think>\n", {}, True),
+    ("<think>\n", {"structural_tag": THOUGHT}, True),
+    ("<think>\n", {"structural_tag": THOUGHT.replace("/", "|")}, False),
+    ("<think>\n", {"structural_tag": THOUGHT.replace("/", "\\/")}, True),  # as PHP writes it
+    ("<think>\n", {"structural_tag": THOUGHT.replace("<", "\\u003c").replace(">", "\\u003e")}, True),  # as Go does
 ])
 def test_constraint_after_an_open_tag_leaves_no_reasoning(
     folder: ModelFolder, opened: str, fields: dict[str, Any], has_reasoning: bool
