@@ -165,6 +165,9 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 def _message(fields: Mapping[str, Any]) -> prompt_pb2.Message:
     """Return a message of a chat, with its tool calls as JSON text."""
+    content = fields.get("content")
+    if content is not None and not isinstance(content, (str, bytes)):  # such as the OpenAI API's list of parts
+        raise TypeError(f"content of a message must be a text, got {type(content).__name__}")
     calls = fields.get("tool_calls")
     if calls is None:
         return prompt_pb2.Message(**fields)

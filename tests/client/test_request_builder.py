@@ -117,6 +117,8 @@ CHAT = [{"role": "user", "content": "x"}]
     (CHAT, {"tools": "ab"}, "tools: must be a sequence, got str"),
     (CHAT, {"tools": {"a": 1}}, "tools: must be a sequence, got dict"),
     ([{"role": "assistant", "tool_calls": "ab"}], {}, "prompt: must be a sequence, got str"),
+    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], {},
+     "prompt: content of a message must be a text, got list"),
     (bytearray(b"x"), {}, "prompt: must be a text, token ids, a chat or a request, got bytearray"),
     (memoryview(b"x"), {}, "prompt: must be a text, token ids, a chat or a request, got memoryview"),
     (None, {}, "prompt: must be a text"),
