@@ -43,9 +43,8 @@ def chat_prompt(
     bad = Violations()
     roles = ROLES | tokenizer.chat.roles
     messages = [_message(index, message, roles, bad) for index, message in enumerate(chat.messages)]
-    if tokenizer.chat.format.has_object_arguments:
-        for call in (call for message in messages for call in message.get("tool_calls", ())):
-            _read_arguments(call)
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        _read_arguments(call, tokenizer.chat.format.has_object_arguments)
     tools: list[dict[str, Any]] = []
     arguments: dict[str, Any] = {}
     for index, tool in enumerate(chat.tools):
@@ -103,11 +102,18 @@ def _message(index: int, message: prompt_pb2.Message, roles: frozenset[str], bad
     return found
 
 
-def _read_arguments(call: dict[str, Any]) -> None:
-    """Replace the arguments of a tool call by the object whose text they are. Arguments that are no such text stay."""
+def _read_arguments(call: dict[str, Any], as_object: bool) -> None:
+    """Replace empty or absent arguments of a tool call by {}, as vLLM does.
+
+    as_object: also replace arguments that are the text of an object by the object. Other arguments stay.
+    """
     function = call.get("function", call)
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if isinstance(arguments, str):
+    if not isinstance(function, dict):
+        return
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = function["arguments"] = "{}"
+    if as_object and isinstance(arguments, str):
         with contextlib.suppress(InvalidField):
             function["arguments"] = from_json(arguments, "arguments")
 

@@ -238,6 +238,18 @@ def test_arguments_of_a_call_are_an_object_where_the_template_reads_them(
     assert prompt(made, templated(tmp_path, source)) == rendered
 
 
+@pytest.mark.parametrize("function", [{"arguments": ""}, {"arguments": None}, {}])
+@pytest.mark.parametrize("template", [
+    "{{ call.function.arguments }}", "{{ call.function.arguments | tojson }}",
+    "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}",
+])
+def test_call_without_arguments_has_an_empty_object(tmp_path: Path, template: str, function: dict[str, Any]) -> None:
+    made = pb.GenerateRequest()
+    made.chat.messages.add(role="assistant", tool_calls=[json.dumps({"function": {"name": "f", **function}})])
+    source = "{% for call in messages[0].tool_calls %}" + template + "{% endfor %}"
+    assert prompt(made, templated(tmp_path, source)) == "{}"
+
+
 @pytest.mark.parametrize(("source", "expected"), [
     ("{{ messages }}", PLAIN),
     ("{{ tool | tojson }}{{ tool.function | tojson }}{{ call.function.arguments }}", PLAIN),
