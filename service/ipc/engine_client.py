@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -176,7 +177,7 @@ class EngineClient:
     def fail_all(self, error: ServeError) -> None:
         """End every stream with the error."""
         for stream in list(self._streams.values()):
-            stream.end(error)
+            stream.end(copy.copy(error))  # the traceback of each refers to the frames of one call
 
     async def abort(self, request_id: str, client: str = "", service: str | None = None) -> int:
         """Abort the call of this id and return the number of calls that have it. With several, none is aborted.

@@ -73,9 +73,8 @@ class KvSubscription:
             if sending.done():
                 await sending
             elif self._error:
-                error = copy.copy(self._error)  # other subscriptions end with the same one
-                error.is_behind_messages = True
-                raise error
+                self._error.is_behind_messages = True
+                raise self._error
         finally:
             sending.cancel()
 
@@ -141,7 +140,7 @@ class KvSubscriptions:
         if not self._is_on:
             raise TurnedOff("KV events are off; the server's setting kv_events turns them on")
         if self._closed:
-            raise self._closed
+            raise copy.copy(self._closed)
         if len(self._live) >= MAX_SUBSCRIPTIONS:
             raise QueueFull(f"{MAX_SUBSCRIPTIONS} subscriptions to KV events are open, the most of a front end")
         self._last_call += 1
@@ -178,7 +177,7 @@ class KvSubscriptions:
     def _fail_all(self, error: ServeError) -> None:
         live, self._live = list(self._live.values()), {}
         for subscription in live:
-            subscription.fail(error)
+            subscription.fail(copy.copy(error))  # the traceback of each refers to the frames of one call
 
 
 def _kept(oldest: int, latest: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import os
 import time
@@ -110,7 +111,8 @@ class Preparation:
         try:
             result: T = await job.result
         except asyncio.CancelledError:
-            raise self._shutdown_error or asyncio.CancelledError from None
+            # The traceback of each error refers to the frames of one call.
+            raise copy.copy(self._shutdown_error) or asyncio.CancelledError from None
         finally:
             limit.cancel()
             lane.remove(job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import time
 from pathlib import Path
@@ -110,3 +112,22 @@ async def test_not_found_errors_have_distinct_reasons(folder: Path) -> None:
             info = error_details_pb2.ErrorInfo()
             assert rpc_status.from_call(failed.value).details[0].Unpack(info)
             assert (info.reason, info.domain) == (reason, "npuserve.dev")
+
+
+async def test_drain_that_cuts_off_several_streams_logs_each(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each stream has an error of its own: the frames of its call are cleared, which must end no other call."""
+    caplog.set_level(logging.INFO)
+    async with running(folder) as server:
+        server.engine.hold.clear()
+        calls = [server.inference.StreamGenerate(ask("a", 5)) for _ in range(3)]
+        await until(lambda: server.engine.live == 3)
+        await server.frontend.stop(0.0)
+        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                async for _ in call:
+                    pass
+            assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+    lines = [record for record in caplog.records if record.message == "request"]
+    assert [line.fields["rpc"] for line in lines] == ["StreamGenerate"] * 3  # type: ignore[attr-defined]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
