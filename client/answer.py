@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from npuserve.client.errors import ServerError
 from npuserve.v1 import generate_pb2 as pb
+
+
+def value_name(enum: Any, value: int, prefix: str = "") -> str:
+    """Return the name of an enum's value without the prefix; the number of a value that only newer servers have.
+
+    enum: enum of the generated code, such as pb.FinishReason.
+    """
+    name: str = enum.Name(value) if value in enum.values() else str(value)
+    return name.removeprefix(prefix)
 
 
 def sample_count(request: pb.GenerateRequest | None) -> int:

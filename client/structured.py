@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
+from npuserve.client.answer import value_name
 from npuserve.v1 import generate_pb2 as pb
 
 CONSTRAINTS = tuple(field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["constraint"].fields)
@@ -52,7 +53,7 @@ def parsed(answer: pb.GenerateResponse | pb.Sample, schema: ModelClass[Any] | No
     if isinstance(answer, pb.GenerateResponse) and answer.samples:
         raise TypeError("answer: has several samples; pass each of answer.samples")
     if not answer.finish.grammar_completed:
-        reason = pb.FinishReason.Name(answer.finish.reason).removeprefix("FINISH_REASON_")
+        reason = value_name(pb.FinishReason, answer.finish.reason, "FINISH_REASON_")
         raise IncompleteAnswer(f"the answer does not satisfy a constraint; it ended with {reason}")
     return json.loads(answer.text) if schema is None else schema.model_validate_json(answer.text)
 

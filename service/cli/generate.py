@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from npuserve.client import Client, ClientError
-from npuserve.client.answer import Answer, sample_count
+from npuserve.client.answer import Answer, sample_count, value_name
 from npuserve.client.request_builder import Options, build_request
 from npuserve.client.structured import CONSTRAINTS
 from npuserve.service.arguments import number, target
@@ -319,4 +319,4 @@ def summary(finishes: Collection[generate_pb2.Finish], began: float, first: floa
 def _reasons(finishes: Collection[generate_pb2.Finish]) -> str:
     """Return the different finish reasons: `EOS, LENGTH`."""
     return ", ".join(sorted({
-        generate_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_") for finish in finishes}))
+        value_name(generate_pb2.FinishReason, finish.reason, "FINISH_REASON_") for finish in finishes}))

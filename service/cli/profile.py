@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from npuserve.client import ClientError
+from npuserve.client.answer import value_name
 from npuserve.client.channel import auth_metadata, open_channel
 from npuserve.client.errors import from_rpc
 from npuserve.service.arguments import number, target
@@ -85,7 +86,7 @@ def text(made: pb.StopProfileResponse) -> str:
     seconds = made.duration.ToNanoseconds() / 1e9
     if not made.steps:
         return f"no step ran in {seconds:.1f} s, so there is no trace: send requests while the profile runs"
-    ending = pb.ProfileEnding.Name(made.ending).removeprefix("PROFILE_ENDING_").lower()
+    ending = value_name(pb.ProfileEnding, made.ending, "PROFILE_ENDING_").lower()
     lines = [f"trace: {made.path} on the server, {made.bytes / 1e6:.2f} MB; open it in https://ui.perfetto.dev",
              f"{made.steps} steps in {seconds:.2f} s, ended by {ending}; {made.layers} layers; {made.recorder}", ""]
     lines += _columns([HEAD, *(_row(made, kernel) for kernel in made.kernels)])

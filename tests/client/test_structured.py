@@ -108,6 +108,8 @@ def test_parsed_of_an_answer_that_is_cut_raises() -> None:
     assert str(failed.value) == "the answer does not satisfy a constraint; it ended with LENGTH"
     with pytest.raises(IncompleteAnswer, match="it ended with EOS"):
         parsed(answer("{}", completed=False), Person)
+    with pytest.raises(IncompleteAnswer, match="it ended with 99"):  # a reason of a newer server
+        parsed(answer("{}", completed=False, reason=99))
 
 
 def test_parsed_of_an_invalid_object_raises_value_error() -> None:

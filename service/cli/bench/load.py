@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from npuserve.client import Tls
+from npuserve.client.answer import value_name
 from npuserve.client.channel import auth_metadata, open_aio_channel
 from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.service.rpc.poller import joined_wakeups
@@ -114,7 +115,7 @@ class Load:
                     outcome.arrivals.append((self._now(), len(answer.token_ids)))
                 if answer.HasField("finish"):
                     usage = answer.finish.usage
-                    outcome.reason = generate_pb2.FinishReason.Name(answer.finish.reason)
+                    outcome.reason = value_name(generate_pb2.FinishReason, answer.finish.reason)
                     outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
                     outcome.generated_tokens = usage.generated_tokens
             outcome.code = "OK" if outcome.reason else NO_FINISH

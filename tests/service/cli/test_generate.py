@@ -109,6 +109,8 @@ def test_generate_stats_prints_tokens_and_rate(server: Server, capsys: Capture) 
         "202 tokens in 3 samples, first after 500 ms (EOS, LENGTH)")
     finish.usage.generated_tokens = 1
     assert summary([finish], 10.0, 10.5, 10.5) == "1 token, first after 500 ms (LENGTH)"
+    finish.reason = 99  # type: ignore[assignment]  # of a newer server
+    assert summary([finish], 10.0, 10.5, 10.5) == "1 token, first after 500 ms (99)"
 
 
 def test_generate_samples_are_printed_in_order_with_headings(server: Server, capsys: Capture) -> None:

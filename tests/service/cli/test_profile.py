@@ -83,6 +83,14 @@ def test_profile_prints_the_file_and_the_table(
     assert printed[-1] == "a step takes 3 ms on the device, 75% of it in kernels; it moves at least 1.00 MB: 0.3 GB/s"
 
 
+def test_profile_ending_of_a_newer_server_is_its_number(
+    target: str, servicer: Administration, capsys: Capture
+) -> None:
+    servicer.made.MergeFromString(b"\x28\x63")  # field 5, ending: 99
+    assert main(["profile", "--target", target]) == 0
+    assert "4 steps in 1.50 s, ended by 99;" in capsys.readouterr().out
+
+
 def test_profile_without_times_says_so(target: str, servicer: Administration, capsys: Capture) -> None:
     servicer.made.has_times = False
     for kernel in servicer.made.kernels:
