@@ -247,8 +247,8 @@ def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
 def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     """Read the saved records into `records`, valid for `seconds` from now, remove the file, and return their number.
 
-    Returns 0 if there is no file or it is of another model. Raises OSError if the file cannot be read or removed. An
-    altered file is removed and raises ValueError; one of another version may, and may raise msgspec.MsgspecError.
+    Returns 0 if there is no file. Raises OSError if the file cannot be read or removed. An altered file and one of
+    another model are removed and raise ValueError; one of another version may, and may raise msgspec.MsgspecError.
     """
     path = folder / FILE
     try:
@@ -261,7 +261,7 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
         raise ValueError("its checksum is wrong")
     saved = msgspec.msgpack.decode(content, type=_File)
     if saved.model != _identity(model, name):
-        return 0
+        raise ValueError(f"they are of another model: {saved.model}")
     now = time.monotonic()
     for record in [_decode(data) for data in saved.records]:
         if record.request.arrival > now:  # after a reboot the clock starts at 0

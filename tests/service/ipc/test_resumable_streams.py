@@ -263,12 +263,15 @@ def test_load_restores_saved_records_once(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_load_of_another_model_drops_records(tmp_path: Path) -> None:
+def test_load_of_another_model_drops_records_and_raises(tmp_path: Path) -> None:
     for name, model in (("/other", INFO), ("/m", msgspec.structs.replace(INFO, vocabulary_size=5))):
         kept = Records(10.0)
         kept.end(record("t"), time.monotonic())
         save(tmp_path, INFO, "/m", kept)
-        assert load(tmp_path, model, name, Records(10.0)) == 0
+        fresh = Records(10.0)
+        with pytest.raises(ValueError, match="they are of another model: /m "):
+            load(tmp_path, model, name, fresh)
+        assert not fresh.ended(time.monotonic())
         assert list(tmp_path.iterdir()) == []
 
 
