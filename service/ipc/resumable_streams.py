@@ -247,10 +247,15 @@ def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
 def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     """Read the saved records into `records`, valid for `seconds` from now, remove the file, and return their number.
 
+    Partial files of a `save` that was killed are removed too: they hold prompts.
+
     Returns 0 if there is no file. Raises OSError if the file cannot be read or removed. An altered file and one of
     another model are removed and raise ValueError; one of another version may, and may raise msgspec.MsgspecError.
     """
     path = folder / FILE
+    for partial in folder.glob(f".{FILE}-*"):
+        with contextlib.suppress(OSError):
+            partial.unlink()
     try:
         data = path.read_bytes()
     except FileNotFoundError:

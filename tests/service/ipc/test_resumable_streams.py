@@ -313,6 +313,26 @@ def test_save_full_disk_keeps_previous_file(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / FILE).read_bytes() == before
 
 
+def test_load_removes_partial_files_of_a_killed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_streams() -> None:
+        kept = Records(10.0)
+        kept.end(record("t"), time.monotonic())
+        save(tmp_path, INFO, "/m", kept)
+
+    def kill(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", kill)
+        patch.setattr(os, "unlink", lambda _: None)  # a killed process removes nothing
+        with pytest.raises(KeyboardInterrupt):
+            save_streams()
+    assert [path.name.startswith(f".{FILE}-") for path in tmp_path.iterdir()] == [True]
+    save_streams()
+    assert load(tmp_path, INFO, "/m", Records(10.0)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_load_after_reboot_resets_clocks(tmp_path: Path) -> None:
     kept = Records(10.0)
     one = record("t")
