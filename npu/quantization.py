@@ -176,8 +176,10 @@ def _read_fp8(found: Mapping[str, Any], where: str) -> Quantization:
     """Parse the section of the method `fp8`. A module that is not converted is a name or a part of names."""
     _refuse_others(found, where, {
         "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
-        "kv_cache_scheme"})
+        "kv_cache_scheme", "scale_fmt", "expert_dtype"})
     _one_of(found, where, "fmt", None, "e4m3")
+    _one_of(found, where, "scale_fmt", None, "float")
+    _one_of(found, where, "expert_dtype", None, "fp8")
     _one_of(found, where, "weight_block_size", None, [BLOCK, BLOCK])
     blocks = found.get("weight_block_size") is not None
     _one_of(found, where, "activation_scheme", "dynamic", *([] if blocks else ["static"]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import FineGrainedFP8Config
 
 from npuserve.npu.quantization import W8A8, Quantization
 
@@ -190,11 +192,20 @@ def test_quantization_config_of_method_fp8():
     ({"activation_scheme": "static"}, "activation_scheme: 'static' is not supported; supported: dynamic"),
     ({"activation_scheme": None}, "activation_scheme: None is not supported; supported: dynamic"),
     ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: must be a list of names, got 'lm_head'"),
-    ({"scale_fmt": "ue8m0"}, "scale_fmt is not supported"),
+    ({"scale_fmt": "ue8m0"}, "scale_fmt: 'ue8m0' is not supported; supported: None, float"),
+    ({"expert_dtype": "fp4"}, "expert_dtype: 'fp4' is not supported; supported: None, fp8"),
+    ({"modules_to_convert": ["embed_tokens"]}, "modules_to_convert is not supported"),
 ])
 def test_quantization_unsupported_method_fp8_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         read({**QWEN_FP8, **changes})
+
+
+def test_quantization_config_of_method_fp8_as_transformers_writes_it():
+    """The keys `scale_fmt` and `expert_dtype` are new in transformers 5."""
+    written = json.loads(FineGrainedFP8Config(modules_to_not_convert=["lm_head"]).to_json_string())
+    assert read(written) == read(QWEN_FP8)
+    assert read({**written, "scale_fmt": "float", "expert_dtype": "fp8"}) == read(QWEN_FP8)
 
 
 def test_scheme_refusal_names_what_a_device_supports():
