@@ -118,6 +118,8 @@ class Layer:
     def factors(self, mapping: SmoothMapping, power: Tensor, strength: float) -> Tensor:
         """Return the factors of the outputs of `mapping.before`; their geometric mean is 1.
 
+        A factor is 1 where it would make a bias infinite in the checkpoint's dtype.
+
         power: value of `Layer.power` for the inputs of `mapping.after`.
         """
         if strength == 0:
@@ -125,7 +127,11 @@ class Layer:
         columns = torch.stack([self.weights[f"{name}.weight"].abs().amax(dim=0) for name in mapping.after]).amax(dim=0)
         inputs, weights = (self._column_maximum(mapping, sizes) for sizes in (power, columns))
         logs = strength / 2 * _log(inputs) - (1 - strength) * _log(weights)
-        return (logs - logs.mean()).exp()
+        factors = (logs - logs.mean()).exp()
+        if (bias := self.weights.get(f"{mapping.before}.bias")) is not None:
+            folded = (bias / factors).to(self.dtypes[f"{mapping.before}.bias"])
+            factors = torch.where(folded.isfinite(), factors, 1.0)
+        return factors
 
     def _column_maximum(self, mapping: SmoothMapping, columns: Tensor) -> Tensor:
         """Return for each output of `mapping.before` the maximum of the columns that it feeds."""

@@ -128,6 +128,21 @@ def test_smooth_only_mappings_with_int8_on_both_sides():
     assert changed == {"post_attention_layernorm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"}
 
 
+def test_smooth_float16_bias_stays_finite(tmp_path):
+    model = random_model("llama-bias")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias[:] = layer.mlp.up_proj.bias[:] = 3e4
+            layer.self_attn.o_proj.weight[:, 1] *= 1e4
+    folder = saved(model.to(torch.float16), tmp_path / "model")
+    quantize_checkpoint(folder, tmp_path / "out", sequences(), strength=0.5)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert [name for name, tensor in written.items() if not tensor.float().isfinite().all()] == []
+    changed = written["model.layers.0.self_attn.v_proj.bias"] != 3e4
+    assert changed.any()
+    assert not changed.all()
+
+
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32), st.floats(1e-3, 1e3),
        st.sampled_from([torch.float32, BF16, torch.float16]))
 def test_to_int8_rounds_rows_to_nearest(n, k, seed, size, dtype):
