@@ -158,7 +158,8 @@ class ByteFallbackStream:
 class WindowStream:
     """Incremental decoder for all other decoders: decodes a window of tokens with and without the new token.
 
-    decode: ids to text; a token's text must depend on at most the WINDOW tokens before it.
+    decode: ids to text; a token's text must depend on at most the WINDOW tokens before it, apart from the other
+        characters of a run of single-byte tokens.
     skipped: ids without text.
     prompt: ids before the first one.
 
@@ -167,8 +168,8 @@ class WindowStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int], prompt: Sequence[int] = ()):
         self._decode, self._skipped = decode, skipped
-        self._window = [i for i in prompt if i not in skipped][-WINDOW:]
-        self._done = decode(self._window)
+        self._window = [i for i in prompt if i not in skipped][1 - 2 * WINDOW :]
+        self._done = self._shorten()
         self._held = 0
 
     def feed(self, token_id: int) -> list[Piece]:
@@ -181,11 +182,22 @@ class WindowStream:
             return [Piece("", False)]
         new = text[len(self._done) :]
         self._held = 0
-        if len(self._window) >= 2 * WINDOW:
-            del self._window[:-WINDOW]
-            text = self._decode(self._window)
-        self._done = text
+        self._done = text if len(self._window) < 2 * WINDOW else self._shorten()
         return [Piece(new, True)]
 
     def flush(self) -> tuple[list[Piece], str]:
         return [], self._decode(self._window)[len(self._done) :] if self._held else ""
+
+    def _shorten(self) -> str:
+        """Shorten the window to WINDOW tokens, or to a few more, and return its text.
+
+        The window must not begin inside a character: a run of single-byte tokens would be invalid UTF-8 as a whole.
+        """
+        for size in range(WINDOW, 2 * WINDOW):
+            if not (text := self._decode(self._window[-size:])).startswith(REPLACEMENT):
+                break
+        else:
+            size = WINDOW
+            text = self._decode(self._window[-size:])
+        del self._window[:-size]
+        return text
