@@ -15,6 +15,8 @@ class FastTokenizer:
 
     decoder: the `decoder` of tokenizer.json; {} if there is none.
     special_ids: ids of the special tokens.
+    special_texts: texts of the special tokens, as a text has them before it is normalized. The library's name of such a
+        token may be normalized.
     vocabulary_size: every id is below it.
     normalizes_special_tokens: the text is normalized before special tokens are found in it, so that other texts may be
         read as a special token.
@@ -28,6 +30,7 @@ class FastTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.decoder: Mapping[str, Any] = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = [token.content for _, token in sorted(added.items()) if token.special]
         if vocabulary_size is None:
             vocabulary_size = max(tokenizer.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         self.vocabulary_size = vocabulary_size
@@ -40,7 +43,9 @@ class FastTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of ids: unknown ids have no text, invalid UTF-8 becomes U+FFFD."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        if skip_special_tokens:  # the library does not skip a special token with a normalized name
+            ids = [i for i in ids if i not in self.special_ids]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's name of a token, None for an unknown id."""

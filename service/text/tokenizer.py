@@ -64,8 +64,7 @@ class Tokenizer:
     @functools.cached_property
     def plain_text(self) -> PlainText:
         """Encoder that reads the text of special tokens in a client's strings as plain text."""
-        found = (self._fast.token(token) for token in sorted(self.special_ids))
-        return PlainText(self._fast, [text for text in found if text])
+        return PlainText(self._fast, self._fast.special_texts)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of ids: unknown ids have no text, invalid UTF-8 becomes U+FFFD."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -251,8 +252,6 @@ def test_tokenize_of_plain_text_keeps_the_beginning_of_text(tmp_path: Path) -> N
 
 def test_encode_with_a_normalizer_adds_no_special_tokens(tmp_path: Path) -> None:
     """The tokenizer normalizes a text before it finds special tokens, so that other characters may match one."""
-    import tokenizers
-
     made = train()
     made.normalizer = tokenizers.normalizers.NFKC()
     made.add_special_tokens([tokenizers.AddedToken("[END]", normalized=True, special=True)])
@@ -262,6 +261,31 @@ def test_encode_with_a_normalizer_adds_no_special_tokens(tmp_path: Path) -> None
     trick = "\uff3b\uff25\uff2e\uff24\uff3d"
     assert len(special(tokenizer, tokenizer.encode(trick))) == 1
     assert len(special(tokenizer, ids_of(tokenizer, [{"role": "user", "content": trick}])[1])) == 1
+
+
+@pytest.mark.parametrize("normalizer", [
+    tokenizers.normalizers.Sequence([
+        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]),  # Llama 1's
+    tokenizers.normalizers.Lowercase(),
+])
+def test_special_tokens_with_normalized_names_are_plain_text_and_skipped(
+    tmp_path: Path, normalizer: tokenizers.normalizers.Normalizer
+) -> None:
+    """The library's name of such a token is not its text."""
+    made = train_byte_fallback()
+    made.pre_tokenizer, made.normalizer = None, normalizer  # type: ignore[assignment]
+    made.add_special_tokens([tokenizers.AddedToken("<BOS>", normalized=True, special=True)])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<BOS>",
+              "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"}
+    tokenizer = load(save(tmp_path, made, config))
+    begin = tokenizer.id_of("<BOS>")
+    assert begin is not None
+    assert tokenizer.name_of(begin) != "<BOS>"
+    for content in ("once upon", "a <BOS> b", "<BOS>"):
+        ids = ids_of(tokenizer, [{"role": "user", "content": content}])[1]
+        assert special(tokenizer, ids) == [begin]
+        assert ids[0] == begin
+        assert tokenizer.decode(ids, True) == tokenizer.decode(ids[1:])
 
 
 def test_render_runs_the_template_once_without_marked_characters(
