@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -76,11 +76,12 @@ class RenamedTokenizer(FastTokenizer):
                 normalized=added[i].normalized, special=False)
             for i, text in texts.items()]
         own = _copy(other, tokens)
-        if _has_ambiguous_ids(own, texts.values()):
-            # The library numbers new tokens from the size of the vocabulary on. If the ids have gaps, that may be the
-            # id of another token. Unused tokens raise the first number.
-            ids = own.get_vocab(with_added_tokens=False).values()
-            own = _copy(other, [secrets.token_hex(16) for _ in range(len(ids), max(ids) + 1)] + tokens)
+        if _has_ambiguous_ids(own, other, texts):
+            # The library numbers new tokens from the size of the vocabulary on. That may be the id of another token: of
+            # the vocabulary, if its ids have gaps, or of an added token, which the post-processor adds by its id.
+            # Unused tokens raise the first number.
+            size, ids = own.get_vocab_size(with_added_tokens=False), other.get_vocab(with_added_tokens=True).values()
+            own = _copy(other, [secrets.token_hex(16) for _ in range(size, max(ids) + 1)] + tokens)
         super().__init__(own)
         self._original_ids = {own.token_to_id(text): i for i, text in texts.items()}
 
@@ -98,9 +99,9 @@ def _copy(other: tokenizers.Tokenizer, tokens: Sequence[str | tokenizers.AddedTo
     return own
 
 
-def _has_ambiguous_ids(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> bool:
-    """Return whether the id of one of the added tokens `texts` is also that of another token of the model."""
-    model = tokenizer.model
-    return any(
-        model.token_to_id(text) is None and model.id_to_token(tokenizer.token_to_id(text)) is not None
-        for text in texts)
+def _has_ambiguous_ids(
+    tokenizer: tokenizers.Tokenizer, other: tokenizers.Tokenizer, texts: Mapping[int, str]
+) -> bool:
+    """Return whether the tokenizer gives one of the added tokens `texts` the id of another token of `other`."""
+    own = ((i, tokenizer.token_to_id(text)) for i, text in texts.items())
+    return any(found not in (None, i) and other.id_to_token(found) is not None for i, found in own)

@@ -250,6 +250,19 @@ def test_tokenize_of_plain_text_keeps_the_beginning_of_text(tmp_path: Path) -> N
         assert plain[0] == 1
 
 
+def test_tokenize_of_plain_text_keeps_an_added_beginning_of_text(tmp_path: Path) -> None:
+    """Its id is beyond the vocabulary, and other special tokens, such as </s>, are in the vocabulary."""
+    made = train_byte_fallback()
+    made.add_special_tokens(["<begin>"])
+    begin = made.token_to_id("<begin>")
+    made.post_processor = tokenizers.processors.TemplateProcessing("<begin> $A", special_tokens=[("<begin>", begin)])
+    tokenizer = load(save(tmp_path, made, {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    for text in ("once upon", " </s> a<s>b</s>", "<begin>", ""):
+        request = tokenize_pb2.TokenizeRequest(text=text, parse_special_tokens=False)
+        plain = list(validation.tokenize(request, tokenizer, CONTEXT).token_ids)
+        assert special(tokenizer, plain) == plain[:1] == [begin]
+
+
 def test_encode_with_a_normalizer_adds_no_special_tokens(tmp_path: Path) -> None:
     """The tokenizer normalizes a text before it finds special tokens, so that other characters may match one."""
     made = train()
