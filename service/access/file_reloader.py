@@ -21,7 +21,8 @@ class FileReloader(Generic[Value]):
     setting: name of the setting, for messages.
     files: paths of the files.
     read: reads the files. If it raises ConfigError or OSError, the constructor raises ConfigError, while
-        `reload_if_changed` keeps the value, and logs the error once for each change.
+        `reload_if_changed` keeps the value, and logs each error once for each change. After an OSError the next call
+        reads again: the cause may pass without a change of the files.
     """
 
     def __init__(self, setting: str, files: Sequence[str], read: Callable[[], Value]):
@@ -29,6 +30,7 @@ class FileReloader(Generic[Value]):
         self._files = files
         self._read = read
         self._version = self._stat()
+        self._failure: ConfigError | OSError | None = None  # of the last read
         try:
             self.value = read()
         except OSError as error:
@@ -37,16 +39,19 @@ class FileReloader(Generic[Value]):
     def reload_if_changed(self) -> bool:
         """Read the files if they have changed. Return whether `value` is new. Call it from one thread."""
         version = self._stat()  # before the read, so that a change during the read is found at the next check
-        if version == self._version:
+        if version == self._version and not isinstance(self._failure, OSError):
             return False
-        self._version = version
+        is_changed, self._version = version != self._version, version
         try:
             self.value = self._read()
         except (ConfigError, OSError) as error:
-            metrics.settings_not_read_total.labels(self._setting).inc()
-            logs.event(log, "not read again, the last good one stays", level=logging.ERROR, setting=self._setting,
-                       error=str(error))
+            if is_changed or str(error) != str(self._failure):
+                metrics.settings_not_read_total.labels(self._setting).inc()
+                logs.event(log, "not read again, the last good one stays", level=logging.ERROR, setting=self._setting,
+                           error=str(error))
+            self._failure = error
             return False
+        self._failure = None
         logs.event(log, "read again", setting=self._setting)
         return True
 
@@ -56,9 +61,11 @@ class FileReloader(Generic[Value]):
 
 
 def _stat(name: str) -> tuple[int, int, int] | None:
-    """Return modification time in nanoseconds, inode and size; None if the file cannot be accessed."""
+    """Return the time of the last change in nanoseconds, also of mode or owner, inode and size; None if the file cannot
+    be accessed.
+    """
     try:
         found = os.stat(name)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return found.st_ctime_ns, found.st_ino, found.st_size
