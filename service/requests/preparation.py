@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from npuserve.service import metrics
-from npuserve.service.errors import QueueFull, ServeError
+from npuserve.service.errors import QueueFull, ServeError, Unavailable
 from npuserve.service.rpc.refusal_throttle import add_work
 
 P = ParamSpec("P")
@@ -44,6 +44,7 @@ class _Job:
     """One function call in a thread.
 
     size: bytes of input.
+    work: the function with its input; None once it was called or is not to be called.
     result: future of its result or error.
     seconds: CPU time of the call; 0 until it has ended.
     """
@@ -51,12 +52,15 @@ class _Job:
     owner: str
     kind: Kind
     size: int
-    work: Callable[[], Any]
+    work: Callable[[], Any] | None
     result: asyncio.Future[Any]
     seconds: float = 0.0
 
-    def call(self, work: Callable[[], Any]) -> Any:
-        """Call `work` and measure its CPU time."""
+    def call(self) -> Any:
+        """Call `work`, if it is still to be called, and measure its CPU time."""
+        work, self.work = self.work, None
+        if work is None:
+            return None
         began = time.thread_time()
         try:
             return work()
@@ -99,7 +103,8 @@ class Preparation:
         kind: kind of work, for metrics.
         size: bytes of input.
 
-        Raises QueueFull if the lane is full or the wait is too long, and the exceptions of the function.
+        Raises QueueFull if the lane is full or the wait is too long, Unavailable if the system has no thread, and the
+        exceptions of the function.
         """
         lane = self._small if size <= MAX_SMALL_JOB_BYTES else self._large
         loop = asyncio.get_running_loop()
@@ -211,11 +216,16 @@ class _Lane:
             self.remove(job)
             if job.owner in self._waiting:
                 self._waiting.move_to_end(job.owner)
+            loop = asyncio.get_running_loop()
+            try:
+                work = self._threads.submit(job.call)
+            except RuntimeError:  # the system has no further thread; the pool keeps the call for a later one
+                job.work = None
+                if not job.result.done():
+                    job.result.set_exception(Unavailable("the front end cannot start a thread to prepare the request"))
+                continue
             self._free -= 1
             self._running[job.owner] += 1
-            loop = asyncio.get_running_loop()
-            work = self._threads.submit(job.call, job.work)
-            del job.work
             work.add_done_callback(functools.partial(self._from_thread, loop, job))
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, job: _Job, work: Future[Any]) -> None:

@@ -192,3 +192,19 @@ async def test_run_raises_the_error_of_the_function(gate: Gate) -> None:
 
     with pytest.raises(ValueError, match=r"^x$"):
         await gate.pool.run("one", "parse", 1, fail)
+
+
+async def test_run_without_a_further_thread_is_refused_and_the_next_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, ran = Preparation(8), list[str]()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", raise_no_thread)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="cannot start a thread"):
+                await pool.run("one", "tokenize", 1, ran.append, "refused")
+    await asyncio.gather(*(pool.run("one", "tokenize", 1, ran.append, "served") for _ in range(3)))
+    assert ran == ["served"] * 3
+    pool.close()
+
+
+def raise_no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
