@@ -59,7 +59,7 @@ Node = Chars | Ref | Seq | Alt | Rep
 
 _TOKEN = re.compile(
     r'\s+|\#[^\n]*|(?P<define>[A-Za-z_][\w-]*\s*::=)|(?P<name>[A-Za-z_][\w-]*)|(?P<string>"(?:\\.|[^"\\\n])*")'
-    r"|(?P<chars>\[(?:\\.|[^\]\\])*\])|(?P<count>\{\s*\d+\s*(?:,\s*\d*\s*)?\})|(?P<mark>[()|*+?.])", re.DOTALL)
+    r"|(?P<chars>\[(?:\\.|[^\]\\])*\])|(?P<count>\{\s*[0-9]+\s*(?:,\s*[0-9]*\s*)?\})|(?P<mark>[()|*+?.])", re.DOTALL)
 _ESCAPE = re.compile(
     r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|u\{([0-9A-Fa-f]{1,6})\}|(.))", re.DOTALL)
 _LETTERS = {"n": 10, "r": 13, "t": 9, "f": 12, "b": 8, "0": 0, "v": 11}
@@ -156,7 +156,7 @@ class _Parser:
     def _repeated(self, item: Node, token: str, at: int) -> Node:
         if token in ("*", "+", "?"):
             return Rep(item, int(token == "+"), 1 if token == "?" else -1)
-        low, comma, high = token[1:-1].replace(" ", "").partition(",")
+        low, comma, high = "".join(token[1:-1].split()).partition(",")
         least = int(low) if len(low) < 8 else MAX_REPEAT + 1
         most = -1 if comma and not high else int(high or low) if len(high) < 8 else MAX_REPEAT + 1
         if max(least, most) > MAX_REPEAT or (most != -1 and most < least):

@@ -21,7 +21,7 @@ MAX_DEPTH = 100
 MAX_REPEAT = 100_000
 """Bound of a counted repetition."""
 
-_QUANTIFIER = re.compile(r"[*+?]|\{(\d+)(?:(,)(\d*))?\}")
+_QUANTIFIER = re.compile(r"[*+?]|\{([0-9]+)(?:(,)([0-9]*))?\}")
 _SPACE = r"\t\n\x0B\x0C\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _ALL_SPACE = _SPACE + r"\x{feff}\x1c-\x1f\x{85}"
 _SETS = {
@@ -128,7 +128,7 @@ class _Translator:
         if _QUANTIFIER.match(self._text, self._at):
             raise self._error("nothing to repeat")
         character = self._text[self._at]
-        if re.compile(r"\{,\d*\}").match(self._text, self._at):
+        if re.compile(r"\{,[0-9]*\}").match(self._text, self._at):
             raise self._error("'{,' is read in different ways; write '{0,' or '\\\\{,'")
         if character == "(":
             return self._group(depth), True
@@ -240,7 +240,7 @@ class _Translator:
             return self._code_point(ord(self._text[self._at + 1]) % 32, self._at + 2)
         if letter == "b" and in_class:
             return self._code_point(8, self._at + 1)
-        if letter in _CONTROLS and not re.match(r"0\d", self._text[self._at:self._at + 2]):
+        if letter in _CONTROLS and not re.match(r"0[0-9]", self._text[self._at:self._at + 2]):
             return self._code_point(_CONTROLS[letter], self._at + 1)
         if letter.isdigit() or letter == "k":
             raise self._error("back references are not supported")

@@ -20,6 +20,7 @@ GRAMMARS = [
     'root ::= [^ab]{1,2} | "a"+ "b"', 'root ::= s root? "c"\ns ::= [ab]*',
     'root ::= (root "a"?){0,2} "b"', "root ::= y | y root\ny ::= \"a\" [bc]* | \"b\"  # comment\n",
     'root ::= ("a" |\n  "b")\n  c\nc ::= "c" root | ""',
+    'root ::= "a"{1,\t} "b"{\n1 ,\n2\n}',
     'root ::= "a"{0}', 'root ::= ("a" root){0,0} "b"', 'root ::= "a"{0} "b" root | "c"{0,0} | "a"',
 ]
 ALPHABET = "abc()"
@@ -80,7 +81,7 @@ def test_escapes_and_classes():
     ('start: %json {"type": "object"}', "%json"), ('%llguidance {"no_forcing": false}\nstart: "a"', "%llguidance"),
     ("start: <call>", "<call>"), ("start: <[257]>", "257"),
     ("start: @other", "@other"), ('start: x\nx[stop="a"]: /.*/', "the option"), ('start: x\nx[max_tokens=3]: /.*/',
-        "the option"), ("start: x::_\n", "the parameter"),
+        "the option"), ("start: x::_\n", "the parameter"), ('root ::= "a"{٣}', "unexpected '{٣}'"),
 ])
 def test_malformed_or_refused_grammar(text: str, message: str):
     with pytest.raises(ConstraintError, match=message):
