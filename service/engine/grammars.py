@@ -22,7 +22,7 @@ from collections.abc import Callable, Container
 from typing import NamedTuple, Protocol
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import InternalError, InvalidField, NoTokenizer, QueueFull, ServeError, Unavailable
+from npuserve.service.errors import InvalidField, NoTokenizer, QueueFull, ServeError, Unavailable
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.001
 """Minimum time between two polls while no compilation ends and no request arrives."""
+RETRY_SECONDS = 5.0
+"""Time after which a compiler that could not be built is built for the next constraint."""
 REPLAYED_TOKENS = 1024
 """Tokens of earlier output over which the matchers advance in one poll, which takes a few milliseconds."""
 COMPILE_SECONDS = metrics.tally(metrics.grammar_compile_seconds)
@@ -69,7 +71,7 @@ class PendingGrammar:
 
     def submit(self) -> None:
         """Begin the compilation if the compiler is built. Raises QueueFull, unless an earlier engine had accepted the
-        request, and NoTokenizer."""
+        request, NoTokenizer, and Unavailable if the compiler could not be built."""
         try:
             self.compilation = self._compile(self.constraint, self.request.client)
         except CompilerFull as error:
@@ -117,6 +119,7 @@ class Grammars:
         self._wake = wake
         self._built: BuiltCompiler | None = None
         self._failure: Exception | None = None
+        self._retry_at = 0.0  # time.monotonic() seconds
         self._builder: threading.Thread | None = None
         self._pending: dict[Sequence, PendingGrammar] = {}
         self._next_poll = 0.0
@@ -181,13 +184,16 @@ class Grammars:
             self._built.compiler.close()
 
     def _submit(self, constraint: Constraint, client: str) -> Compilation | None:
-        """Submit a constraint; None while the compiler is being built. Raises CompilerFull and NoTokenizer."""
+        """Submit a constraint; None while the compiler is being built. Raises CompilerFull, NoTokenizer,
+        and Unavailable."""
         if self._build is None:
             raise NoTokenizer(f"{constraint.field}: the model's folder has no tokenizer")
         if self._failure is not None:
             if isinstance(self._failure, UnsupportedVocabulary):
                 raise NoTokenizer(f"{constraint.field}: {self._failure}")
-            raise InternalError(f"{constraint.field}: the compiler cannot start")
+            if (left := self._retry_at - time.monotonic()) > 0:
+                raise Unavailable(f"{constraint.field}: the compiler cannot start", left)
+            self._failure = self._builder = None
         if self._built is not None:
             return self._built.compiler.submit(constraint, client)
         if self._builder is None:
@@ -200,7 +206,7 @@ class Grammars:
         try:
             self._built = build(self._notify)
         except Exception as error:
-            self._failure = error
+            self._retry_at, self._failure = time.monotonic() + RETRY_SECONDS, error
             if not isinstance(error, UnsupportedVocabulary):
                 logs.bug(log, "the compiler of constraints cannot start", error)
         else:

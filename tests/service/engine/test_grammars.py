@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from npuserve.npu import storyteller
-from npuserve.service.engine.grammars import BuiltCompiler, Grammars, PendingGrammar
+from npuserve.service.engine.grammars import RETRY_SECONDS, BuiltCompiler, Grammars, PendingGrammar
 from npuserve.service.engine.process import build_compiler
 from npuserve.service.errors import NoTokenizer, QueueFull, Unavailable
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
@@ -64,6 +66,35 @@ def test_constraint_without_a_compiler_is_refused() -> None:
     assert pending
     with pytest.raises(NoTokenizer, match="choices"):
         pending.submit()
+
+
+def test_compiler_that_could_not_be_built_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = FakeCompiler(9, frozenset({2}))
+    causes: list[Exception] = [OSError(errno.EMFILE, "Too many open files")]
+
+    def build(on_done: Callable[[], None]) -> BuiltCompiler:
+        if causes:
+            raise causes.pop()
+        return BuiltCompiler(compiler, {2})
+
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
+    grammars = Grammars(scheduler, build)
+    pending = grammars.pending(request())
+    assert pending
+    pending.submit()
+    assert grammars._builder
+    grammars._builder.join()
+    with pytest.raises(Unavailable, match="choices: the compiler cannot start") as refused:
+        pending.submit()
+    assert 0 < refused.value.retry_seconds <= RETRY_SECONDS
+    monkeypatch.setattr(grammars, "_retry_at", 0.0)
+    pending.submit()
+    assert grammars._builder
+    grammars._builder.join()
+    pending.submit()
+    assert pending.compilation
+    grammars.close()
 
 
 def test_full_compiler_refuses_new_requests_only() -> None:

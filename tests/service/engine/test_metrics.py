@@ -18,11 +18,11 @@ from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.errors import (
     DeadlineExceeded,
     EngineKiller,
-    InternalError,
     InvalidField,
     NoTokenizer,
     QueueFull,
     ServeError,
+    Unavailable,
 )
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_client import EngineClient
@@ -149,7 +149,7 @@ def test_request_that_an_earlier_engine_began_is_not_counted_again(cached_tokens
 @pytest.mark.parametrize(("error", "why"), [
     (InvalidField("prompt", "is too long"), "too_large"), (DeadlineExceeded("deadline: late"), "deadline"),
     (QueueFull("queue full"), "queue_full"), (NoTokenizer("the model has no tokenizer"), None),
-    (InternalError("the compiler cannot start"), None),
+    (Unavailable("the compiler cannot start"), None),
 ])
 def test_rejection_is_counted_by_its_reason_or_as_an_error_of_the_grammar(error: ServeError, why: str | None) -> None:
     def count() -> list[float]:
