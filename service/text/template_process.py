@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from npuserve.service.errors import InvalidField
+from npuserve.service.errors import InvalidField, Unavailable
 from npuserve.service.ipc import process_control
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.chat_template import MAX_SECONDS, load_chat_template
@@ -66,7 +66,10 @@ class TemplateProcess:
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt's text, see `ChatTemplate.render`. Blocks on another process: call it from a thread."""
+        """Return the prompt's text, see `ChatTemplate.render`. Blocks on another process: call it from a thread.
+
+        Raises Unavailable if the system cannot start a process now, or kills it, as the kernel does without memory.
+        """
         try:
             request = json.dumps([list(messages), template_args, tools])
         except RecursionError:
@@ -75,6 +78,8 @@ class TemplateProcess:
         line = process.call(request.encode() + b"\n")
         if not line.endswith(b"\n"):
             process.end()
+            if process.popen.returncode == -signal.SIGKILL:
+                raise Unavailable("the process of the chat template was killed")
             raise InvalidField("chat", f"the model's chat template must take at most {self._seconds:g} seconds and "
                                        f"{MAX_MEMORY_BYTES >> 20} MiB of memory for it")
         self._idle.append(process)
@@ -89,10 +94,14 @@ class TemplateProcess:
             try:
                 process = self._idle.pop()
             except IndexError:
-                return _Process(self._start)
+                break
             if process.popen.poll() is None:
                 return process
             process.end()
+        try:
+            return _Process(self._start)
+        except OSError as error:
+            raise Unavailable(f"the process of the chat template cannot start: {error.strerror}") from error
 
 
 class _Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.errors import InvalidField
+from npuserve.service.errors import InvalidField, Unavailable
 from npuserve.service.ipc.process_control import KEPT_VARIABLES
+from npuserve.service.text import template_process
 from npuserve.service.text.chat_template import ChatTemplate
 from npuserve.service.text.template_process import TemplateProcess, load_template_process
 from tests.support.fake_engine import CHAT_TEMPLATE
@@ -84,6 +86,31 @@ def test_render_of_deep_nesting_is_refused(tmp_path: Path) -> None:
         deep = [deep]
     with pytest.raises(InvalidField, match="chat: is nested too deeply"):
         made(tmp_path, ECHO).render([TURN], {"x": deep})
+
+
+def test_render_without_a_further_process_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    process = made(tmp_path, ECHO, seconds=20)
+    with monkeypatch.context() as limited:
+        limited.setattr(template_process.process_control, "start_for_clients", start)
+        with pytest.raises(Unavailable, match="cannot start: Too many open files"):
+            process.render([TURN])
+    assert process.render([TURN]) == "hi"
+
+
+def test_render_in_a_process_that_is_killed_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(self: template_process._Process, line: bytes) -> bytes:
+        self.popen.kill()
+        return call(self, line)
+
+    process, call = made(tmp_path, ECHO, seconds=20), template_process._Process.call
+    with monkeypatch.context() as killing:
+        killing.setattr(template_process._Process, "call", killed)
+        with pytest.raises(Unavailable, match="was killed"):
+            process.render([TURN])
+    assert process.render([TURN]) == "hi"
 
 
 def test_render_from_two_threads_uses_two_processes(tmp_path: Path) -> None:
