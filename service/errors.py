@@ -277,7 +277,7 @@ class SlowReader(ServeError):
 
 
 class Unavailable(Retryable):
-    """The engine is starting, restarting or draining, or its compiler of constraints failed."""
+    """The engine is starting, restarting or draining, or the system lacks a process or a thread for the request."""
 
     code = code_pb2.UNAVAILABLE
 

@@ -112,7 +112,7 @@ class Frontend:
         self._servers = Servers(
             config, args.port,
             Servicers(InferenceServicer(config, self._engine, self._generation, start_date, self._tracing),
-                      AdminServicer(config, self._engine, time.monotonic()), self._health, vllm_engine),
+                      AdminServicer(config, self._engine, start_date), self._health, vllm_engine),
             MessageLimit(config, args.folder, self._engine, self._generation), self._preparation,
             (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None)
 

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 from npuserve.npu.profile import KernelRow, ProfileSummary
+from npuserve.service import clock
 from npuserve.service.config import ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.ipc.messages import Pause
 from npuserve.service.ipc.profiles import StartProfile, StopProfile
-from npuserve.v1 import admin_service_pb2
+from npuserve.v1 import admin_service_pb2, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import ask, running
@@ -47,6 +48,14 @@ async def test_admin_calls_return_documented_results(folder: Path) -> None:
         assert info.uptime.ToNanoseconds() > 0
         assert json.loads(info.config_json)["model"] == str(folder)
         assert set(json.loads(info.config_json)) == set(ServerConfig.__struct_fields__)
+
+
+async def test_admin_uptime_is_that_of_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(folder, administrator=True) as server:
+        start = (await server.inference.GetModelInfo(model_pb2.GetModelInfoRequest())).start_time
+        monkeypatch.setattr(clock, "unix_time", lambda: start.ToNanoseconds() / 1e9 + 86400)
+        info = await server.admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest())
+        assert abs(info.uptime.ToNanoseconds() / 1e9 - 86400) < 1
 
 
 async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
