@@ -89,6 +89,8 @@ def _check_outputs(args: argparse.Namespace) -> None:
             raise BenchError(f"{option}: there is no folder {path.absolute().parent}")
         if path and path.is_dir():
             raise BenchError(f"{option}: {path} is a folder")
+        if path and (path.is_file() or not path.exists()):  # not a pipe, whose reader would see its end
+            _check_writable(option, path)
     if args.plot and (kind := args.plot.suffix.removeprefix(".").lower()):
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -96,6 +98,17 @@ def _check_outputs(args: argparse.Namespace) -> None:
             raise BenchError(f"--plot: unknown image format {kind!r}; known: {', '.join(sorted(known))}")
     if not args.trace and not args.requests:
         raise BenchError("--requests: must be at least 1 without --trace")
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Raise BenchError unless the file can be opened to write. A file that does not exist is removed again."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise BenchError(f"{option}: {path} cannot be written: {error.strerror}") from None
 
 
 def _requests(args: argparse.Namespace) -> list[TimedRequest]:

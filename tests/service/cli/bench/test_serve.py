@@ -280,6 +280,8 @@ def test_run_invalid_arguments_are_refused(
     assert "--json: there is no folder" in capsys.readouterr().err
     assert bench_serve.run(parsed("--json", str(tmp_path))) == 1
     assert f"--json: {tmp_path} is a folder" in capsys.readouterr().err
+    assert bench_serve.run(parsed("--json", "/proc/x.json")) == 1
+    assert "--json: /proc/x.json cannot be written: " in capsys.readouterr().err
     assert bench_serve.run(parsed("--requests", "0")) == 1
     assert "--requests" in capsys.readouterr().err
     assert bench_serve.run(parsed("--trace", str(tmp_path / "absent"))) == 1
