@@ -172,7 +172,7 @@ def _chat_options(args: argparse.Namespace) -> Options:
     if args.tools:
         try:
             tools = json.loads(Path(args.tools).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"--tools: {args.tools} cannot be read: {error}") from None
         if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise ConfigError(f"--tools: {args.tools} must be a JSON list of objects")

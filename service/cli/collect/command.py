@@ -109,7 +109,7 @@ def accept_report(path: Path) -> Part:
     if part.status == "complete":
         try:
             report = json.loads(part.data)
-        except ValueError:
+        except (ValueError, RecursionError):
             report = None
         if not isinstance(report, dict) or "acceptance" not in report:
             return Part(b"", "failed", "is no report of npuserve check --accept --json")

@@ -55,7 +55,7 @@ def _from_legacy(value: Mapping[str, Any]) -> Any:
         if isinstance(inner, str):
             try:
                 inner = json.loads(inner)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConstraintError(f"structural_tag: malformed JSON at /structures/{i}/schema: {error}") from error
         tags.append({"type": "tag", "begin": item["begin"], "end": item["end"],
                      "content": {"type": "json_schema", "json_schema": inner}})

@@ -228,6 +228,12 @@ def test_generate_bad_file_of_a_constraint_is_refused(
     assert not server.echo.requests
 
 
+def test_generate_tools_nested_too_deeply_are_refused(server: Server, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "tools").write_text("[" * 50_000)
+    assert main(["generate", "x", "--target", server.target, "--chat", "--tools", str(tmp_path / "tools")]) == 2
+    assert f"--tools: {tmp_path}/tools cannot be read: maximum recursion depth" in capsys.readouterr().err
+
+
 def test_generate_two_kinds_of_constraint_are_refused(server: Server, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         generate(server, "a", "--json-object", "--regex", "a")

@@ -330,7 +330,8 @@ def test_collect_without_the_named_log_writes_no_file_for_it(home: Path) -> None
         "name": "server.log", "status": "missing", "bytes": 0, "detail": f"no file {home}/absent.log"}
 
 
-@pytest.mark.parametrize("text", ['["acceptance", "prompt=MARKER"]', '"acceptance MARKER"', "1", "{}", ""])
+@pytest.mark.parametrize("text", [
+    '["acceptance", "prompt=MARKER"]', '"acceptance MARKER"', "1", "{}", "", pytest.param("[" * 50_000, id="deep")])
 def test_accept_report_is_an_object_with_a_report(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     part = accept_report(tmp_path / "a.json")

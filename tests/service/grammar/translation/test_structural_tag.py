@@ -185,6 +185,8 @@ def test_end_token_is_not_part_of_a_tag():
 
 @pytest.mark.parametrize(("value", "message"), [
     ("{", "malformed JSON"), ({"type": "json_schema"}, "must be an object with"), ({}, "must have 'format'"),
+    ({"structures": [{"begin": "a", "schema": "[" * 50_000, "end": "b"}], "triggers": ["a"]},
+     "malformed JSON at /structures/0/schema"),
     (tag({"type": "foo"}), "'foo' is not supported; it must be one of"),
     (tag({"type": "json_schema", "json_schema": {"not": {}}}), "keyword 'not'"),
     (tag({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "'style' must be 'json'"),
