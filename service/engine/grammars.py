@@ -197,8 +197,12 @@ class Grammars:
         if self._built is not None:
             return self._built.compiler.submit(constraint, client)
         if self._builder is None:
-            self._builder = threading.Thread(target=self._start, args=(self._build,), name="grammar-start", daemon=True)
-            self._builder.start()
+            builder = threading.Thread(target=self._start, args=(self._build,), name="grammar-start", daemon=True)
+            try:
+                builder.start()
+            except RuntimeError as error:  # the system has no further thread
+                raise Unavailable(f"{constraint.field}: the compiler cannot start") from error
+            self._builder = builder
         return None
 
     def _start(self, build: Callable[[Callable[[], None]], BuiltCompiler]) -> None:

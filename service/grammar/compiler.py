@@ -123,7 +123,7 @@ class GrammarCompiler:
     def submit(self, constraint: Constraint, client: str = "") -> Compilation:
         """Return the compilation of a constraint, which may be done already. Equal constraints share one.
 
-        Returns at once. Raises CompilerFull if too many constraints wait.
+        Returns at once. Raises CompilerFull if too many constraints wait, or the system has no thread to compile it.
         """
         with self._condition:
             if self._is_closed:
@@ -138,11 +138,11 @@ class GrammarCompiler:
                     with contextlib.suppress(CompilerFull):  # then it waits for the other client's turn
                         self._queue.add(constraint, client)
                 return found
+            if self._idle <= len(self._queue) and len(self._threads) < MAX_WORKERS:
+                self._start_thread()
             self._queue.add(constraint, client)
             compilation = self._pending[constraint] = Compilation(
                 self._vocabulary, functools.partial(self._grow, constraint))
-            if self._idle < len(self._queue) and len(self._threads) < MAX_WORKERS:
-                self._start_thread()
             self._condition.notify()
             return compilation
 
@@ -158,10 +158,15 @@ class GrammarCompiler:
             thread.join()
 
     def _start_thread(self) -> None:
+        """Start a thread, if the system has one. Raises CompilerFull if the compiler has none at all."""
         size = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=self._run, name=f"grammar-{len(self._threads)}", daemon=True)
             thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise CompilerFull("the system has no thread to compile it") from error
+            return
         finally:
             threading.stack_size(size)
         self._threads.append(thread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,30 @@ def test_compiler_that_could_not_be_built_is_built_again(monkeypatch: pytest.Mon
         pending.submit()
     assert 0 < refused.value.retry_seconds <= RETRY_SECONDS
     monkeypatch.setattr(grammars, "_retry_at", 0.0)
+    pending.submit()
+    assert grammars._builder
+    grammars._builder.join()
+    pending.submit()
+    assert pending.compilation
+    grammars.close()
+
+
+def test_constraint_without_a_further_thread_is_refused_and_the_next_is_compiled(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    scheduler = Scheduler(
+        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
+    compiler = FakeCompiler(9, frozenset({2}))
+    grammars = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, {2}))
+    pending = grammars.pending(request())
+    assert pending
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        with pytest.raises(Unavailable, match="choices: the compiler cannot start"):
+            pending.submit()
     pending.submit()
     assert grammars._builder
     grammars._builder.join()

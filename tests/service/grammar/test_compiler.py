@@ -157,6 +157,29 @@ def test_error_of_the_machine_is_not_kept(compiler: GrammarCompiler, monkeypatch
     assert again.error is None
 
 
+def test_submit_without_a_thread_is_refused_and_the_next_is_compiled(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+):
+    start_any = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("grammar-"):
+            raise RuntimeError("can't start new thread")
+        start_any(thread)  # a timer
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        with pytest.raises(CompilerFull, match="no thread"):
+            compiler.submit(Constraint("regex", "a"))
+    done = compiler.submit(Constraint("regex", "a"))
+    assert done.wait(60)
+    with monkeypatch.context() as limited:  # the first thread compiles it
+        limited.setattr(threading.Thread, "start", start)
+        later = compiler.submit(Constraint("regex", "b"))
+    assert later.wait(60)
+    assert (done.error, later.error) == (None, None)
+
+
 def test_close_interrupts_a_compilation(monkeypatch: pytest.MonkeyPatch):
     compiler = GrammarCompiler(vocabulary(), max_seconds=20)
     assert compiler.submit(GOOD).wait(SECONDS)
