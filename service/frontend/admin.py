@@ -64,7 +64,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             if request.HasField("grace"):
                 seconds = _seconds("grace", request.grace)
             if not 0 <= seconds <= MAX_DRAIN_SECONDS:
-                raise InvalidField("grace", f"must be in [0, {MAX_DRAIN_SECONDS}] seconds, got {seconds:g}")
+                raise InvalidField("grace", f"must be in [0, {MAX_DRAIN_SECONDS}] seconds, got {seconds:.15g}")
             fields["drain_seconds"] = seconds
             child.report("drain", seconds=seconds)
         return pb.DrainResponse()

@@ -174,7 +174,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         async with call(context, _rpc("FlushCache")):
             if not 0 <= request.timeout_s <= MAX_FLUSH_SECONDS:
                 raise InvalidField(
-                    "timeout_s", f"must be in [0, {MAX_FLUSH_SECONDS:g}] seconds, got {request.timeout_s:g}")
+                    "timeout_s", f"must be in [0, {MAX_FLUSH_SECONDS:g}] seconds, got {request.timeout_s:.9g}")
             end = time.monotonic() + request.timeout_s
             while True:
                 if not self._live_requests or time.monotonic() >= end:

@@ -36,7 +36,7 @@ def check_steps(field: str, steps: int) -> int:
 def check_seconds(field: str, seconds: float) -> float:
     """Return the maximum duration of a profile. Raises InvalidField."""
     if not 0 < seconds <= MAX_PROFILE_SECONDS:
-        raise InvalidField(field, f"must be in (0, {MAX_PROFILE_SECONDS:g}] seconds, got {seconds:g}")
+        raise InvalidField(field, f"must be in (0, {MAX_PROFILE_SECONDS:g}] seconds, got {seconds:.15g}")
     return seconds
 
 

@@ -19,7 +19,10 @@ MAX_JSON_DEPTH = 256
 def check_number(path: str, value: Number, allowed: Range, bad: Violations) -> Number:
     """Return the value; report it if it is outside the range."""
     if value not in allowed:
-        bad.add(path, f"must be in {allowed}, got {value if isinstance(value, int) else format(value, 'g')}")
+        text = str(value) if isinstance(value, int) else format(value, "g")
+        if float(text) in allowed:  # it is so near the range that rounding has moved it inside
+            text = format(value, ".9g")
+        bad.add(path, f"must be in {allowed}, got {text}")
     return value
 
 

@@ -66,9 +66,9 @@ async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pyt
             if seconds is not None:
                 request.grace.FromNanoseconds(int(seconds * 1e9))
             await server.admin.Drain(request)
-        for seconds in (-1, 86401):
+        for seconds in (-1, 86401, 86400.001):
             request = admin_service_pb2.DrainRequest()
-            request.grace.FromSeconds(seconds)
+            request.grace.FromNanoseconds(round(seconds * 1e9))
             error_text = rf"grace: must be in \[0, 86400\] seconds, got {seconds}"
             with pytest.raises(grpc.aio.AioRpcError, match=error_text) as bad:
                 await server.admin.Drain(request)
@@ -121,6 +121,7 @@ async def test_profile_calls_send_their_bounds_and_return_the_table(folder: Path
     ({"name": "../x"}, "name: must be up to 64 letters"), ({"name": ""}, "name: must be up to 64 letters"),
     ({"steps": 0}, r"steps: must be in \[1, 1000\], got 0"), ({"steps": 1001}, r"steps: must be in \[1, 1000\]"),
     ({"max_duration": {"seconds": 601}}, r"max_duration: must be in \(0, 600\] seconds, got 601"),
+    ({"max_duration": {"seconds": 600, "nanos": 100}}, r"max_duration: must be in \(0, 600\] seconds, got 600.0000001"),
     ({"max_duration": {}}, r"max_duration: must be in \(0, 600\] seconds, got 0"),
     ({"max_duration": {"seconds": -1}}, "max_duration: must be in"),
     ({"max_duration": {"nanos": 2_000_000_000}}, r"max_duration.nanos: must be in \[0, 999999999\], got 2000000000")])
