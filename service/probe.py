@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 Protocol = Literal["gRPC", "TLS", "metrics", "HTTP", "unknown", "none"]
@@ -40,7 +41,8 @@ def cannot_listen(host: str, port: int) -> OSError | None:
     """
     found: OSError | None = None
     try:
-        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with malformed_name_error():
+            addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         return error
     for family, kind, protocol, _, address in addresses:
@@ -52,6 +54,15 @@ def cannot_listen(host: str, port: int) -> OSError | None:
         except OSError as error:
             found = error
     return found
+
+
+@contextlib.contextmanager
+def malformed_name_error() -> Iterator[None]:
+    """Raise socket.gaierror for a host that cannot be a name, such as 127..0.0.1; Python raises UnicodeError for it."""
+    try:
+        yield
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def why_no_connection(error: OSError, host: str) -> str:
@@ -69,7 +80,9 @@ def _reply(host: str, port: int, message: bytes) -> bytes:
     """Send a message and return the reply up to the end of the connection, or up to SECONDS."""
     received = b""
     end = time.monotonic() + SECONDS
-    with socket.create_connection((host, port), SECONDS) as connection, contextlib.suppress(OSError):
+    with malformed_name_error():
+        connection = socket.create_connection((host, port), SECONDS)
+    with connection, contextlib.suppress(OSError):
         connection.sendall(message)
         while len(received) < _MOST_BYTES and b"npuserve_" not in received and (left := end - time.monotonic()) > 0:
             connection.settimeout(left)

@@ -55,7 +55,9 @@ def page_url(target: str) -> str:
 def read_page(url: str) -> Page:
     """Fetch a page. Raise Unreadable."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+        with probe.malformed_name_error():
+            page = urllib.request.urlopen(url, timeout=TIMEOUT)
+        with page as answer:
             return parse_page(answer.read().decode())
     except urllib.error.HTTPError as error:
         raise Unreadable(f"{url}: HTTP {error.code}, no metrics page") from None

@@ -13,15 +13,17 @@ files at its start, and they do not grow later.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from npuserve.service import logs
+from npuserve.service import logs, probe
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
 from npuserve.service.supervisor.metrics_server import MetricsServer
@@ -88,9 +90,13 @@ class MetricsPage:
         self._aliases = Aliases(self._text.families, config.metrics_vllm_aliases)
         host, port = config.metrics_host or config.host, config.metrics_port
         try:
-            self._server = MetricsServer(host.strip("[]"), port, self.page)
+            with probe.malformed_name_error():
+                self._server = MetricsServer(host.strip("[]"), port, self.page)
         except OSError as error:
-            raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {error.strerror}") from None
+            setting, name = "metrics_port", endpoint(host, port)
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                setting, name = "metrics_host" if config.metrics_host else "host", host
+            raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}") from None
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
     def page(self) -> str:

@@ -104,9 +104,11 @@ def test_serve_with_a_mistyped_folder_suggests_the_right_one(folder: Path) -> No
 @pytest.mark.parametrize(("host", "error"), [
     ("203.0.113.7", "Cannot assign requested address"),
     ("no-such-host.invalid", ""),
+    ("127..0.0.1", "Name or service not known"),
 ])
-def test_serve_on_an_address_of_another_machine_names_the_host(host: str, error: str) -> None:
-    assert refused("--host", host).startswith(f"host: cannot listen on {host}: {error}")
+@pytest.mark.parametrize("setting", ["host", "metrics_host"])
+def test_serve_on_an_address_of_another_machine_names_the_host(setting: str, host: str, error: str) -> None:
+    assert refused(f"--{setting.replace('_', '-')}", host).startswith(f"{setting}: cannot listen on {host}: {error}")
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -160,11 +160,17 @@ def test_top_at_a_grpc_port_names_the_protocol(ports: Ports) -> None:
                                "give the metrics port, which is 9090 by default\n")
 
 
-def test_generate_at_an_unknown_host_names_it() -> None:
-    done = npuserve("generate", "x", "--target", "no-such-host.invalid:50051")
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "127..0.0.1"])
+def test_generate_at_an_unknown_host_names_it(host: str) -> None:
+    done = npuserve("generate", "x", "--target", f"{host}:50051")
     assert done.returncode == 1
-    assert done.stderr.startswith("npuserve: no-such-host.invalid:50051: the name no-such-host.invalid cannot be "
-                                  "resolved (")
+    assert done.stderr.startswith(f"npuserve: {host}:50051: the name {host} cannot be resolved (")
+
+
+def test_top_at_a_malformed_host_names_it() -> None:
+    done = npuserve("top", "--once", "--target", "127..0.0.1:9090")
+    assert done.returncode == 1
+    assert "the name 127..0.0.1 cannot be resolved (" in done.stderr
 
 
 COMMANDS = [("generate", "x"), ("chat",), ("bench", "serve")]
