@@ -159,8 +159,18 @@ def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
     try:
         return ServerConfig(**{name: value for name, (_, value) in found.items()})
     except ConfigError as error:
-        name = str(error).partition(":")[0]
-        raise ConfigError(f"{error} (from {found[name][0]})" if name in found else str(error)) from None
+        labels = {name: label for name, (label, _) in found.items()}
+        raise ConfigError(f"{error}{_sources(str(error), labels)}") from None
+
+
+def _sources(message: str, labels: Mapping[str, str]) -> str:
+    """Return the end of an error message: the sources of the setting that it begins with, else of those it contradicts.
+
+    labels: source of each setting that was given.
+    """
+    name = message.partition(":")[0]
+    named = [name] if name in labels else [word for word in labels if re.search(rf"\b{word}\b", message)]
+    return f" (from {', '.join(labels[word] for word in named)})" if named else ""
 
 
 def parse_size(text: str) -> int:
