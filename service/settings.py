@@ -115,7 +115,7 @@ SETTINGS: dict[str, dict[str, str]] = {
 
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
 _SIZES = {"kv_cache_memory", "max_message_size"}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,1000}(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)?", re.IGNORECASE)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # Variables that Kubernetes sets in every container for a service named npuserve or npuserve-something.
 _SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -223,6 +223,8 @@ def _parse(name: str, label: str, value: Any) -> Any:
     """Convert text (flags, variables) or a TOML value to the setting's type. Raises ConfigError."""
     kind = _FIELDS[name].type
     is_text = isinstance(value, str)
+    if is_text and "\0" in value:  # in a file; no path, host or name can have one
+        raise ConfigError(f"{name}: {value!r} has a null character (from {label})")
     try:
         if is_text:
             value.encode()  # raises if a variable is not UTF-8: Python then has lone surrogates
