@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict, MessageToJson
 
 from npuserve.client import Client, ClientError
@@ -129,8 +130,18 @@ def sampling_options(args: argparse.Namespace) -> Options:
         build_request("", options)
     except ValueError as error:
         name = str(error).partition(":")[0]
-        raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is out of range") from None
+        raise ConfigError(f"--{name.replace('_', '-')}: {getattr(args, name)} is not in {_range(name)}") from None
     return options
+
+
+def _range(name: str) -> str:
+    """Return the range of the numbers that an integer field of sampling or stopping can hold."""
+    parts = (generate_pb2.SamplingParams.DESCRIPTOR, generate_pb2.StoppingParams.DESCRIPTOR)
+    kind = next(part.fields_by_name[name].type for part in parts if name in part.fields_by_name)
+    low, high = {
+        FieldDescriptor.TYPE_INT32: (-1 << 31, (1 << 31) - 1), FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
+        FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1)}[kind]
+    return f"[{low}, {high}]"
 
 
 def run(args: argparse.Namespace) -> int:

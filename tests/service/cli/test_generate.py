@@ -150,10 +150,14 @@ def test_generate_error_follows_the_partial_answer(server: Server, capsys: Captu
     assert capsys.readouterr() == ("A \n", f"npuserve: {server.target}: queue full (RESOURCE_EXHAUSTED)\n")
 
 
-@pytest.mark.parametrize("flags", [("--max-tokens", "-1"), ("--seed", "18446744073709551616"), ("--top-k", str(2**31))])
-def test_generate_number_out_of_range_is_refused(server: Server, capsys: Capture, flags: tuple[str, str]) -> None:
-    assert generate(server, "x", *flags) == 2
-    assert capsys.readouterr().err == f"npuserve: {flags[0]}: {flags[1]} is out of range\n"
+@pytest.mark.parametrize(("flag", "value", "allowed"), [
+    ("--max-tokens", "-1", "[0, 4294967295]"), ("--seed", "18446744073709551616", "[0, 18446744073709551615]"),
+    ("--top-k", str(2**31), "[-2147483648, 2147483647]")])
+def test_generate_number_out_of_range_is_refused(
+    server: Server, capsys: Capture, flag: str, value: str, allowed: str
+) -> None:
+    assert generate(server, "x", flag, value) == 2
+    assert capsys.readouterr().err == f"npuserve: {flag}: {value} is not in {allowed}\n"
     assert not server.echo.requests
 
 
