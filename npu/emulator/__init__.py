@@ -194,6 +194,8 @@ def _load() -> ctypes.CDLL:
 
 def emulate(relax: Sequence[str] = ()) -> None:
     """Activate the emulator with default options. Raises BackendError if that fails."""
+    if unknown := set(relax) - set(RELAXATIONS):
+        raise BackendError(f"emulate_relax: must be of {', '.join(RELAXATIONS)}, got {', '.join(sorted(unknown))}")
     try:
         activate(relax=tuple(relax))
     except (RuntimeError, OSError, ValueError) as error:
