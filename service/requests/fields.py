@@ -14,6 +14,8 @@ Number = TypeVar("Number", int, float)
 
 MAX_JSON_DEPTH = 256
 """Nesting depth of objects and lists in a JSON text: a schema, a structural tag, a tool or a tool call."""
+MAX_JSON_DIGITS = 4000
+"""Digits of a whole number in a JSON text. Python converts at most 4300."""
 
 
 def check_number(path: str, value: Number, allowed: Range, bad: Violations) -> Number:
@@ -60,9 +62,14 @@ def parse_json(text: str, field: str, name: str) -> Any:
             raise ValueError(f"{quoted(number)} is too large")
         return value
 
+    def parse_int(number: str) -> int:
+        if len(number) > MAX_JSON_DIGITS:
+            raise ValueError(f"{quoted(number)} has more than {MAX_JSON_DIGITS} digits")
+        return int(number)
+
     unescaped = ""
     try:
-        value = json.loads(text, parse_constant=refuse, parse_float=parse_float)
+        value = json.loads(text, parse_constant=refuse, parse_float=parse_float, parse_int=parse_int)
         _check_depth(value, field)
         if "\\u" in text:
             unescaped = json.dumps(value, ensure_ascii=False)

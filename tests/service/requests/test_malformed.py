@@ -83,6 +83,9 @@ INVALID = {
     "empty grammar": (ask(grammar=""), "grammar: must not be empty"),
     "constraint beside allowed ids": (
         ask(regex="a", allowed_token_ids=[1]), "sampling.allowed_token_ids: must be empty if regex is set"),
+    "tool with a huge number": (
+        chat(("user", "a"), tools=['{"a": ' + "9" * 5000 + "}"]),
+        "chat.tools[0]: must be the text of a JSON object: '" + "9" * 61 + "...' has more than 4000 digits"),
     "tool that is no object": (chat(("user", "a"), tools=["{}", "[1]"]), "chat.tools[1]: must be the text of a JSON"),
     "tool call that is no JSON": (
         pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[
