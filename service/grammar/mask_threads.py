@@ -114,9 +114,18 @@ class MaskThreads:
                     self._queue.append(answer)
             idle = self._num_threads - len(self._active)
             if idle < len(self._queue) and self._num_threads < MAX_THREADS:
-                self._num_threads += 1
-                threading.Thread(target=self._run, name=f"masks-{self._num_threads}", daemon=True).start()
+                self._start_thread()
             self._submitted.notify(len(self._queue))
+
+    def _start_thread(self) -> None:
+        """Start a thread, if the system has one. Raises RuntimeError if there is none at all."""
+        try:
+            threading.Thread(target=self._run, name=f"masks-{self._num_threads + 1}", daemon=True).start()
+        except RuntimeError:
+            if not self._num_threads:
+                raise
+        else:
+            self._num_threads += 1
 
     def _wait(self, answers: list[Answer], end: float) -> None:
         """Wait until the threads have prepared answers, at most until `end`, of time.perf_counter."""

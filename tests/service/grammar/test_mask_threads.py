@@ -77,6 +77,22 @@ def test_slow_lexer_holds_up_no_other(num_slow: int) -> None:
     assert made[20:] == slow
 
 
+def test_second_thread_that_cannot_be_started_leaves_its_answers_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made: list[Waiting] = []
+    threads, slow, other = MaskThreads(77), Waiting(Lexer(), made, is_held=True), Waiting(Lexer(), made)
+    threads.prepare([slow], 0.0)
+    assert slow.begun.wait(20)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        threads.prepare([other], 0.0)
+    slow.release.set()
+    threads.wait()
+    assert made == [slow, other]
+
+
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 def test_prepared_answers_need_no_thread(seconds: float) -> None:
     threads, answer = MaskThreads(77), Waiting(Lexer(), [])
