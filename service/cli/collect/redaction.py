@@ -93,7 +93,7 @@ def _unwrapped(text: str) -> list[str]:
     for line in text.removesuffix("\n").split("\n"):
         is_part = False
         if line.startswith('{"log":'):  # Docker's json-file
-            with contextlib.suppress(ValueError, KeyError):
+            with contextlib.suppress(ValueError, KeyError, RecursionError):
                 line = str(json.loads(line)["log"])
                 is_part = not line.endswith("\n")
                 line = line.removesuffix("\n")
@@ -150,7 +150,7 @@ def _log_line(line: str) -> str:
         return head + colon + (message if _OUTPUT.match(message) else _TEXT_FIELD.sub("", _constant(message)))
     try:
         fields = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         return "(a line is removed)"

@@ -213,6 +213,8 @@ def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
      "2026-11-20 INFO frontend-0: call tokens=3"),
     # The rest of a line is lost.
     ('{"time": "1", "message": "call", "prompt": "a MARK', "(a line is removed)"),
+    pytest.param('{"time": "1", "a": ' + "[" * 50_000, "(a line is removed)", id="deep"),
+    pytest.param('{"log":' + "[" * 50_000, "(1 lines of unknown output are removed)", id="deep of Docker"),
     ('2026-11-20 INFO frontend-0: call id=a prompt="a MARK', "2026-11-20 INFO frontend-0: call id=a"),
     ('{"time": "1", "message": "frontend-0 said", "text": "MARKER"}',
      '{"time": "1", "message": "frontend-0 said"}'),
