@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -85,12 +86,11 @@ def _check_outputs(args: argparse.Namespace) -> None:
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: pip install 'npuserve[bench]'")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path and not path.absolute().parent.is_dir():
-            raise BenchError(f"{option}: there is no folder {path.absolute().parent}")
-        if path and path.is_dir():
-            raise BenchError(f"{option}: {path} is a folder")
-        if path and (path.is_file() or not path.exists()):  # not a pipe, whose reader would see its end
-            _check_writable(option, path)
+        try:
+            if path:
+                _check_writable(option, path)
+        except OSError as error:
+            raise BenchError(f"{option}: {path} cannot be written: {error.strerror}") from None
     if args.plot and (kind := args.plot.suffix.removeprefix(".").lower()):
         from matplotlib.backend_bases import FigureCanvasBase
 
@@ -101,14 +101,17 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _check_writable(option: str, path: Path) -> None:
-    """Raise BenchError unless the file can be opened to write. A file that does not exist is removed again."""
-    is_new = not path.exists()
-    try:
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise BenchError(f"{option}: {path} cannot be written: {error.strerror}") from None
+    """Raise BenchError or OSError unless a file can be written. A file that did not exist is removed again."""
+    if not path.absolute().parent.is_dir():
+        raise BenchError(f"{option}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise BenchError(f"{option}: {path} is a folder")
+    file = Path(os.path.realpath(path))  # what a symbolic link names
+    is_new = not file.exists()
+    if is_new or file.is_file():  # not a pipe, whose reader would see its end
+        file.open("ab").close()
+    if is_new:
+        file.unlink()
 
 
 def _requests(args: argparse.Namespace) -> list[TimedRequest]:

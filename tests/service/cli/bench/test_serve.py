@@ -41,6 +41,7 @@ class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
                  crowded: Callable[[], None] = lambda: None):
         self.delay, self.per_message, self.refuse, self.finishes = delay, per_message, refuse, finishes
         self.crowd, self.crowded, self.crowd_is_here = crowd, crowded, asyncio.Event()
+        self.reason: int = generate_pb2.FINISH_REASON_LENGTH
         self.requests: list[generate_pb2.GenerateRequest] = []
         self.peers: set[str] = set()
         self.running = self.most_running = 0
@@ -69,7 +70,7 @@ class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
                 left -= now
                 answer = generate_pb2.StreamGenerateResponse(text="x" * now, token_ids=[7] * now)
                 if not left and self.finishes:
-                    answer.finish.reason = generate_pb2.FINISH_REASON_LENGTH
+                    answer.finish.reason = self.reason
                     answer.finish.usage.prompt_tokens = len(request.token_ids.ids)
                     answer.finish.usage.generated_tokens = request.stopping.max_tokens
                 yield answer
@@ -123,6 +124,13 @@ async def test_load_sends_each_request_and_records_arrivals():
         assert times[-1] <= outcome.end <= seconds
         assert (outcome.reason, outcome.generated_tokens) == ("FINISH_REASON_LENGTH", 5)
     assert sorted(o.due for o in outcomes) == pytest.approx([0.0, 0.05, 0.1, 0.15])
+
+
+async def test_load_finish_reason_of_a_newer_server_is_its_number():
+    service = FakeService()
+    service.reason = 99
+    (outcome,), _ = await loaded(service, [TimedRequest(0.0, 4, 1)])
+    assert (outcome.code, outcome.reason) == ("OK", "99")
 
 
 async def test_load_open_loop_sends_on_time_regardless_of_running_requests():
@@ -282,6 +290,8 @@ def test_run_invalid_arguments_are_refused(
     assert f"--json: {tmp_path} is a folder" in capsys.readouterr().err
     assert bench_serve.run(parsed("--json", "/proc/x.json")) == 1
     assert "--json: /proc/x.json cannot be written: " in capsys.readouterr().err
+    assert bench_serve.run(parsed("--json", str(tmp_path / ("x" * 300)))) == 1
+    assert "cannot be written: File name too long" in capsys.readouterr().err
     assert bench_serve.run(parsed("--requests", "0")) == 1
     assert "--requests" in capsys.readouterr().err
     assert bench_serve.run(parsed("--trace", str(tmp_path / "absent"))) == 1
@@ -291,6 +301,16 @@ def test_run_invalid_arguments_are_refused(
     monkeypatch.setattr(bench_serve.importlib.util, "find_spec", lambda name: None)
     assert bench_serve.run(parsed("--plot", str(tmp_path / "x.png"))) == 1
     assert "npuserve[bench]" in capsys.readouterr().err
+
+
+def test_run_that_does_not_start_makes_and_removes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "old.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("absent.json")
+    for name in ("old.json", "new.json", "link.json"):
+        assert bench_serve.run(parsed("--json", str(tmp_path / name), "--requests", "0")) == 1
+        assert "--requests" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "old.json"]
+    assert (tmp_path / "old.json").read_text() == "old"
 
 
 @pytest.mark.parametrize(
