@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from google.protobuf import duration_pb2
 
-from npuserve.service import clock
 from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
 from npuserve.service.errors import InvalidField, RequestNotFound
 from npuserve.service.ipc import child, profiles
@@ -21,13 +21,13 @@ NANOS = 1_000_000_000
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
     """Servicer of AdminService. The interceptor of access/auth.py authorizes its callers.
 
-    start_date: Unix time of the server's start, in seconds.
+    started: time.monotonic() seconds of the server's start.
     """
 
-    def __init__(self, config: ServerConfig, engine: EngineClient, start_date: float):
+    def __init__(self, config: ServerConfig, engine: EngineClient, started: float):
         self._config = config
         self._engine = engine
-        self._start_date = start_date
+        self._started = started
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         async with call(context, "Abort"):
@@ -52,7 +52,7 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             from importlib import metadata  # slow to import, rarely needed
 
             uptime = duration_pb2.Duration()
-            uptime.FromNanoseconds(max(0, int((clock.unix_time() - self._start_date) * 1e9)))
+            uptime.FromNanoseconds(int((time.monotonic() - self._started) * 1e9))
             response = pb.GetServerInfoResponse(
                 version=metadata.version("npuserve"), uptime=uptime, config_json=to_json(self._config).decode(),
                 engine_epoch=self._engine.epoch)

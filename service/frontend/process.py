@@ -72,6 +72,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     folder: the model's folder; None while it is downloaded: an order with the folder follows.
     last_good: private folder for copies of valid settings files; "": no copies.
     start_date: Unix time of the server's start, in seconds; 0: now.
+    started: time.monotonic() seconds of the server's start; 0: now.
     """
 
     config: ServerConfig
@@ -82,6 +83,7 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     folder: str | None = None
     last_good: str = ""
     start_date: float = 0.0
+    started: float = 0.0
 
 
 class Frontend:
@@ -112,7 +114,7 @@ class Frontend:
         self._servers = Servers(
             config, args.port,
             Servicers(InferenceServicer(config, self._engine, self._generation, start_date, self._tracing),
-                      AdminServicer(config, self._engine, start_date), self._health, vllm_engine),
+                      AdminServicer(config, self._engine, args.started or time.monotonic()), self._health, vllm_engine),
             MessageLimit(config, args.folder, self._engine, self._generation), self._preparation,
             (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None)
 

@@ -113,7 +113,7 @@ class Supervisor:
         self._signals = 0
         self._drain_seconds = config.drain_seconds
         self._start_date = clock.unix_time()
-        self._start_began = time.monotonic()
+        self._started = self._start_began = time.monotonic()
 
     @property
     def address(self) -> str:
@@ -181,7 +181,7 @@ class Supervisor:
             return ChildProcess(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
                 "heartbeat": True, "folder": self._model and str(self._model), "last_good": str(self._folder),
-                "start_date": self._start_date,
+                "start_date": self._start_date, "started": self._started,
             }, self._on_event)
 
         self._frontends = [frontend(index) for index in range(self._config.frontends)]

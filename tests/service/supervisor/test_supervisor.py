@@ -127,6 +127,7 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     config = front["arguments"].pop("config")
     assert config["max_num_seqs"] == 3
     assert abs(front["arguments"].pop("start_date") - time.time()) < 600
+    assert 0 <= time.monotonic() - front["arguments"].pop("started") < 600
     assert front["arguments"] == {
         "index": 0, "engine_address": address, "port": 0, "heartbeat": True,
         "folder": ".", "last_good": str(run.folder())}
