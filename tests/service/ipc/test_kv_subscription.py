@@ -153,11 +153,12 @@ async def test_subscriptions_are_bounded_and_end_with_a_drain() -> None:
     front.all.unsubscribe(live.pop())
     live.append(await front.subscribe())
     front.all.close(Unavailable("the server is draining"))
-    for subscription in live:
-        with pytest.raises(Unavailable, match="draining"):
-            await subscription.next(1)
-    with pytest.raises(Unavailable, match="draining"):
-        await front.all.subscribe(0)
+    errors: list[Unavailable] = []
+    for call in [*(subscription.next(1) for subscription in live), front.all.subscribe(0), front.all.subscribe(0)]:
+        with pytest.raises(Unavailable, match="draining") as failed:
+            await call
+        errors.append(failed.value)
+    assert len({id(error) for error in errors}) == len(errors)  # the traceback of each refers to the frames of one call
 
 
 async def test_subscriptions_of_a_server_without_kv_events_are_refused() -> None:
