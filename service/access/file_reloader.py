@@ -21,8 +21,8 @@ class FileReloader(Generic[Value]):
     setting: name of the setting, for messages.
     files: paths of the files.
     read: reads the files. If it raises ConfigError or OSError, the constructor raises ConfigError, while
-        `reload_if_changed` keeps the value, and logs each error once for each change. After an OSError the next call
-        reads again: the cause may pass without a change of the files.
+        `reload_if_changed` keeps the value and logs the error. After an OSError the next call reads again, since the
+        cause may pass without a change of the files. The same error is logged again only after a change.
     """
 
     def __init__(self, setting: str, files: Sequence[str], read: Callable[[], Value]):
