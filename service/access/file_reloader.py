@@ -16,7 +16,8 @@ Value = TypeVar("Value")
 
 
 class FileReloader(Generic[Value]):
-    """Reader of a setting's files. `value` is the result of the last read without an error.
+    """Reader of a setting's files. `value` is the result of the last read without an error, `failure` the error of the
+    last read, if it had one.
 
     setting: name of the setting, for messages.
     files: paths of the files.
@@ -30,7 +31,7 @@ class FileReloader(Generic[Value]):
         self._files = files
         self._read = read
         self._version = self._stat()
-        self._failure: ConfigError | OSError | None = None  # of the last read
+        self.failure: ConfigError | OSError | None = None
         try:
             self.value = read()
         except OSError as error:
@@ -39,19 +40,19 @@ class FileReloader(Generic[Value]):
     def reload_if_changed(self) -> bool:
         """Read the files if they have changed. Return whether `value` is new. Call it from one thread."""
         version = self._stat()  # before the read, so that a change during the read is found at the next check
-        if version == self._version and not isinstance(self._failure, OSError):
+        if version == self._version and not isinstance(self.failure, OSError):
             return False
         is_changed, self._version = version != self._version, version
         try:
             self.value = self._read()
         except (ConfigError, OSError) as error:
-            if is_changed or str(error) != str(self._failure):
+            if is_changed or str(error) != str(self.failure):
                 metrics.settings_not_read_total.labels(self._setting).inc()
                 logs.event(log, "not read again, the last good one stays", level=logging.ERROR, setting=self._setting,
                            error=str(error))
-            self._failure = error
+            self.failure = error
             return False
-        self._failure = None
+        self.failure = None
         logs.event(log, "read again", setting=self._setting)
         return True
 

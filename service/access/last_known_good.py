@@ -18,7 +18,8 @@ Value = TypeVar("Value")
 
 
 class LastKnownGoodFile(Generic[Value]):
-    """Reader of a settings file that copies each valid version. If the first read fails, it reads the copy.
+    """Reader of a settings file that copies each valid version. If the first read fails, it reads the copy, and
+    `failure` is the error of the file.
 
     setting: name of the setting, for messages.
     file: path of the file.
@@ -33,6 +34,7 @@ class LastKnownGoodFile(Generic[Value]):
         self._copy = copy
         self._read = read
         self._is_first = True
+        self.failure: ConfigError | OSError | None = None
 
     def read(self) -> Value:
         """Return the value of the file, or at the first read of its copy. Raises the error of the file."""
@@ -43,6 +45,7 @@ class LastKnownGoodFile(Generic[Value]):
             if not is_first or not self._copy or not self._copy.exists():
                 raise
             value = self._read(str(self._copy))
+            self.failure = error
             metrics.settings_not_read_total.labels(self._setting).inc()
             logs.event(log, "not read, the last good one stays", level=logging.ERROR, setting=self._setting,
                        error=str(error))

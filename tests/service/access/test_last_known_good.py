@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from npuserve.service.access import api_keys
 from npuserve.service.access.last_known_good import LastKnownGoodFile
-from npuserve.service.config import ConfigError
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.frontend.process import _open_keys
 
 
 def read(path: str) -> str:
@@ -42,3 +45,27 @@ def test_last_known_good_without_copy_raises_config_error(tmp_path: Path, copy: 
     with pytest.raises(ConfigError, match="/file: not good"):
         make_file(tmp_path, copy).read()
     assert not (tmp_path / "copy").exists()
+
+
+def test_front_end_that_read_the_copy_reads_the_unchanged_file_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("")
+    cause: list[OSError] = []
+
+    def read_keys(path: str) -> api_keys.Keys:
+        if cause and path == str(file):
+            raise cause[0]
+        return api_keys.Keys({})
+
+    monkeypatch.setattr(api_keys, "read", read_keys)
+    config = ServerConfig(model="m", api_keys=str(file))
+    assert _open_keys(config, str(tmp_path))
+    cause.append(OSError(errno.EMFILE, "Too many open files"))
+    reloader = _open_keys(config, str(tmp_path))
+    assert reloader
+    assert not reloader.reload_if_changed()
+    cause.clear()
+    assert reloader.reload_if_changed()
+    assert not reloader.reload_if_changed()
