@@ -193,11 +193,10 @@ class WindowStream:
 
         The window must not begin inside a character: a run of single-byte tokens would be invalid UTF-8 as a whole.
         """
-        for size in range(WINDOW, 2 * WINDOW):
-            if not (text := self._decode(self._window[-size:])).startswith(REPLACEMENT):
-                break
-        else:
-            size = WINDOW
-            text = self._decode(self._window[-size:])
-        del self._window[:-size]
-        return text
+        sizes = (size for size in range(WINDOW, 2 * WINDOW) if self._begins_character(self._window[-size:]))
+        del self._window[: -next(sizes, WINDOW)]
+        return self._decode(self._window)
+
+    def _begins_character(self, ids: Sequence[int]) -> bool:
+        """Return whether the ids begin with a token of text, or with the bytes of a whole character."""
+        return any(not self._decode(ids[:size]).startswith(REPLACEMENT) for size in range(1, MAX_HELD_TOKENS + 2))

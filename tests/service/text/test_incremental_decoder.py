@@ -33,9 +33,11 @@ def added_text(made: Tokenizer, prompt: list[int], answer: list[int]) -> str:
     return "".join(piece.text for piece in pieces) + stream.flush()[1]
 
 
+TEXTS = {"Chinese": "你好天气很好" * 9, "emoji": "👩‍👩‍👧‍👦🇩🇪" * 5, "French": "né" * 30, "mixed": "a你é👩" * 12}
+
+
 @pytest.mark.parametrize("steps", BYTE_FALLBACKS.values(), ids=BYTE_FALLBACKS)
-@pytest.mark.parametrize("text", ["你好天气很好" * 9, "👩‍👩‍👧‍👦🇩🇪" * 5, "né" * 30, "a你é👩" * 12], ids=[
-    "Chinese", "emoji", "French", "mixed"])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_window_stream_decodes_a_long_run_of_byte_tokens(steps: list[decoders.Decoder], text: str) -> None:
     made = byte_fallback(steps)
     once, *_ = words = [256, 257, 258]
@@ -45,3 +47,12 @@ def test_window_stream_decodes_a_long_run_of_byte_tokens(steps: list[decoders.De
         for cut in range(len(text)):
             at = len(text[:cut].encode()) + (once in ids)
             assert made.decode(ids[:at]) + added_text(made, ids[:at], ids[at:]) == made.decode(ids)
+
+
+@pytest.mark.parametrize("steps", BYTE_FALLBACKS.values(), ids=BYTE_FALLBACKS)
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_window_stream_after_a_prompt_that_ends_inside_a_character(steps: list[decoders.Decoder], text: str) -> None:
+    """The answer has its whole characters, without the rest of the prompt's last one."""
+    made, ids = byte_fallback(steps), list(text.encode())
+    for cut in range(len(ids)):
+        assert added_text(made, ids[:cut], ids[cut:]) == bytes(ids[cut:]).decode(errors="ignore")
