@@ -9,7 +9,7 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 TAGS = (THINK_BEGIN, THINK_END, CALL_BEGIN, CALL_END)
 _ARGUMENTS_AS_OBJECT = re.compile(
-    r"""arguments(['"]\])?\s*(\|\s*(tojson|items)\b|\.items\b)"""
+    r"""arguments(['"]\])?\s*\|\s*tojson\b|\bfor\s[\w\s,]+\sin\s+\S*arguments\b"""
     r"""|calls?(['"]\])?(\.function|\[['"]function['"]\])?\s*\|\s*tojson""")
 _ARGUMENTS_AS_TEXT = re.compile(r"arguments\s+is\s+(not\s+)?string")
 

@@ -223,6 +223,9 @@ def test_arguments_of_a_call_are_an_object_where_the_template_writes_json(
 @pytest.mark.parametrize(("template", "rendered"), [
     ("{% for name, value in call.function.arguments|items %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),
     ("{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),
+    ("{% set f = call.function %}{% if f.arguments is mapping %}{%- for name in f.arguments -%}"
+     "{{ name }}={{ f.arguments[name] }} {% endfor %}{% endif %}", "a=1 b=x "),
+    ("{% for name, value in call['function']['arguments'].items() %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),
     ("{{ call.function | tojson }}", '{"name": "f", "arguments": {"a": 1, "b": "x"}}'),
     ("{{ messages[0]['tool_calls'] | tojson }}",
      '[{"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": "x"}}}]'),
