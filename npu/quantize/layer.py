@@ -116,9 +116,9 @@ class Layer:
             self.weights[f"{name}.weight"] = self.weights[f"{name}.weight"] * factors
 
     def factors(self, mapping: SmoothMapping, power: Tensor, strength: float) -> Tensor:
-        """Return the factors of the outputs of `mapping.before`; their geometric mean is 1.
+        """Return the factors of the outputs of `mapping.before`.
 
-        A factor is 1 where it would make a bias infinite in the checkpoint's dtype.
+        Their geometric mean is 1. Then each that would make a bias infinite in the checkpoint's dtype is replaced by 1.
 
         power: value of `Layer.power` for the inputs of `mapping.after`.
         """

@@ -62,8 +62,9 @@ class FileReloader(Generic[Value]):
 
 
 def _stat(name: str) -> tuple[int, int, int] | None:
-    """Return the time of the last change in nanoseconds, also of mode or owner, inode and size; None if the file cannot
-    be accessed.
+    """Return ctime in nanoseconds, inode and size; None if the file cannot be accessed.
+
+    A change of the mode or the owner changes ctime, not mtime.
     """
     try:
         found = os.stat(name)
