@@ -151,7 +151,8 @@ async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
     identity = {"name": model.name, "family": model.family, "dtype": model.dtype, "backend": model.backend}
     figures = {"model": identity, **bench_report.summary(load.outcomes, seconds, len(requests), *slos)}
     out = Console()
-    out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", highlight=False)
+    out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", markup=False,
+              highlight=False)
     bench_report.show(figures, out)
     if warning := bench_report.lag_warning(figures):
         console.print(warning)

@@ -35,10 +35,12 @@ class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
     refuse: each request with a number divisible by this fails with RESOURCE_EXHAUSTED; 0 for none.
     finishes: whether streams end with a Finish.
     crowd: requests that must have arrived before any is answered; 0 for no condition. `crowded` is called then.
+    name: name of the model.
     """
 
     def __init__(self, delay: float = 0.0, per_message: int = 1, refuse: int = 0, finishes: bool = True, crowd: int = 0,
-                 crowded: Callable[[], None] = lambda: None):
+                 crowded: Callable[[], None] = lambda: None, name: str = "fake"):
+        self.name = name
         self.delay, self.per_message, self.refuse, self.finishes = delay, per_message, refuse, finishes
         self.crowd, self.crowded, self.crowd_is_here = crowd, crowded, asyncio.Event()
         self.reason: int = generate_pb2.FINISH_REASON_LENGTH
@@ -48,7 +50,7 @@ class FakeService(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def GetModelInfo(self, request, context):
         return model_pb2.GetModelInfoResponse(
-            name="fake", family="FakeLM", vocabulary_size=100, max_model_len=CONTEXT, eos_token_ids=[2])
+            name=self.name, family="FakeLM", vocabulary_size=100, max_model_len=CONTEXT, eos_token_ids=[2])
 
     async def StreamGenerate(self, request, context):
         self.requests.append(request)
@@ -254,6 +256,13 @@ def test_run_prints_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFix
     assert written["tokens"] == {"prompt": 8 * 56, "cached": 0, "output": 8 * 8}
     assert written["goodput_per_second"] == pytest.approx(8 / written["seconds"])
     assert len(written["outcomes"]) == 10
+
+
+@pytest.mark.parametrize("name", ["qwen[/v1]", "qwen[v1]"])
+def test_run_prints_a_model_name_with_brackets_as_it_is(name: str, capsys: pytest.CaptureFixture[str]):
+    with served_elsewhere(FakeService(name=name)) as target:
+        assert bench_serve.run(parsed("--target", target, "--requests", "1")) == 0
+    assert capsys.readouterr().out.startswith(f"{name} (FakeLM")
 
 
 def test_run_plot_writes_an_image(tmp_path: Path):
