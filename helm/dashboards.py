@@ -198,7 +198,8 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
         Panel("Certificates", {
             "{{instance}} {{certificate}}":
                 f"{total(EXPIRY, 'instance, certificate', how='min')} - time()"},
-              "s", "Time until the first of the certificates in use ends; empty without TLS."),
+              "s", "Time until the first of the certificates in use ends, negative after it; empty without TLS.",
+              lowest=None),
         *LIFE,
     ]),
     Row("Gateways", [
@@ -285,7 +286,7 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
     Row("NPUs", [
         Panel("Health", {NPU: npu("health_status")}, "short",
               "1 healthy, 0 not, -1 unknown. From the NPU exporter of the nodes, as all of this row.",
-              thresholds={RED: 0, GREEN: 1}),
+              thresholds={RED: 0, GREEN: 1}, lowest=-1),
         Panel("Temperature", {NPU: npu("temperature")}, "celsius", "Temperature of each NPU.",
               thresholds={GREEN: 0, ORANGE: 75, RED: 90}),
         Panel("Device memory", {NPU: share(npu("hbm_used_memory"), npu("hbm_total_memory"))}, "percentunit",
@@ -329,8 +330,9 @@ KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's la
             "percentunit", "Kernels' time beside the device's of the same steps; the rest is between the kernels.",
             width=6, thresholds={RED: 0, ORANGE: 0.9, GREEN: 0.95}),
         Panel("Kernels that fall back", {
-            "{{kernel}} on {{backend}}": total("kernel_fallback_total", "kernel, backend")}, "short",
-              "Kernels that the backend has no implementation of: plain torch serves them.", "bargauge", 6),
+            "{{kernel}} on {{backend}}": f"{total('kernel_fallback_total', 'kernel, backend')} > 0"}, "short",
+              "Kernels that the backend has no implementation of: plain torch serves them. The number is that of the "
+              "engine's starts; empty if there are none.", "bargauge", 6),
         Panel("CPU kernels", {
             "{{instance}}: {{isa}}, bfloat16 by {{gemm}}, {{weights}} weights": of("cpu_kernels_info")}, "short",
             "What the CPU kernels run on; empty on other devices.", "bargauge", 12),

@@ -15,7 +15,8 @@ class Panel:
     """Panel of a dashboard.
 
     queries: legend -> PromQL; a legend may contain {{label}}. thresholds: colour -> lower bound. stack: none, normal or
-    percent. lines: legends drawn as dashed red lines, such as targets.
+    percent. lines: legends drawn as dashed red lines, such as targets. lowest: lower end of the axis, below which
+    nothing is drawn; None for none.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Panel:
     stack: str = "none"
     lines: tuple[str, ...] = ()
     repeat: str = ""
+    lowest: float | None = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def panel_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, An
     if not heat:
         defaults["thresholds"] = {"mode": "absolute", "steps": threshold_steps(panel.thresholds)}
         defaults["color"] = {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"}
-        defaults["min"] = 0
+        if panel.lowest is not None:
+            defaults["min"] = panel.lowest
     if panel.kind == "timeseries":
         defaults["custom"] = {
             "drawStyle": "line", "lineWidth": 1, "fillOpacity": 10 if panel.stack == "none" else 50,

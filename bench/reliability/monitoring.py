@@ -57,7 +57,7 @@ from bench.serving.server import arguments, engine_of, stop
 INSTRUCTIONS = 128  # tokens
 RULES = Path(__file__).parents[2] / "helm/npuserve/rules/npuserve.yaml"
 EMPTY_HERE = ("Certificates", "Calls of gateways", "Errors to gateways", "Lag of lengths", "Health", "Temperature",
-              "Device memory", "AI cores", "Power", "Fault code")
+              "Device memory", "AI cores", "Power", "Fault code", "Kernels that fall back")
 PICTURES = {
     "service": ["Calls by code", "Tokens", "Time to first token", "Inter-token latency", "Where the time goes",
                 "Requests", "KV-cache blocks", "Engine's last sign of life"],

@@ -184,10 +184,10 @@ def test_legends_name_labels_that_their_query_keeps() -> None:
                 assert wanted <= kept, panel["title"]
 
 
-def panel(title: str) -> dict[str, Any]:
-    """Return the panel of the service dashboard with this title, not the number at its top."""
-    (found,) = [panel for panel in panels(load(HELM / "npuserve/dashboards/service.json"))
-                if panel["title"] == title and panel["type"] == "timeseries"]
+def panel(title: str, dashboard: str = "service") -> dict[str, Any]:
+    """Return the panel of a dashboard with this title, not the number at its top."""
+    (found,) = [panel for panel in panels(load(HELM / f"npuserve/dashboards/{dashboard}.json"))
+                if panel["title"] == title and panel["type"] != "stat"]
     return found
 
 
@@ -231,6 +231,21 @@ def test_dashboard_gateway_row_counts_the_gateways_calls() -> None:
 def test_dashboard_certificates_are_empty_without_tls() -> None:
     (target,) = panel("Certificates")["targets"]
     assert "vector" not in target["expr"]
+
+
+@pytest.mark.parametrize(("dashboard", "title", "lowest"), [
+    ("service", "Certificates", None), ("engine", "Health", -1), ("service", "Requests", 0)])
+def test_dashboard_axis_holds_the_values_that_the_description_names(
+    dashboard: str, title: str, lowest: float | None
+) -> None:
+    """An expired certificate has a negative time left, and an unknown health is -1."""
+    assert panel(title, dashboard)["fieldConfig"]["defaults"].get("min") == lowest
+
+
+def test_dashboard_kernels_that_fall_back_are_those_alone() -> None:
+    """The metric is 0 for each kernel with an implementation."""
+    (target,) = panel("Kernels that fall back", "kernels")["targets"]
+    assert target["expr"].endswith(") > 0")
 
 
 def test_dashboard_saturation_is_of_seats_and_queue() -> None:
