@@ -204,7 +204,8 @@ class Bench:
         """Load the model with a KV cache for the largest batch. Raise ConfigError if either is impossible."""
         rows = max(batches)
         budget = max(config.max_num_batched_tokens, rows + 1)
-        length = max(context + spare(rows, context, budget) + WARM_UP + steps, prompt + 1)
+        ahead = spare(rows, context, budget)
+        length = context + ahead + WARM_UP + steps
         calls: list[float] = []
         config = msgspec.structs.replace(
             config, max_num_seqs=max(config.max_num_seqs, rows), max_num_batched_tokens=budget,
@@ -217,11 +218,12 @@ class Bench:
         except (ValueError, OSError, MemoryError) as error:
             raise ConfigError(str(error)) from error
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
-        if length > runner.max_model_len:
-            raise ConfigError(f"context, prompt: {length} tokens are needed, max_model_len is {runner.max_model_len}")
-        if -(-length // runner.block_size) * rows > runner.num_blocks:
-            raise ConfigError(f"batch: {rows} rows of {length} tokens are more than the {blocks.capacity} tokens that "
-                              "the KV cache holds; see kv_cache_memory")
+        if (longest := max(length, prompt + 1)) > runner.max_model_len:
+            raise ConfigError(f"context, prompt: {longest} tokens are needed, max_model_len is {runner.max_model_len}")
+        if (needed := needed_blocks(rows, context, ahead, length, runner.block_size)) > runner.num_blocks:
+            raise ConfigError(
+                f"batch: {rows} rows of {length} tokens need {needed} blocks of {runner.block_size} tokens, and the KV "
+                f"cache holds {runner.num_blocks}; see kv_cache_memory")
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
             aging_seconds=config.priority_aging_seconds)
@@ -282,6 +284,18 @@ class Bench:
 def spare(rows: int, context: int, budget: int) -> int:
     """Return the tokens that the first row can decode while the other rows are still being prefilled."""
     return rows * context // max(budget - rows, 1) + rows + 1
+
+
+def needed_blocks(rows: int, context: int, ahead: int, length: int, block_size: int) -> int:
+    """Return the KV-cache blocks that a batch needs: at its end, or when its last row is admitted.
+
+    The scheduler leaves a free block for each running row when it admits another one.
+
+    ahead: tokens that a row can decode before the last row is admitted.
+    length: tokens of a row at its end.
+    """
+    at_admission = (rows - 1) * (-(-(context + ahead) // block_size) + 1) - (-context // block_size)
+    return max(at_admission, rows * -(-length // block_size))
 
 
 def _peak_rss() -> int:

@@ -21,6 +21,10 @@ from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import StepResult
 from npuserve.service.cli import main as cli
+from npuserve.service.cli.bench.step import WARM_UP, Bench, needed_blocks, spare
+from npuserve.service.config import ServerConfig
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.scheduler import Scheduler
 
 DECODE = ("batch", "context", "decode_tokens_per_second", "step_ms_p50", "kernel_share", "host_us", "decode_gbs")
 PREFILL = ("prompt", "prefill_tokens_per_second", "ttft_ms_p50", "prefill_gflops")
@@ -144,12 +148,29 @@ def test_bench_step_without_json_prints_a_table(capsys: pytest.CaptureFixture[st
     (["--batch", "64", "--context", "300", "--prompt", "100", "--kv-cache-memory", "8MiB",
       "--max-num-batched-tokens", "4096"],
      "the KV cache holds"),
+    (["--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "2", "--block-size", "128", "--kv-cache-memory",
+      "700K"], "2 rows of 16 tokens need 3 blocks of 128 tokens, and the KV cache holds 2"),
 ])
 def test_bench_step_batch_that_does_not_fit_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "step", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("context", [15, 16, 31])
+def test_needed_blocks_suffice_to_decode_all_rows(rows: int, context: int) -> None:
+    """A free block is left to each running row when another one is admitted."""
+    steps, budget = 20, 32
+    loaded = Bench.load(ServerConfig(block_size=16, threads=1, max_model_len=128), [rows], context, 8, steps)
+    ahead = spare(rows, context, budget)
+    blocks = needed_blocks(rows, context, ahead, context + ahead + WARM_UP + steps, 16)
+    scheduler = Scheduler(BlockManager(blocks, 16, prefix_cache=False), max_num_seqs=rows,
+                          max_num_batched_tokens=budget, max_queue=0, aging_seconds=1.0)
+    bench = Bench(loaded.runner, scheduler, budget, 2, [])
+    assert [step.sampled for step in bench.decode(rows, context, steps)] == [rows] * steps
+    assert scheduler.preemptions == 0
 
 
 @pytest.mark.slow
