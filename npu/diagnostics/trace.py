@@ -32,6 +32,7 @@ from npuserve.npu.diagnostics.taps import Args, Results, Tap, TappedKernels, clo
 from npuserve.npu.execution.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.execution.memory_plan import resolve_block_size
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
@@ -91,6 +92,7 @@ class Trace:
         golden function for the same arguments (prefix "golden.") and of the golden pass (prefix "pass."). Caches are in
         the golden layout.
     kv_cache_dtype: "auto", "int8" or "fp8".
+    block_size: tokens of a KV-cache block; 0 for the backend's default.
     """
 
     model: Model
@@ -100,13 +102,23 @@ class Trace:
     lm_head: LmHead
     dump: Path | None = None
     kv_cache_dtype: str = "auto"
+    block_size: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ModelError or BackendError if the backend does not have this block_size or kv_cache_dtype."""
+        self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.norm.dtype)
+        resolve_block_size(self.block_size, self.backend)
+
+    @property
+    def _size(self) -> int:
+        return resolve_block_size(self.block_size, self.backend)
 
     def run(self) -> Iterator[Call | Replay]:
         """Yield the calls of both steps; after the calls of a step, its replay if the backend captures it."""
-        config, size, dtype = self.model.config, self.backend.block_size, self.model.weights.norm.dtype
+        config, size = self.model.config, self._size
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
-        cached = self.backend.cache_dtype(self.kv_cache_dtype, dtype)
+        cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.norm.dtype)
         golden_cache = KVCache.allocate(config, total, size, cached, CpuBackend(native=False))
         cache, captured_cache = (
             KVCache.allocate(config, total, size, cached, self.backend) for _ in range(2))
@@ -138,7 +150,7 @@ class Trace:
         self, step: str, rows: list[Row], golden_cache: KVCache, cache: KVCache
     ) -> tuple[list[Call], Tensor]:
         """Execute a step kernel by kernel; return its calls and its hidden states."""
-        batch = make_batch(rows, self.backend.block_size, self.backend)
+        batch = make_batch(rows, self._size, self.backend)
         expected: list[Results] = []
         self._forward(TappedKernels(GOLDEN, golden_tap(expected)), batch, golden_cache)
         calls: list[Call] = []

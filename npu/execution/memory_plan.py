@@ -210,13 +210,18 @@ def _checked(
         raise BackendError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
             "(prefill_device); only auto is possible")
+    return made, cached, resolve_block_size(block_size, backend, prefill)
+
+
+def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | None = None) -> int:
+    """Return the tokens of a KV-cache block; the backend's default for 0. Raise ModelError for an impossible size."""
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple or block_size > backend.max_block_size:
         most = backend.max_block_size
         possible = f"is {most}" if multiple == most else f"are powers of two from {multiple} to {most}"
         raise ModelError(f"block_size: {block_size} is not possible here; possible {possible}")
-    return made, cached, block_size
+    return block_size
 
 
 def _checked_length(config: ModelConfig, max_model_len: int) -> int:

@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, config: ServerConfig) -> int:
-    """Return 1 if a result is wrong, otherwise 0. Raise ConfigError if the model cannot be loaded this way."""
+    """Return 1 if a result is wrong, otherwise 0.
+
+    Raise ConfigError if the model cannot be loaded this way, or if --dump is no folder.
+    """
     from npuserve.kernels.native.choice import CpuKernelSettings
     from npuserve.npu.diagnostics.trace import Call, Trace, load
 
@@ -41,12 +44,16 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
             max_model_len=prompt + 1, layers=args.layers or 0,
             emulate=config.relaxations if config.emulate else None, lm_head_dtype=config.lm_head_dtype,
             cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
+        trace = Trace(model, backend, rows, prompt, args.lm_head or "full", args.dump, config.kv_cache_dtype,
+                      config.block_size)
+        if args.dump:
+            args.dump.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, MemoryError) as error:
         raise ConfigError(str(error)) from error
     if not args.json:
         print(f"{'step':8}{'index':>6}  {'kernel':24}{'shape':20}{'difference':>12}{'relative':>12}{'drift':>12}")
     wrong = []
-    for found in Trace(model, backend, rows, prompt, args.lm_head or "full", args.dump, config.kv_cache_dtype).run():
+    for found in trace.run():
         if args.json:
             row = {"kind": type(found).__name__.lower(), **asdict(found)}
             print(json.dumps({key: _plain(value) for key, value in row.items()}), flush=True)

@@ -17,9 +17,12 @@ from npuserve.kernels import native
 from npuserve.kernels.bench import ceilings, measure
 from npuserve.kernels.native.packed import packed_words
 from npuserve.kernels.registry import KERNELS
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.diagnostics import trace
+from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.step import StepResult
+from npuserve.npu.step import Row, StepResult
 from npuserve.service.cli import main as cli
 from npuserve.service.cli.bench.step import WARM_UP, Bench, needed_blocks, spare
 from npuserve.service.config import ServerConfig
@@ -204,6 +207,34 @@ def test_bench_step_layers_traces_kernels(capsys: pytest.CaptureFixture[str], tm
     assert calls[0][1:4] == ["0", "embedding", "10x256"]
     assert calls[-1][1:4] == ["9", "add_rms_norm", "2x256"]
     assert len(list((tmp_path / "decode").iterdir())) == len(list((tmp_path / "prompt").iterdir())) == 10
+
+
+def test_bench_step_trace_has_the_blocks_of_the_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = set()
+    original = trace.make_batch
+
+    def make_batch(rows: list[Row], block_size: int, backend: Backend) -> Batch:
+        sizes.add(block_size)
+        return original(rows, block_size, backend)
+
+    monkeypatch.setattr(trace, "make_batch", make_batch)
+    assert cli.main(["bench", "step", "--layers", "1", "--prompt", "40", "--threads", "1", "--block-size", "32"]) == 0
+    assert sizes == {32}
+    assert "the same hidden states" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: 'fp8' is not possible on cpu"),
+    (["--block-size", "2048"], "block_size: 2048 is not in [0, 1024]"),
+    (["--dump", "/dev/null/folder"], "Not a directory: '/dev/null/folder'"),
+])
+def test_bench_step_trace_of_impossible_settings_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "step", "--layers", "1", "--device", "cpu", "--prompt", "4", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_bench_step_trace_of_nan_is_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
