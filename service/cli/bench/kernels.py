@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             print(_ceilings_line(best), *(describe(chosen) if chosen else ()), sep="\n")
         if not args.json:
             print("share: part of the time that the ceiling explains; absent for caches, which are not measured")
-            print(f"\n{'kernel':22}{'case':42}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
+            print(f"\n{'kernel':22}{'case':46}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
                   f"{'share':>7} of     {'others':>9}", flush=True)
         for kernel, case, dtype in cases:
             bench = Bench(kernel, case, dtype, machine)
@@ -164,6 +164,6 @@ def _ceilings_line(best: dict[str, float]) -> str:
 def _line(row: dict[str, Any]) -> str:
     share = "–" if row["share"] is None else f"{row['share']:.2f}"
     error = f"{row['error']:.1e}" if not row["other_ids"] else f"{row['other_ids']} ids"
-    return (f"{row['kernel']:22}{row['case']:42}{row['dtype']:9}{row['backend']:8}{error:>10}"
+    return (f"{row['kernel']:22}{row['case']:46}{row['dtype']:9}{row['backend']:8}{error:>10}"
             f"{row['seconds'] * 1e6:10.1f}{row['bytes_per_second'] / 1e9:8.1f}"
             f"{row['operations_per_second'] / 1e9:9.1f}{share:>7} {row['bound']:7}{row['others']:9.2f}")

@@ -20,6 +20,7 @@ from npuserve.kernels.linear import linear
 from npuserve.kernels.native import choice
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Implementation, Kernel
 from npuserve.service.cli import main as cli
+from npuserve.service.cli.bench import kernels as bench_kernels
 from tests.support.command import npuserve
 
 Capture = pytest.CaptureFixture[str]
@@ -222,3 +223,14 @@ def test_bench_kernels_isa_selects_each_instruction_set(doubled: Kernel[..., Any
 def test_bench_kernels_unknown_name_is_refused(arguments: list[str], message: str, capsys: Capture) -> None:
     assert cli.main(["bench", "kernels", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_line_of_each_case_has_a_space_between_case_and_dtype() -> None:
+    row: dict[str, Any] = {
+        "dtype": "bfloat16", "backend": "cpu", "error": 0.0, "other_ids": 0, "seconds": 1e-6, "bytes_per_second": 1e9,
+        "operations_per_second": 1e9, "share": 0.5, "bound": "memory", "others": 0.0}
+    for kernel in KERNELS.values():
+        for case in kernel.cases:
+            if case.benchmark:
+                line = bench_kernels._line({**row, "kernel": kernel.name, "case": case.name})
+                assert line.split()[:-9] == f"{kernel.name} {case.name}".split(), case.name
