@@ -150,14 +150,17 @@ class CompileProcess:
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> bytes | None:
-    """Return the reply to a message; None if the process ends. It is killed after `seconds`."""
+    """Return the reply to a message. The process is killed after `seconds`.
+
+    None if the process ends or cannot be used any more, since the message was not sent or the reply not read.
+    """
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         _write(process.stdin, message)
         return _read(process.stdout)
-    except OSError:
+    except (OSError, RuntimeError, MemoryError):  # RuntimeError: the system has no thread for the timer
         return None
     finally:
         timer.cancel()

@@ -328,14 +328,19 @@ def test_constraint_whose_processes_are_killed_is_compiled_again_for_the_next_re
     assert again.error is None
 
 
-@pytest.mark.parametrize("command", [
-    (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"), ("/nothing/python",)])
+def no_thread(timer: threading.Timer):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")), ("COMMAND", ("/nothing/python",)),
+    ("threading.Timer.start", no_thread)])
 def test_process_that_does_not_start_is_no_fault_of_the_constraint(
-    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ):
     process = CompileProcess(vocabulary(), 20, 512 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr(compile_process, "COMMAND", command)
+        patch.setattr(f"{compile_process.__name__}.{name}", value)
         with pytest.raises(CompilerFailed, match="did not start"):
             process.compile(GOOD)
     assert process.compile(GOOD).grammar
