@@ -14,6 +14,7 @@ The answers of one lexer are prepared in the order in which they were given, so 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -105,26 +106,27 @@ class MaskThreads:
         self.prepare(list(self._unfinished), math.inf)
 
     def _submit(self, answers: list[Answer]) -> None:
-        """Give answers to the threads, after the ones of earlier calls."""
+        """Give answers to the threads, after the ones of earlier calls. Prepare them here if there is no thread."""
         with self._submitted:
-            for answer in answers:
-                if answer not in self._unfinished:
-                    answer.lexer.jobs += 1
-                    self._unfinished.add(answer)
-                    self._queue.append(answer)
+            new = [answer for answer in answers if answer not in self._unfinished]
             idle = self._num_threads - len(self._active)
-            if idle < len(self._queue) and self._num_threads < MAX_THREADS:
+            if idle < len(self._queue) + len(new) and self._num_threads < MAX_THREADS:
                 self._start_thread()
-            self._submitted.notify(len(self._queue))
+            if self._num_threads:
+                for answer in new:
+                    answer.lexer.jobs += 1
+                self._unfinished.update(new)
+                self._queue += new
+                self._submitted.notify(len(self._queue))
+                return
+        for answer in new:
+            self._prepare(answer)
 
     def _start_thread(self) -> None:
-        """Start a thread, if the system has one. Raises RuntimeError if there is none at all."""
-        try:
-            threading.Thread(target=self._run, name=f"masks-{self._num_threads + 1}", daemon=True).start()
-        except RuntimeError:
-            if not self._num_threads:
-                raise
-        else:
+        """Start a thread, if the system has one."""
+        thread = threading.Thread(target=self._run, name=f"masks-{self._num_threads + 1}", daemon=True)
+        with contextlib.suppress(RuntimeError):
+            thread.start()
             self._num_threads += 1
 
     def _wait(self, answers: list[Answer], end: float) -> None:

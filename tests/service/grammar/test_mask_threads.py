@@ -77,22 +77,6 @@ def test_slow_lexer_holds_up_no_other(num_slow: int) -> None:
     assert made[20:] == slow
 
 
-def test_second_thread_that_cannot_be_started_leaves_its_answers_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    made: list[Waiting] = []
-    threads, slow, other = MaskThreads(77), Waiting(Lexer(), made, is_held=True), Waiting(Lexer(), made)
-    threads.prepare([slow], 0.0)
-    assert slow.begun.wait(20)
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", start)
-        threads.prepare([other], 0.0)
-    slow.release.set()
-    threads.wait()
-    assert made == [slow, other]
-
-
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 def test_prepared_answers_need_no_thread(seconds: float) -> None:
     threads, answer = MaskThreads(77), Waiting(Lexer(), [])
@@ -147,3 +131,26 @@ def test_answers_of_a_grammar_that_becomes_slow_follow_in_the_threads() -> None:
     threads.prepare(answers, math.inf)
     assert made[1:] == answers
     assert [answer.thread == threading.get_ident() for answer in answers] == [True, True, False, False]
+
+
+def test_answers_without_a_further_thread_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the caller without any thread, else by the threads that run. Later ones start again."""
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made: list[Waiting] = []
+    threads, held = MaskThreads(77), Lexer()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        threads.prepare([answer := Waiting(held, made)], 0.0)
+    assert (made, answer.thread, held.in_use) == ([answer], threading.get_ident(), False)
+    threads.prepare([slow := Waiting(held, made, is_held=True)], 0.0)
+    assert slow.begun.wait(20)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        threads.prepare([queued := Waiting(Lexer(), made)], 0.0)
+    assert (queued.is_prepared, threads._num_threads) == (False, 1)
+    threads.prepare([queued], math.inf)
+    assert (queued.is_prepared, threads._num_threads) == (True, 2)
+    slow.release.set()
+    threads.wait()
