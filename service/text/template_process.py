@@ -11,11 +11,12 @@ The number of processes is the largest number of conversations rendered at the s
 preparation.py bound. A process has only the environment variables that Python needs to start, and cannot read the
 memory of the other processes (process_control.set_dumpable).
 
-Request and reply are one line of JSON each.
+A process writes an empty line once it has started. Request and reply are one line of JSON each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -57,8 +58,9 @@ class TemplateProcess:
         self._idle: deque[_Process] = deque()
 
     def start(self) -> None:
-        """Start a process now, so that the first conversation does not wait for it."""
-        self._idle.append(_Process(self._start))
+        """Start a process now, if the system can, so that the first conversation does not wait for it."""
+        with contextlib.suppress(OSError):
+            self._idle.append(_Process(self._start))
 
     def render(
         self,
@@ -80,6 +82,8 @@ class TemplateProcess:
             process.end()
             if process.popen.returncode == -signal.SIGKILL:
                 raise Unavailable("the process of the chat template was killed")
+            if not process.is_started:
+                raise Unavailable("the process of the chat template cannot start")
             raise InvalidField("chat", f"the model's chat template must take at most {self._seconds:g} seconds and "
                                        f"{MAX_MEMORY_BYTES >> 20} MiB of memory for it")
         self._idle.append(process)
@@ -105,9 +109,13 @@ class TemplateProcess:
 
 
 class _Process:
-    """One process, for one conversation at a time. It is killed when this object is garbage-collected."""
+    """One process, for one conversation at a time. It is killed when this object is garbage-collected.
+
+    is_started: whether it has loaded the template; known after the first `call`.
+    """
 
     def __init__(self, start: Mapping[str, Any]):
+        self.is_started = False
         self.popen = process_control.start_for_clients(COMMAND)
         self.end = weakref.finalize(self, process_control.kill, self.popen)
         assert self.popen.stdin
@@ -121,6 +129,7 @@ class _Process:
         try:
             self.popen.stdin.write(line)
             self.popen.stdin.flush()
+            self.is_started = self.is_started or self.popen.stdout.readline() == b"\n"
             return self.popen.stdout.readline()
         except BrokenPipeError:
             return b""
@@ -144,6 +153,8 @@ def main() -> int:
     template = load_chat_template(Path(start["folder"]), start["named_tokens"])
     assert template
     process_control.limit_growth(MAX_MEMORY_BYTES)
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, start["seconds"])
         reply: object

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -95,7 +96,20 @@ def test_render_without_a_further_process_is_unavailable(tmp_path: Path, monkeyp
     process = made(tmp_path, ECHO, seconds=20)
     with monkeypatch.context() as limited:
         limited.setattr(template_process.process_control, "start_for_clients", start)
+        process.start()
         with pytest.raises(Unavailable, match="cannot start: Too many open files"):
+            process.render([TURN])
+    assert process.render([TURN]) == "hi"
+
+
+def test_render_in_a_process_that_ends_before_it_has_started_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that has too little memory to import its modules."""
+    process = made(tmp_path, ECHO, seconds=20)
+    with monkeypatch.context() as limited:
+        limited.setattr(template_process, "COMMAND", (sys.executable, "-c", "input(); exit(1)"))
+        with pytest.raises(Unavailable, match="cannot start"):
             process.render([TURN])
     assert process.render([TURN]) == "hi"
 
