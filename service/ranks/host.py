@@ -8,12 +8,14 @@ After SIGTERM the ranks compute until the group ends, since the first host still
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from npuserve.service import logs
@@ -64,8 +66,10 @@ class Host:
 
         Nonzero if a rank cannot be used: its configuration or model is unusable, or its device is at fault.
         """
+        signals = SimpleQueue[None]()
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
+            signal.signal(number, lambda *_: signals.put(None))  # no lock that the interrupted code may have
+        threading.Thread(target=self._stop, args=(signals,), name="signals", daemon=True).start()
         world, ranks = self._world, self._ranks
         logs.event(log, "ranks of a group", ranks=f"{ranks[0]} to {ranks[-1]}", address=world.address)
         short_runs = 0
@@ -89,14 +93,19 @@ class Host:
     def _run_group(self) -> tuple[int, str]:
         """Start the ranks and run them until one ends. Return the largest exit code, and the error reported, or ""."""
         address, local = self._world.address, len(self._ranks)
-        self._processes = [
-            RankProcess(RankArgs(self._config, str(self._folder), rank, address, local, -1, file, content,
-                                 self._capture_failed))
-            for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True)]
-        if self._stopped.is_set():  # during the start
-            self._kill()
+        self._processes, runs = [], dict[Future[int], RankProcess]()
         with ThreadPoolExecutor(local) as threads:
-            runs = {threads.submit(process.run): process for process in self._processes}
+            try:
+                for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True):
+                    self._processes.append(process := RankProcess(RankArgs(
+                        self._config, str(self._folder), rank, address, local, -1, file, content,
+                        self._capture_failed)))
+                    runs[threads.submit(process.run)] = process
+            except (OSError, RuntimeError) as error:  # RuntimeError: the system has no further thread
+                end_processes(self._processes, 0)
+                return 1, f"a rank cannot be started: {error}"
+            if self._stopped.is_set():  # during the start
+                self._kill()
             wait(runs, return_when=FIRST_COMPLETED)
             end_processes(self._processes, END_SECONDS)
         for index, process in enumerate(self._processes):
@@ -107,15 +116,17 @@ class Host:
         code, process = max(((run.result(), process) for run, process in runs.items()), key=lambda end: end[0])
         return code, process.error.get("error", "")
 
-    def _stop(self, *_: object) -> None:
-        """Stop once the group has ended, at most drain_seconds and a margin from now; at once without a group."""
-        if self._stopped.is_set() or not all(process.ready.is_set() for process in self._processes):
-            self._kill()
-        else:
-            timer = threading.Timer(self._config.drain_seconds + DRAIN_MARGIN_SECONDS, self._kill)
-            timer.daemon = True
-            timer.start()
+    def _stop(self, signals: SimpleQueue[None]) -> None:
+        """Stop after a signal, once the group has ended: at most drain_seconds and a margin later.
+
+        A second signal, or one without a complete group, stops at once. Runs in a thread.
+        """
+        signals.get()
         self._stopped.set()
+        if all(process.ready.is_set() for process in self._processes):
+            with contextlib.suppress(Empty):
+                signals.get(timeout=self._config.drain_seconds + DRAIN_MARGIN_SECONDS)
+        self._kill()
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -102,6 +104,47 @@ def test_second_signal_ends_a_host_at_once(
         finally:
             handlers[signal.SIGTERM]()
         assert running.result(10) == 0
+
+
+def test_signal_while_the_main_thread_has_a_lock_ends_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler runs between any two operations of the main thread, also within Event.wait."""
+    handlers: dict[int, Callable[[], None]] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(host, "PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", ""))
+    made = host.Host(ServerConfig(tensor_parallel_size=2), Path(), World(1, 2, "127.0.0.1", 29500, NAMES[0]))
+
+    def interrupted() -> None:
+        with made._stopped._cond:  # type: ignore[attr-defined]
+            handlers[signal.SIGTERM]()
+
+    running = threading.Thread(target=made.run, daemon=True)
+    running.start()
+    until(lambda: signal.SIGTERM in handlers)
+    handling = threading.Thread(target=interrupted, daemon=True)
+    handling.start()
+    for thread in (handling, running):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+                                   RuntimeError("can't start new thread")])
+def test_host_that_cannot_start_a_rank_tries_again(
+    journal: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    errors, start = [error], host.RankProcess
+
+    def started(args: processes.RankArgs) -> processes.RankProcess:
+        if args.rank == 3 and errors:
+            raise errors.pop()
+        return start(args)
+
+    monkeypatch.setattr(host, "RankProcess", started)
+    world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
+    assert host.run(ServerConfig(tensor_parallel_size=4), Path(), world) == 2
+    fields = [record.fields for record in caplog.records if record.message.startswith("ranks ended")]  # type: ignore[attr-defined]
+    assert fields[0] == {"code": 1, "error": f"a rank cannot be started: {error}"}
 
 
 @pytest.mark.parametrize(("capture", "failed", "may_drop"), [("auto", "", True), ("auto", "why", False),
