@@ -128,7 +128,7 @@ class Profiler:
         self._seconds = time.perf_counter() - self._began
 
     def _write(self, recording: Recording, ending: Ending) -> None:
-        """Write the trace in another thread."""
+        """Write the trace in another thread. Without one the profile fails."""
 
         def work() -> None:
             try:
@@ -145,7 +145,11 @@ class Profiler:
                 self._wake()
 
         self._writer = threading.Thread(target=work, name="npuserve-profile", daemon=True)
-        self._writer.start()
+        try:
+            self._writer.start()
+        except RuntimeError:
+            self._writer, self._failure = None, ProfileError("the system has no thread to write the trace")
+            work()
 
     def _summary(
         self, steps: Sequence[StepRecord], device: DeviceProfiler | None, ending: Ending, seconds: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,24 @@ def test_trace_that_cannot_be_written_is_the_result(
     assert isinstance(profiler.last, ProfileError)
     assert "No space left on device" in str(profiler.last)
     monkeypatch.undo()
+    profiler.start("", 2, 60.0)
+    answered(runner, asks(1, 4))
+    assert finished(profiler).steps == 2
+
+
+def test_profile_without_a_further_thread_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    runner = load(folder)
+    profiler = Profiler(runner, TraceFolder(tmp_path))
+    profiler.start("", 2, 60.0)
+    answered(runner, asks(1, 4))
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start)
+        assert profiler.poll()
+    assert str(profiler.last) == "the system has no thread to write the trace"
+    assert not profiler.is_active
     profiler.start("", 2, 60.0)
     answered(runner, asks(1, 4))
     assert finished(profiler).steps == 2
