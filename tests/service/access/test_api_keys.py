@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,20 @@ def test_keys_find_compares_every_digest(file: Path, monkeypatch: pytest.MonkeyP
         caller = found.find(key)
         assert (caller and caller.name) == name
         assert len(compared) == 5
+
+
+def test_save_tables_writes_to_the_disk_before_it_replaces_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be written to the disk replaces nothing."""
+    keys.save_tables(str(file), {"a": {"sha256": HASH}})
+
+    def broken(descriptor: int) -> None:
+        assert OTHER in Path(f"/proc/self/fd/{descriptor}").read_text()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        keys.save_tables(str(file), {"a": {"sha256": OTHER}})
+    assert keys.load_tables(str(file)) == {"a": {"sha256": [HASH]}}
+    assert list(file.parent.iterdir()) == [file]
