@@ -64,6 +64,10 @@ class _Job:
         began = time.thread_time()
         try:
             return work()
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of a library in Rust, which would end no call
+            raise RuntimeError("a library panicked") from error
         finally:
             self.seconds = time.thread_time() - began
 

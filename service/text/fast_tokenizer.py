@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tokenizers
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# The library's threads would share the texts of a batch, which is one text here. If the system has no thread at the
+# first batch, the library never makes its threads again, and each batch panics.
 
 
 class FastTokenizer:

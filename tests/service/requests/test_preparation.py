@@ -187,6 +187,19 @@ async def test_run_adds_the_cpu_time_of_the_thread_to_the_call() -> None:
     preparation.close()
 
 
+async def test_run_of_a_function_that_panics_raises_an_exception(gate: Gate) -> None:
+    """A panic of a library in Rust is a BaseException, which would end neither the handler's task nor the call."""
+    class PanicException(BaseException):
+        pass
+
+    def work() -> None:
+        raise PanicException("an index is out of bounds")
+
+    with pytest.raises(RuntimeError, match="a library panicked") as raised:
+        await gate.pool.run("other", "tokenize", 1, work)
+    assert isinstance(raised.value.__cause__, PanicException)
+
+
 async def test_run_raises_the_error_of_the_function(gate: Gate) -> None:
     def fail() -> None:
         raise ValueError("x")

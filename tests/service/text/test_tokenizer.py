@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_import_loads_neither_torch_nor_transformers() -> None:
     code = ("import sys, npuserve.service.text.tokenizer, npuserve.service.text.tokenizer_loader; "
             "print({'torch', 'transformers', 'numpy'} & set(sys.modules))")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_encode_starts_no_thread(tmp_path: Path) -> None:
+    """The library never makes its threads again after the system had none for them."""
+    save(tmp_path, train(), QWEN)
+    code = ("import os, pathlib, sys; from tests.support.tokenizers import load;"
+            "made = load(pathlib.Path(sys.argv[1]));"
+            "before = os.listdir('/proc/self/task'); made.encode('a girl');"
+            "assert os.listdir('/proc/self/task') == before")
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environment)
 
 
 def test_encode_of_a_long_text_lets_other_threads_run(tmp_path: Path) -> None:
