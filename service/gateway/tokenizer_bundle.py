@@ -17,7 +17,8 @@ from smg_grpc_proto.generated import common_pb2
 
 from npuserve.npu.model.config_json import ModelError
 from npuserve.npu.model.folder import check_links
-from npuserve.service.errors import NoTokenizer
+from npuserve.service.errors import NoTokenizer, Unavailable
+from npuserve.service.ipc.child import is_transient
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",
@@ -62,6 +63,7 @@ class TokenizerBundle:
         """Return the archive. Files are read and compressed in a thread, once for all callers.
 
         Raises NoTokenizer if a file cannot be read or is a link to outside the folder, or if the files are too large.
+        Raises Unavailable if the system is short of open files or memory.
         """
         async with self._lock:
             self._kept = await asyncio.to_thread(_bundle, folder, self._kept)
@@ -80,7 +82,9 @@ def _bundle(folder: Path, kept: Bundle | None) -> Bundle:
         if sum(size for _, size, *_ in stamp) > MAX_BYTES or len(stamp) > MAX_FILES:
             raise NoTokenizer(f"the tokenizer's files must be at most {MAX_FILES} with {MAX_BYTES >> 20} MiB in total")
         data = _archive(files)
-    except (ModelError, OSError):  # their texts name paths of this machine
+    except (ModelError, OSError) as error:  # their texts name paths of this machine
+        if is_transient(error):
+            raise Unavailable("the tokenizer's files cannot be read now") from None
         raise NoTokenizer("the tokenizer's files cannot be read, or are links to outside the model's folder") from None
     return Bundle(data, hashlib.sha256(data).hexdigest(), stamp)
 

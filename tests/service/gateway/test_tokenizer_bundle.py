@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.errors import NoTokenizer
+from npuserve.service.errors import NoTokenizer, Unavailable
 from npuserve.service.gateway import tokenizer_bundle
 from npuserve.service.gateway.tokenizer_bundle import CHUNK_BYTES, Bundle, TokenizerBundle
 from tests.support.fake_engine import make_folder
@@ -80,6 +81,20 @@ async def test_bundle_of_the_hubs_cache_follows_its_links(tmp_path: Path) -> Non
         (snapshot / file.name).symlink_to(f"../../blobs/hash-{file.name}")
     found = entries((await TokenizerBundle().get(snapshot)).data)
     assert found["tokenizer.json"] == (repository / "blobs" / "hash-tokenizer.json").read_bytes()
+
+
+async def test_bundle_without_a_further_open_file_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def archive(files: object) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    bundles, folder = TokenizerBundle(), make_folder(tmp_path / "m")
+    with monkeypatch.context() as limited:
+        limited.setattr(tokenizer_bundle, "_archive", archive)
+        with pytest.raises(Unavailable, match="cannot be read now"):
+            await bundles.get(folder)
+    assert entries((await bundles.get(folder)).data)
 
 
 async def test_bundle_of_too_large_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
