@@ -30,6 +30,25 @@ def request(**fields: object) -> Request:
     return Request("r", [1], 9, 0.0, constraint=CHOICES, **fields)  # type: ignore[arg-type]
 
 
+def new_scheduler() -> Scheduler:
+    return Scheduler(
+        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
+
+
+def submit_and_build(grammars: Grammars, pending: PendingGrammar) -> None:
+    """Submit a constraint, and wait until the compiler is built or has failed."""
+    pending.submit()
+    assert grammars._builder
+    grammars._builder.join()
+
+
+def assert_compiled(grammars: Grammars, pending: PendingGrammar) -> None:
+    """Submit a constraint while the compiler is not built, and again when it is."""
+    submit_and_build(grammars, pending)
+    pending.submit()
+    assert pending.compilation
+
+
 def test_build_compiler_matches_answers_of_the_tokenizer() -> None:
     folder = open_folder(storyteller.FOLDER, "", "")
     assert folder.tokenizer
@@ -61,9 +80,7 @@ def test_build_compiler_without_a_tokenizer_is_unsupported(tmp_path: Path) -> No
 
 
 def test_constraint_without_a_compiler_is_refused() -> None:
-    scheduler = Scheduler(
-        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
-    pending = Grammars(scheduler).pending(request())
+    pending = Grammars(new_scheduler()).pending(request())
     assert pending
     with pytest.raises(NoTokenizer, match="choices"):
         pending.submit()
@@ -78,23 +95,15 @@ def test_compiler_that_could_not_be_built_is_built_again(monkeypatch: pytest.Mon
             raise causes.pop()
         return BuiltCompiler(compiler, {2})
 
-    scheduler = Scheduler(
-        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
-    grammars = Grammars(scheduler, build)
+    grammars = Grammars(new_scheduler(), build)
     pending = grammars.pending(request())
     assert pending
-    pending.submit()
-    assert grammars._builder
-    grammars._builder.join()
+    submit_and_build(grammars, pending)
     with pytest.raises(Unavailable, match="choices: the compiler cannot start") as refused:
         pending.submit()
     assert 0 < refused.value.retry_seconds <= RETRY_SECONDS
     monkeypatch.setattr(grammars, "_retry_at", 0.0)
-    pending.submit()
-    assert grammars._builder
-    grammars._builder.join()
-    pending.submit()
-    assert pending.compilation
+    assert_compiled(grammars, pending)
     grammars.close()
 
 
@@ -104,21 +113,15 @@ def test_constraint_without_a_further_thread_is_refused_and_the_next_is_compiled
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    scheduler = Scheduler(
-        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
     compiler = FakeCompiler(9, frozenset({2}))
-    grammars = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, {2}))
+    grammars = Grammars(new_scheduler(), lambda on_done: BuiltCompiler(compiler, {2}))
     pending = grammars.pending(request())
     assert pending
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", start)
         with pytest.raises(Unavailable, match="choices: the compiler cannot start"):
             pending.submit()
-    pending.submit()
-    assert grammars._builder
-    grammars._builder.join()
-    pending.submit()
-    assert pending.compilation
+    assert_compiled(grammars, pending)
     grammars.close()
 
 
@@ -134,9 +137,7 @@ def test_full_compiler_refuses_new_requests_only() -> None:
 
 
 def test_failed_compiler_ends_the_request_with_unavailable() -> None:
-    scheduler = Scheduler(
-        BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8, max_queue=1, aging_seconds=1.0)
-    compiler = FakeCompiler(9, frozenset({2}), is_slow=True)
+    scheduler, compiler = new_scheduler(), FakeCompiler(9, frozenset({2}), is_slow=True)
     grammars = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, {2}))
     pending = grammars.pending(request())
     assert pending
