@@ -19,15 +19,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from npuserve.service import logs, metrics
 from npuserve.service.errors import InvalidField, NoTokenizer, QueueFull, ServeError, Unavailable
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
+from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence, State
+
+if TYPE_CHECKING:
+    from npuserve.service.grammar.compiler import Compilation, GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +43,10 @@ REPLAYED_TOKENS = 1024
 COMPILE_SECONDS = metrics.tally(metrics.grammar_compile_seconds)
 
 
-class Compiler(Protocol):
-    """Methods of npuserve.service.grammar.compiler.GrammarCompiler. `submit` raises CompilerFull."""
-
-    def submit(self, constraint: Constraint, client: str) -> Compilation: ...
-    def close(self) -> None: ...
-
-
 class BuiltCompiler(NamedTuple):
     """A compiler, and the tokens that end an answer."""
 
-    compiler: Compiler
+    compiler: GrammarCompiler
     end_ids: Container[int]
 
 

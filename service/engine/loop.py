@@ -26,6 +26,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from npuserve.npu.step import Step
 from npuserve.service.engine.crash_tracker import CrashTracker
@@ -34,7 +35,7 @@ from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
 from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, Runner, StepPipeline
-from npuserve.service.engine.profiles import Profiler, Profiles
+from npuserve.service.engine.profiles import Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import QueueFull, ServeError
 from npuserve.service.ipc.child import Heartbeat
@@ -65,6 +66,9 @@ from npuserve.service.ipc.profiles import StartProfile, StopProfile
 from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from npuserve.npu.profiling.session import Profiler
 
 log = logging.getLogger(__name__)
 

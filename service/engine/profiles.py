@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from npuserve.npu.profile import ProfileError, ProfileSummary
 from npuserve.service import logs
 from npuserve.service.errors import ProfileRefused, QueueFull, ServeError, to_wire
 from npuserve.service.ipc.profiles import ProfileReply, StartProfile, StopProfile, ToEngineProfile
 
+if TYPE_CHECKING:
+    from npuserve.npu.profiling.session import Profiler
+
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """Maximum calls that wait for the end of a profile."""
 Send = Callable[[bytes, ProfileReply], None]
-
-
-class Profiler(Protocol):
-    """Methods of npuserve.npu.profiling.session.Profiler."""
-
-    last: ProfileSummary | ProfileError | None
-
-    @property
-    def is_active(self) -> bool: ...
-    def start(self, name: str, steps: int, seconds: float) -> str: ...
-    def stop(self) -> None: ...
-    def poll(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 class Profiles:

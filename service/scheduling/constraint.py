@@ -1,7 +1,7 @@
 """Constraint of one answer, as the scheduler uses it: which tokens may follow, and whether the answer may end.
 
-`service/grammar` implements the protocols. A request that has a constraint is COMPILING until `Scheduler.constrain`
-gives it a matcher that has advanced over the tokens so far. The matcher then advances with each token.
+A request that has a constraint is COMPILING until `Scheduler.constrain` gives it a matcher that has advanced over the
+tokens so far. The matcher then advances with each token.
 
 Forced tokens. Where the constraint leaves one text, the next token is the tokenizer's choice for this text: the mask
 has its id alone. So the tokens are the same, at any temperature, whether a run of forced tokens is sampled one by one
@@ -15,65 +15,25 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Container
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, InvalidField, ServeError
-from npuserve.service.grammar.errors import CompilerFailed, ConstraintError, MatcherError
-from npuserve.service.grammar.mask_threads import Lexer
+from npuserve.service.grammar.errors import MatcherError
 from npuserve.service.ipc.messages import Request
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from npuserve.service.grammar.compiler import Compilation
 
 log = logging.getLogger(__name__)
 
 MAX_FORCED_WORDS = 128
 """Most words of a mask with an allowed token where the forced text is looked for. Where a token is forced, nearly all
 allowed tokens are beginnings of one text. The search takes half as long as a mask."""
-
-
-class Matcher(Protocol):
-    """State of a grammar after some tokens. The methods raise MatcherError beyond their bounded effort."""
-
-    def advance(self, token_id: int) -> bool:
-        """Append a token. False, without an effect, if it is not allowed."""
-
-    def fill(self, bits: npt.NDArray[np.int32]) -> None:
-        """Write one bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)] int32."""
-
-    def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
-        """Return the tokens of the only text that may follow; [] if several texts may. After the first token, the
-        forced tokens begin with the others.
-
-        mask: of the next token, if it is known, which saves time.
-        """
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the answer may end here."""
-
-
-class Compilation(Protocol):
-    """Grammar of a constraint, compiled apart from the engine's loop. matcher: returns a new one; call it once done.
-
-    is_worn: set when an answer exceeds the limits.
-    """
-
-    is_worn: bool
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def error(self) -> ConstraintError | CompilerFailed | None: ...
-
-    @property
-    def lexer(self) -> Lexer: ...
-
-    def matcher(self) -> Matcher: ...
 
 
 class AnswerMatcher:
@@ -162,7 +122,10 @@ class AnswerMatcher:
             self.error = self._failure(error)
 
     def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
-        """Return the run of forced tokens that follows; [] for none. Sets `error` if that fails. mask: see Matcher."""
+        """Return the run of forced tokens that follows; [] for none. Sets `error` if that fails.
+
+        mask: see `forced` of grammar/matcher.py.
+        """
         if self.error is not None or self.has_ended:
             return []
         if self._run is None:
@@ -188,7 +151,7 @@ class AnswerMatcher:
         return run[:count]
 
     def fill(self, bits: npt.NDArray[np.int32]) -> bool:
-        """Write the mask of the next token, see Matcher.fill. Return False if there is none, or sets `error`."""
+        """Write the mask of the next token. Return False if there is none; `error` is set if that fails."""
         if self.error is not None or self.has_ended:
             return False
         if not self._run:

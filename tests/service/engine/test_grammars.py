@@ -18,7 +18,7 @@ from npuserve.service.errors import NoTokenizer, QueueFull, Unavailable
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, PriorProgress, Request
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.constraint import AnswerMatcher, Compilation
+from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
 from tests.support.fake_grammar import FakeCompiler
@@ -126,7 +126,7 @@ def test_constraint_without_a_further_thread_is_refused_and_the_next_is_compiled
 
 
 def test_full_compiler_refuses_new_requests_only() -> None:
-    def full(constraint: Constraint, client: str) -> Compilation | None:
+    def full(constraint: Constraint, client: str) -> None:
         raise CompilerFull("256 constraints wait")
 
     with pytest.raises(QueueFull, match=r"choices: 256 constraints wait"):
