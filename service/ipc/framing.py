@@ -1,8 +1,14 @@
-"""Splitting of the socket's byte stream into messages. Each has its length before it, in LENGTH_BYTES."""
+"""Base of the socket's messages, and splitting of its byte stream into them. Each has its length before it."""
 
 from __future__ import annotations
 
+import msgspec
+
 LENGTH_BYTES = 4
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages: a msgpack array that begins with the name of its class."""
 
 
 class Splitter:

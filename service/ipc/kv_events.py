@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
+from npuserve.service.ipc.framing import Wire
+
 WINDOW_BYTES = 1 << 20
 """Bytes of payload that the engine sends to a subscriber ahead of its ReadKvEvents; a batch may exceed it."""
 MEDIUM = "GPU"
@@ -71,14 +73,10 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True):
     blocks: int
 
 
-class KvWire(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of the messages."""
-
-
 # Subscriber to engine
 
 
-class SubscribeKvEvents(KvWire, frozen=True):
+class SubscribeKvEvents(Wire, frozen=True):
     """Send the batches from number `start` on; 0: from the latest snapshot, which is made if none is kept.
 
     The reply is KvSubscribed, followed by KvEvents if it accepts.
@@ -88,14 +86,14 @@ class SubscribeKvEvents(KvWire, frozen=True):
     start: int
 
 
-class ReadKvEvents(KvWire, frozen=True):
+class ReadKvEvents(Wire, frozen=True):
     """The subscriber has processed `size` further bytes of payload."""
 
     call: int
     size: int
 
 
-class UnsubscribeKvEvents(KvWire, frozen=True):
+class UnsubscribeKvEvents(Wire, frozen=True):
     """Send no further batches. Batches that are on their way may still arrive."""
 
     call: int
@@ -104,7 +102,7 @@ class UnsubscribeKvEvents(KvWire, frozen=True):
 # Engine to subscriber
 
 
-class KvSubscribed(KvWire, frozen=True):
+class KvSubscribed(Wire, frozen=True):
     """Reply to a subscription.
 
     accepted: False if `start` is neither kept nor the next number. A refusal ends the subscription.
@@ -119,7 +117,7 @@ class KvSubscribed(KvWire, frozen=True):
     latest: int
 
 
-class KvEvents(KvWire, frozen=True):
+class KvEvents(Wire, frozen=True):
     """One batch.
 
     sequence: its number.
@@ -134,7 +132,7 @@ class KvEvents(KvWire, frozen=True):
     snapshot: SnapshotPart | None = None
 
 
-class KvEventsLost(KvWire, frozen=True):
+class KvEventsLost(Wire, frozen=True):
     """End of a subscription that read too slowly: its next batch, number `next`, is no longer kept; `oldest` is."""
 
     epoch: int

@@ -15,15 +15,11 @@ import msgspec
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
-from npuserve.service.ipc.framing import LENGTH_BYTES
+from npuserve.service.ipc.framing import LENGTH_BYTES, Wire
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 from npuserve.service.ipc.profiles import ProfileReply, ToEngineProfile
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
-
-
-class Wire(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages."""
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -366,8 +362,8 @@ class Outputs(Wire, frozen=True):
     epoch: int
     load: Load
     outputs: list[Output]
-    started: list[Started] = []
-    accepted: list[int] = []
+    started: list[Started] = msgspec.field(default_factory=list)
+    accepted: list[int] = msgspec.field(default_factory=list)
 
 
 class Resumed(Wire, frozen=True):

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import msgspec
-
 from npuserve.npu.profile import NAME, ProfileSummary
 from npuserve.service.errors import InvalidField, ProfileRefused, Unavailable, WireError, from_wire
+from npuserve.service.ipc.framing import Wire
 
 MAX_PROFILE_STEPS = 1000
 MAX_PROFILE_SECONDS = 600.0
@@ -40,11 +39,7 @@ def check_seconds(field: str, seconds: float) -> float:
     return seconds
 
 
-class ProfileWire(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of the messages."""
-
-
-class StartProfile(ProfileWire, frozen=True):
+class StartProfile(Wire, frozen=True):
     """Start a profile. The reply is a ProfileReply with its name or an error.
 
     name: "" for a name of the engine's choice.
@@ -57,7 +52,7 @@ class StartProfile(ProfileWire, frozen=True):
     seconds: float
 
 
-class StopProfile(ProfileWire, frozen=True):
+class StopProfile(Wire, frozen=True):
     """End the profile. The reply is a ProfileReply with its summary or an error, once the trace is written.
 
     wait: let the profile end by itself. It has bounds.
@@ -69,7 +64,7 @@ class StopProfile(ProfileWire, frozen=True):
     wait: bool
 
 
-class ProfileReply(ProfileWire, frozen=True):
+class ProfileReply(Wire, frozen=True):
     """Reply to a StartProfile or a StopProfile."""
 
     epoch: int
