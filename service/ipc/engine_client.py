@@ -287,8 +287,10 @@ class EngineClient:
         self._silent_seconds = 0
         if self.state == "stalled":
             self._set_state("ready")
+        if not isinstance(message, messages.Ready) and (self._connection is None or message.epoch != self.epoch):
+            return  # of an earlier engine
         match message:
-            case Outputs(epoch=epoch) if epoch == self.epoch and self._connection:
+            case Outputs():
                 self._on_outputs(message)
             case messages.Ready(epoch=epoch, model=model):
                 self._on_disconnect()
@@ -298,15 +300,15 @@ class EngineClient:
                 self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
                 self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
-            case messages.Resumed(epoch=epoch, key=key, record=record) if epoch == self.epoch and self._connection:
+            case messages.Resumed(key=key, record=record):
                 self._on_resumed(key, record)
-            case messages.Reply(epoch=epoch, call=call, value=value) if epoch == self.epoch and self._connection:
+            case messages.Reply(call=call, value=value):
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)
-            case ProfileReply(epoch=epoch) if epoch == self.epoch and self._connection:
+            case ProfileReply():
                 self.profiles.receive(message)
-            case KvSubscribed() | KvEvents() | KvEventsLost() if message.epoch == self.epoch and self._connection:
+            case KvSubscribed() | KvEvents() | KvEventsLost():
                 self.kv_events.receive(message)
 
     def _on_outputs(self, message: Outputs) -> None:
