@@ -187,7 +187,7 @@ class Generation:
         assert self.folder
         summary = CallSummary(self._config, self.folder.name, 1, fields, trace)
         with contextlib.closing(stream), _resume_token_on_error(context, stream):
-            await stream.accepted()
+            await stream.wait_until_accepted()
             await _send_metadata(context, stream.request)
             await _send_outputs(builder, stream, summary, send)
 
@@ -201,7 +201,7 @@ class Generation:
         with contextlib.ExitStack() as closing:
             streams = [closing.enter_context(contextlib.closing(self._engine.submit(part.request))) for part in parts]
             for stream in streams:
-                await stream.accepted()
+                await stream.wait_until_accepted()
             await _send_metadata(context, checked.request)
             tokenizer = self.tokenizer if checked.has_text else None
             builders = [ResponseBuilder(part, tokenizer) for part in parts]

@@ -317,11 +317,11 @@ class EngineClient:
         for key in message.accepted:
             self._unanswered.pop(key, None)
             if stream := self._streams.get(key):
-                stream.accept()
+                stream.on_accepted()
         for started in message.started:
             stream = self._streams.get(started.key)
             if stream:
-                stream.started(started, now)
+                stream.on_started(started, now)
         for output in message.outputs:
             if output.error:
                 self._unanswered.pop(output.key, None)

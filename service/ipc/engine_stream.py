@@ -1,4 +1,4 @@
-"""Stream of one request's outputs in its front end. It survives a restart of the engine. The limit of their number.
+"""Streams of a front end: the outputs of one request each, across restarts of the engine. The limit of their number.
 
 Unread outputs are delivered as one list. With more than max_buffered_tokens unread, the request pauses in the engine
 until the reader catches up. A reader that takes nothing for slow_reader_seconds is cancelled. After the first token the
@@ -126,7 +126,7 @@ class Stream:
                 self._client.send(Unpause(self.key))
         return outputs
 
-    async def accepted(self) -> None:
+    async def wait_until_accepted(self) -> None:
         """Wait until the engine has queued the request. Raises the engine's refusal."""
         while not self.is_accepted:
             if self._error:
@@ -180,12 +180,12 @@ class Stream:
             self._ended, self._error = True, error
             self._wake()
 
-    def accept(self) -> None:
+    def on_accepted(self) -> None:
         """Record that the engine has queued the request."""
         self.is_accepted = True
         self._wake()
 
-    def started(self, message: Started, now: float) -> None:
+    def on_started(self, message: Started, now: float) -> None:
         """Record that the request is in the step being launched."""
         self._first_step = now
         if self.record.cached_tokens is None:

@@ -38,7 +38,7 @@ class KvSubscription:
         self._changed = asyncio.Event()
         self._read_bytes = 0  # not reported yet
 
-    async def accepted(self) -> None:
+    async def wait_until_accepted(self) -> None:
         """Wait for the engine's reply. Raises EventsExpired if it does not keep the first batch."""
         await self._accepted
 
@@ -149,7 +149,7 @@ class KvSubscriptions:
         try:
             if not self._send(kv_events.SubscribeKvEvents(subscription.call, start)):
                 raise Unavailable("the engine is not connected")
-            await subscription.accepted()
+            await subscription.wait_until_accepted()
         except BaseException:
             self.unsubscribe(subscription)
             raise

@@ -188,7 +188,7 @@ async def test_stream_lost_connection_keeps_cached_tokens() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
-        stream.started(fake_engine.Started(stream.key, 4), time.monotonic())
+        stream.on_started(fake_engine.Started(stream.key, 4), time.monotonic())
         await engine.die()
         await until(lambda: client.state == "down")
         engine.start()  # same epoch
