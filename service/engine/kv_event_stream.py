@@ -120,7 +120,7 @@ class KvEventStream:
             case UnsubscribeKvEvents(call=call):
                 self._remove((sender, call))
 
-    def lose(self, sender: bytes) -> None:
+    def on_disconnect(self, sender: bytes) -> None:
         """End the subscriptions of a connection that is lost."""
         for key in [key for key in self._subscribers if key[0] == sender]:
             self._remove(key)

@@ -200,7 +200,7 @@ class Engine:
         requests that expire, and accept or refuse those whose constraint is compiled."""
         for frontend, message in self._socket.receive(timeout):
             if message is None:
-                self._lose(frontend)
+                self._on_disconnect(frontend)
             else:
                 self._handle(frontend, message)
         if self.grammars:
@@ -383,14 +383,14 @@ class Engine:
     def _send(self, frontend: bytes, message: ToFrontend) -> None:
         """Send a message. If that fails, the front end is lost."""
         if not self._socket.send(frontend, message):
-            self._lose(frontend)
+            self._on_disconnect(frontend)
 
-    def _lose(self, frontend: bytes) -> None:
+    def _on_disconnect(self, frontend: bytes) -> None:
         """End the requests of a front end that has disconnected."""
         self._frontends.discard(frontend)
-        self._outbox.lose(frontend)
+        self._outbox.on_disconnect(frontend)
         if self._kv_events:
-            self._kv_events.lose(frontend)
-        self.profiles.lose(frontend)
+            self._kv_events.on_disconnect(frontend)
+        self.profiles.on_disconnect(frontend)
         for sequence in self.registry.of_frontend(frontend):
             self._end(sequence, None)

@@ -98,7 +98,7 @@ class Outbox:
         for frontend in frontends:
             self._outputs[frontend]  # an entry without outputs is a heartbeat
 
-    def lose(self, frontend: bytes) -> None:
+    def on_disconnect(self, frontend: bytes) -> None:
         """Discard the output for a front end that has disconnected."""
         self._outputs.pop(frontend, None)
         self._accepted.pop(frontend, None)

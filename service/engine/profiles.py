@@ -67,7 +67,7 @@ class Profiles:
             for frontend, call in waiting:
                 send(frontend, ProfileReply(self._epoch, call, "", reply.summary, reply.error))
 
-    def lose(self, frontend: bytes) -> None:
+    def on_disconnect(self, frontend: bytes) -> None:
         """Forget the calls of a front end that has disconnected. The profile ends within its bounds."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != frontend]
 

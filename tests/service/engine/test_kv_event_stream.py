@@ -216,7 +216,7 @@ def test_stream_lingers_then_stops_and_continues_with_a_snapshot() -> None:
     one.tell(SubscribeKvEvents(2, last + 1))
     one.publish_all()
     assert numbers(one.take(2)) == [last + 1]
-    one.stream.lose(b"f")
+    one.stream.on_disconnect(b"f")
     one.now += LINGER_SECONDS
     one.store(3)
     assert not one.log.is_recording
@@ -241,7 +241,7 @@ def test_stream_loses_all_subscriptions_of_a_connection() -> None:
     for call in (1, 2):
         one.tell(SubscribeKvEvents(call, 0))
     one.tell(SubscribeKvEvents(1, 0), b"other")
-    one.stream.lose(b"f")
+    one.stream.on_disconnect(b"f")
     one.store(1)
     assert len(one.stream._subscribers) == 1
     assert numbers(one.take(1)) == []

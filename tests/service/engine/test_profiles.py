@@ -106,7 +106,7 @@ def test_waiting_calls_are_bounded_and_lost_front_ends_get_no_reply() -> None:
         profiles.handle(b"a" if call else b"b", StopProfile(call, wait=True), sent)
     profiles.handle(b"b", StopProfile(99, wait=False), sent)
     assert sent.take()[1:] == [(b"b", 99, f"{MAX_WAITING} calls wait for the end of the profile already")]
-    profiles.lose(b"a")
+    profiles.on_disconnect(b"a")
     profiler.ends = SUMMARY
     profiles.poll(sent)
     assert sent.take() == [(b"b", 0, "p.trace.json")]
