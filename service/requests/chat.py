@@ -49,7 +49,7 @@ def chat_prompt(
     arguments: dict[str, Any] = {}
     for index, tool in enumerate(chat.tools):
         with bad.collect():
-            tools.append(from_json(tool, f"chat.tools[{index}]"))
+            tools.append(parse_json(tool, f"chat.tools[{index}]"))
     if len(tools) == len(chat.tools):
         check_tools(chat, tools, bad)
     with bad.collect():
@@ -98,7 +98,7 @@ def _message(index: int, message: prompt_pb2.Message, roles: frozenset[str], bad
         found["tool_calls"] = calls
         for i, call in enumerate(message.tool_calls):
             with bad.collect():
-                calls.append(from_json(call, f"{path}.tool_calls[{i}]"))
+                calls.append(parse_json(call, f"{path}.tool_calls[{i}]"))
     return found
 
 
@@ -115,18 +115,7 @@ def _read_arguments(call: dict[str, Any], as_object: bool) -> None:
         arguments = function["arguments"] = "{}"
     if as_object and isinstance(arguments, str):
         with contextlib.suppress(InvalidField):
-            function["arguments"] = from_json(arguments, "arguments")
-
-
-def from_json(text: str, field: str) -> dict[str, Any]:
-    """Return the plain values of a JSON object's text, with its keys in their order.
-
-    Raises InvalidField, naming `field`, for a text that is not a JSON object or that escapes a lone surrogate.
-    """
-    value = parse_json(text, field, "a JSON object")
-    if not isinstance(value, dict):
-        raise InvalidField(field, f"must be the text of a JSON object, got {type(value).__name__}")
-    return value
+            function["arguments"] = parse_json(arguments, "arguments")
 
 
 def from_struct(struct: struct_pb2.Struct, field: str) -> dict[str, Any]:

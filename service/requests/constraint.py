@@ -44,9 +44,9 @@ def _checked_text(kind: str, message: pb.GenerateRequest) -> str:
     text: str = getattr(message, kind)
     _check_size(kind, len(text.encode()))
     if kind == "json_schema":
-        _check_json(kind, text, (dict, bool), "a JSON object or a boolean")
+        parse_json(text, kind, (dict, bool), "a JSON object or a boolean")
     elif kind == "structural_tag":
-        _check_json(kind, text, (dict,), "a JSON object")
+        parse_json(text, kind)
     elif not text:
         raise InvalidField(kind, "must not be empty")
     return text
@@ -55,13 +55,6 @@ def _checked_text(kind: str, message: pb.GenerateRequest) -> str:
 def _check_size(field: str, size: int) -> None:
     if size > MAX_CONSTRAINT_BYTES:
         raise InvalidField(field, f"must be at most {MAX_CONSTRAINT_BYTES} bytes, got {size}")
-
-
-def _check_json(field: str, text: str, types: tuple[type, ...], name: str) -> None:
-    """Raise InvalidField for a text that is not the JSON of one of these types, or that is nested too deeply."""
-    value = parse_json(text, field, name)
-    if not isinstance(value, types):
-        raise InvalidField(field, f"must be the text of {name}, got {type(value).__name__}")
 
 
 def _checked_choices(choices: Sequence[str]) -> list[str]:

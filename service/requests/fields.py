@@ -44,13 +44,13 @@ def check_token_ids(
     return frozenset(ids)
 
 
-def parse_json(text: str, field: str, name: str) -> Any:
+def parse_json(text: str, field: str, types: tuple[type, ...] = (dict,), name: str = "a JSON object") -> Any:
     """Return the plain values of a JSON text, with the keys of objects in their order.
 
-    name: what the text must be, for the error: "a JSON object".
+    types, name: what the text must be, and its name for the error.
 
-    Raises InvalidField, naming `field`, for a text that is not JSON, that is nested too deeply, that escapes a lone
-    surrogate, or that has a number too large for a float.
+    Raises InvalidField, naming `field`, for a text that is not JSON or of another type, that is nested too deeply, that
+    escapes a lone surrogate, or that has a number too large for a float.
     """
 
     def refuse(constant: str) -> None:
@@ -76,6 +76,8 @@ def parse_json(text: str, field: str, name: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise InvalidField(field, f"must be the text of {name}: {error}") from error
     check_unicode(unescaped, field)
+    if not isinstance(value, types):
+        raise InvalidField(field, f"must be the text of {name}, got {type(value).__name__}")
     return value
 
 

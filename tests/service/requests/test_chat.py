@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.errors import InvalidField
-from npuserve.service.requests.chat import from_json, from_struct
-from npuserve.service.requests.fields import MAX_JSON_DEPTH
+from npuserve.service.requests.chat import from_struct
+from npuserve.service.requests.fields import MAX_JSON_DEPTH, parse_json
 from tests.service.text.test_chat_template import CALL, TOOLS
 
 json_values = st.recursive(
@@ -31,16 +31,16 @@ def test_from_struct_returns_the_original_json(value: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tool", [*TOOLS, CALL])
-def test_from_json_keeps_the_order_of_keys(tool: dict[str, Any]) -> None:
+def test_parse_json_keeps_the_order_of_keys(tool: dict[str, Any]) -> None:
     for value in (tool, dict(reversed(tool.items()))):
-        assert json.dumps(from_json(json.dumps(value), "chat.tools[0]")) == json.dumps(value)
+        assert json.dumps(parse_json(json.dumps(value), "chat.tools[0]")) == json.dumps(value)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '"x"', "null", "{", '{"a": NaN}', "{'a': 1}", '{"a": 1e999}',
                                   '{"a": [-1e400]}', "[" * 100_000])
-def test_from_json_of_other_values_is_refused(text: str) -> None:
+def test_parse_json_of_other_values_is_refused(text: str) -> None:
     with pytest.raises(InvalidField, match=r"^chat\.tools\[3\]: must be the text of a JSON object"):
-        from_json(text, "chat.tools[3]")
+        parse_json(text, "chat.tools[3]")
 
 
 def test_from_struct_converts_whole_numbers_to_ints() -> None:
@@ -56,21 +56,21 @@ def test_from_struct_converts_whole_numbers_to_ints() -> None:
 
 
 @pytest.mark.parametrize("text", [r'{"a": "\ud800"}', r'{"\uDBFF": 1}', r'{"a": [{"b": "x\udc00\ud800"}]}'])
-def test_from_json_with_a_lone_surrogate_is_refused(text: str) -> None:
+def test_parse_json_with_a_lone_surrogate_is_refused(text: str) -> None:
     with pytest.raises(InvalidField, match=r"^f: must be valid Unicode, got the lone surrogate U\+D[89A-F]"):
-        from_json(text, "f")
+        parse_json(text, "f")
 
 
-def test_from_json_with_a_surrogate_pair_is_one_character() -> None:
-    assert from_json(r'{"\ud83d\ude00": "\\ud800"}', "f") == {"😀": r"\ud800"}
+def test_parse_json_with_a_surrogate_pair_is_one_character() -> None:
+    assert parse_json(r'{"\ud83d\ude00": "\\ud800"}', "f") == {"😀": r"\ud800"}
 
 
 @pytest.mark.parametrize("depth", [256, 700])
-def test_from_json_nested_too_deeply_is_refused(depth: int) -> None:
+def test_parse_json_nested_too_deeply_is_refused(depth: int) -> None:
     """A text that Python's decoder accepts may be nested too deeply for the functions that walk its values."""
     text = '{"a": ' * depth + "1" + "}" * depth
     if depth <= MAX_JSON_DEPTH:
-        assert json.dumps(from_json(text, "chat.tools[3]")) == text
+        assert json.dumps(parse_json(text, "chat.tools[3]")) == text
         return
     with pytest.raises(InvalidField, match=re.escape("chat.tools[3]: must be nested at most 256 deep")):
-        from_json(text, "chat.tools[3]")
+        parse_json(text, "chat.tools[3]")
