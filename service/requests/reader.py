@@ -15,11 +15,10 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable
-from typing import Protocol
 
 from npuserve.service import metrics
 from npuserve.service.errors import QueueFull
+from npuserve.service.rpc.call import Context
 
 WINDOW_BYTES = 16 << 10
 """HTTP/2 window of a stream before its handler reads."""
@@ -41,14 +40,6 @@ MAX_WAITING_CALLS = 512
 """Calls that may wait to be read; one client may have half of them."""
 
 
-class MessageSource(Protocol):
-    """A call whose messages are read, such as a ServicerContext."""
-
-    def read(self) -> Awaitable[object]:
-        """Return the next message, as bytes, or grpc.aio.EOF."""
-        ...
-
-
 class RequestReader:
     """Reader of the messages of a front end's calls. Use it from one event loop.
 
@@ -63,16 +54,15 @@ class RequestReader:
         self._slow: dict[asyncio.Future[object], str] = {}
         self._displaced: set[asyncio.Future[object]] = set()
 
-    async def read(self, source: MessageSource, owner: str) -> bytes | None:
+    async def read(self, context: Context, owner: str) -> bytes | None:
         """Return the call's next message, None if the client half-closed the call.
 
-        source: the call's context.
         owner: the caller's name, or the connection of an anonymous caller.
 
         Raises QueueFull if too many calls wait, or the message arrives too slowly.
         """
         await self._acquire_slot(owner)
-        reading = asyncio.ensure_future(source.read())
+        reading = asyncio.ensure_future(context.read())
         try:
             try:
                 limit = time.monotonic() + MAX_QUICK_SECONDS
