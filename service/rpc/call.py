@@ -11,7 +11,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from google.rpc import code_pb2
@@ -21,6 +21,9 @@ from npuserve.service import logs, metrics
 from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, to_status
 from npuserve.service.rpc.aio_server import is_lost_connection
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle, work_seconds
+
+if TYPE_CHECKING:
+    from npuserve.service.rpc.tracing import Trace
 
 log = logging.getLogger(__name__)
 
@@ -48,17 +51,6 @@ def rpc_name(service: str, method: str) -> str:
     return f"vllm.{method}" if service == VLLM_ENGINE else method
 
 
-class CallTrace(Protocol):
-    """Trace of one call, as rpc/tracing.py implements it."""
-
-    @property
-    def id(self) -> str:
-        """Trace id in hex."""
-
-    def end(self, code: str, fields: dict[str, Any]) -> None:
-        """End the trace. code: name of the gRPC code. fields: fields of the call's log line."""
-
-
 class DelayedRefusal(Exception):
     """Refusal to send after `seconds`, by `refuse_after_delay`."""
 
@@ -69,7 +61,7 @@ class DelayedRefusal(Exception):
 
 @contextlib.asynccontextmanager
 async def call(
-    context: Context, rpc: str, level: int = logging.DEBUG, trace: CallTrace | None = None
+    context: Context, rpc: str, level: int = logging.DEBUG, trace: Trace | None = None
 ) -> AsyncIterator[dict[str, Any]]:
     """Run the body of one RPC; yield a dict whose items become fields of the log line and of the trace.
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-import grpc
+import grpc.aio
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -33,7 +33,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.child import TRACES_SECONDS
-from npuserve.service.rpc.call import Context
 from npuserve.v1 import inference_service_pb2
 
 HEADERS_LOGGER = "opentelemetry.util.re"
@@ -67,7 +66,9 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)))
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
 
-    def begin(self, context: Context, rpc: str, service: str = SERVICE, operation: str = COMPLETION) -> Trace:
+    def begin(
+        self, context: grpc.aio.ServicerContext[Any, Any], rpc: str, service: str = SERVICE, operation: str = COMPLETION
+    ) -> Trace:
         """Start the trace of a call, now.
 
         rpc, service: names of the method and of its service.
