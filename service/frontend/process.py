@@ -105,7 +105,6 @@ class Frontend:
             config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval, config.kv_events != "off",
             config.profile_dir)
         self._tracing = _open_tracing(config)
-        _check_kv_events(config)
         self._preparation = Preparation(config.max_preparing)
         self._generation = Generation(config, self._engine, self._preparation)
         vllm_engine = _open_vllm_engine(config, self._engine, self._generation, self._tracing)
@@ -223,8 +222,13 @@ def _open_tracing(config: ServerConfig) -> Tracing | None:
 def _open_vllm_engine(
     config: ServerConfig, engine: EngineClient, generation: Generation, tracing: Tracing | None
 ) -> VllmEngineServicer | None:
-    """Return None, without an import, if the extra `gateway` is not installed; also if its stubs cannot be used."""
+    """Return None, without an import, if the extra `gateway` is not installed; also if its stubs cannot be used.
+
+    Raises ConfigError if it is not installed and KV events need it: only VllmEngine offers them over gRPC.
+    """
     if importlib.util.find_spec("smg_grpc_proto") is None:
+        if config.kv_events == "grpc":
+            raise ConfigError("kv_events: grpc needs smg-grpc-proto; pip install 'npuserve[gateway]'")
         return None
     try:
         from npuserve.service.gateway.servicer import VllmEngineServicer
@@ -233,12 +237,6 @@ def _open_vllm_engine(
                    error=str(error))
         return None
     return VllmEngineServicer(config, engine, generation, time.monotonic(), tracing)
-
-
-def _check_kv_events(config: ServerConfig) -> None:
-    """Raise ConfigError if KV events have no way out: the service that offers them needs smg-grpc-proto."""
-    if config.kv_events == "grpc" and importlib.util.find_spec("smg_grpc_proto") is None:
-        raise ConfigError("kv_events: grpc needs smg-grpc-proto; pip install 'npuserve[gateway]'")
 
 
 async def serve(args: FrontendArgs) -> None:

@@ -277,9 +277,12 @@ async def test_subscribe_on_a_server_without_kv_events_is_unimplemented(tmp_path
 
 
 def test_kv_events_over_grpc_without_the_stubs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    process._check_kv_events(ServerConfig(kv_events="grpc"))
+    def opened(kv_events: str) -> object:
+        return process._open_vllm_engine(ServerConfig(kv_events=kv_events), None, None, None)
+
+    assert opened("grpc")
     monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
     for other in ("off", "zmq"):
-        process._check_kv_events(ServerConfig(kv_events=other))
+        assert opened(other) is None
     with pytest.raises(ConfigError, match=r"kv_events: grpc needs smg-grpc-proto; pip install 'npuserve\[gateway\]'"):
-        process._check_kv_events(ServerConfig(kv_events="grpc"))
+        opened("grpc")
