@@ -13,8 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from npuserve.client import Client, ClientError, Tls
 from npuserve.client.channel import auth_metadata, open_channel
 from npuserve.client.errors import from_rpc
-from npuserve.service import probe
-from npuserve.service.arguments import split_host_port
+from npuserve.service import arguments, probe
 
 READINESS = "npuserve.readiness"
 """Health service that is SERVING while the server accepts requests."""
@@ -24,6 +23,12 @@ NO_CONNECTION = re.compile("failed to connect to all addresses|errors resolving 
 
 class ConnectionFailed(Exception):
     """The server cannot be reached as requested; the message is one sentence."""
+
+
+def add_target_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", type=arguments.target, default="127.0.0.1:50051", metavar="HOST:PORT",
+        help="server (default: %(default)s)")
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +109,8 @@ def explain(error: ClientError, target: str, *, tls: bool = False) -> str:
     tls: whether the call used TLS.
     """
     if (error.code is grpc.StatusCode.UNAVAILABLE and NO_CONNECTION.match(error.message)
-            and (address := split_host_port(target)) and (why := _why_no_connection(*address, tls, error.message))):
+            and (address := arguments.split_host_port(target))
+            and (why := _why_no_connection(*address, tls, error.message))):
         return f"{target}: {why}"
     return f"{target}: {error}"
 

@@ -17,12 +17,11 @@ from npuserve.client import Client, ClientError
 from npuserve.client.answer import Answer, sample_count, value_name
 from npuserve.client.request_builder import Options, build_request
 from npuserve.client.structured import CONSTRAINTS
-from npuserve.service.arguments import number, target
+from npuserve.service.arguments import number
 from npuserve.service.cli import connection
 from npuserve.service.config import MAX_CONSTRAINT_BYTES, MAX_SAMPLES, ConfigError
 from npuserve.v1 import generate_pb2
 
-TARGET = "127.0.0.1:50051"
 MAX_SECONDS = 1_000_000
 """Maximum of --wait and --timeout."""
 
@@ -104,8 +103,7 @@ def _read_constraint(name: str, file: str) -> str:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", type=target, default=TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
+    connection.add_target_argument(parser)
     parser.add_argument("--wait", type=number(float, 0, MAX_SECONDS), default=0, metavar="SECONDS",
                         help="maximum time to wait until the server is ready (default: %(default)s)")
     parser.add_argument("--timeout", type=number(float, 0.001, MAX_SECONDS), metavar="SECONDS",

@@ -15,9 +15,8 @@ from npuserve.client import ClientError
 from npuserve.client.answer import value_name
 from npuserve.client.channel import auth_metadata, open_channel
 from npuserve.client.errors import from_rpc
-from npuserve.service.arguments import number, target
+from npuserve.service.arguments import number
 from npuserve.service.cli import connection
-from npuserve.service.cli.generate import TARGET
 from npuserve.service.ipc.profiles import DEFAULT_SECONDS, DEFAULT_STEPS, MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS
 from npuserve.v1 import admin_service_pb2 as pb
 from npuserve.v1 import admin_service_pb2_grpc
@@ -31,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Record the kernels of a server's next steps. The server needs --profile-dir, and the caller the admin right. "
         "The profile ends after --steps or --seconds, also if this command is interrupted.")
-    parser.add_argument("--target", type=target, default=TARGET, metavar="HOST:PORT",
-                        help="server (default: %(default)s)")
+    connection.add_target_argument(parser)
     parser.add_argument("--steps", type=number(int, 1, MAX_PROFILE_STEPS), default=DEFAULT_STEPS, metavar="N",
                         help="steps to record (default: %(default)s)")
     parser.add_argument("--seconds", type=number(float, 0.001, MAX_PROFILE_SECONDS), default=DEFAULT_SECONDS,

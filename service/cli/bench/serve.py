@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from npuserve.client.errors import from_rpc
-from npuserve.service.arguments import number, target
+from npuserve.service.arguments import number
 from npuserve.service.cli import connection
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count, positive = number(int, 1), number(float, 1e-9)
     scale, requests = number(float, 0, MAX_SCALE), number(int, 0, MAX_REQUESTS)
     add = parser.add_argument
-    add("--target", type=target, default="127.0.0.1:50051", metavar="HOST:PORT", help="server (default: %(default)s)")
+    connection.add_target_argument(parser)
     arrivals = parser.add_mutually_exclusive_group()
     arrivals.add_argument("--trace", type=Path, metavar="FILE", help=(
         "take arrivals and lengths from an Azure LLM inference trace (CSV) or a Mooncake trace (JSON lines with shared "
