@@ -60,21 +60,17 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     try:
         before = read_page(url)
+        if args.once or args.json:
+            time.sleep(args.interval)
+            found = figures(Window(before, read_page(url)))
+            if args.json:
+                print(json.dumps(found))
+            else:
+                console.print(view(found, shown))
+            return 0
     except Unreadable as error:
         print(f"npuserve top: {error}", file=sys.stderr)
         return 1
-    if args.once or args.json:
-        time.sleep(args.interval)
-        try:
-            found = figures(Window(before, read_page(url)))
-        except Unreadable as error:
-            print(f"npuserve top: {error}", file=sys.stderr)
-            return 1
-        if args.json:
-            print(json.dumps(found))
-        else:
-            console.print(view(found, shown))
-        return 0
     try:
         _refresh(url, before, args.interval, console)
     except KeyboardInterrupt:
