@@ -34,7 +34,7 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     """
     print("Starting a server with the built-in model ...", file=sys.stderr)
     serving = asyncio.create_task(supervisor.run())
-    ready = asyncio.create_task(_ready(supervisor))
+    ready = asyncio.create_task(supervisor.ready.wait())
     await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
         ready.cancel()
@@ -51,8 +51,3 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     if not serving.done():
         supervisor.stop()
     return await serving or code
-
-
-async def _ready(supervisor: Supervisor) -> None:
-    await supervisor.listening.wait()
-    await supervisor.ready.wait()
