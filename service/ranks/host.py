@@ -39,16 +39,6 @@ SHORT_SECONDS = 60.0
 """A run is short if it ends earlier."""
 
 
-def run(config: ServerConfig, folder: Path, world: World) -> int:
-    """Run the ranks of this host until SIGTERM, or until they are unusable. Return the exit code.
-
-    0: SIGTERM. 2: the model or the group is unusable. 4: device fault.
-
-    Raises ConfigError if the address of the first host does not resolve.
-    """
-    return Host(config, folder, world).run()
-
-
 class Host:
     """The ranks of this host. Call `run` once."""
 
@@ -62,9 +52,11 @@ class Host:
         self._stopped = threading.Event()
 
     def run(self) -> int:
-        """Run groups of ranks, one after another, until a signal. Return the exit code of this host.
+        """Run groups of ranks, one after another, until a signal, or until they are unusable. Return the exit code.
 
-        Nonzero if a rank cannot be used: its configuration or model is unusable, or its device is at fault.
+        0: signal. 2: the model or the group is unusable. 4: device fault.
+
+        Raises ConfigError if the address of the first host does not resolve.
         """
         signals = SimpleQueue[None]()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -34,7 +34,7 @@ from npuserve.service import clock, logs, probe, settings
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
-from npuserve.service.ranks import host
+from npuserve.service.ranks.host import MAX_MEMORY_REUSES, Host
 from npuserve.service.ranks.processes import create_shared_memory
 from npuserve.service.ranks.world import JOIN_SECONDS, join_seconds, local_ranks, read_world
 from npuserve.service.supervisor.child_process import ChildProcess
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     process_control.set_dumpable(config.debuggable)
     world = read_world(config, os.environ)
     if world and world.host > 0:
-        return host.run(config, resolve(config.model), world)
+        return Host(config, resolve(config.model), world).run()
     return asyncio.run(Supervisor(config).run())
 
 
@@ -306,7 +306,7 @@ class Supervisor:
                 return 0
             self._start_began = time.monotonic()
             if child is self._engine:
-                if policy.deaths >= host.MAX_MEMORY_REUSES:
+                if policy.deaths >= MAX_MEMORY_REUSES:
                     self._shared_weights = None
                 self._page.engine_restarted()
 

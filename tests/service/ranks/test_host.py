@@ -70,7 +70,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_group_after_a_failed_capture_captures_no_steps(journal: Path) -> None:
     world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
-    assert host.run(ServerConfig(tensor_parallel_size=4), Path(), world) == 2
+    assert host.Host(ServerConfig(tensor_parallel_size=4), Path(), world).run() == 2
     started = sorted(json.loads(line) for line in journal.read_text().splitlines())
     assert started == [[2, ""], [2, "no graphs here"], [3, ""], [3, "no graphs here"]]
 
@@ -82,7 +82,7 @@ def test_ranks_of_a_group_that_has_ended_wait_for_the_next(
     """With 0 the first host stopped, with 1 the group broke."""
     monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", ENDING, str(journal), str(code)))
     world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
-    assert host.run(ServerConfig(tensor_parallel_size=2), Path(), world) == 2
+    assert host.Host(ServerConfig(tensor_parallel_size=2), Path(), world).run() == 2
     assert journal.read_text() == "started\n" * 3
 
 
@@ -96,7 +96,7 @@ def test_second_signal_ends_a_host_at_once(
     caplog.set_level(logging.INFO)
     with ThreadPoolExecutor(1) as thread:
         world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
-        running = thread.submit(host.run, ServerConfig(tensor_parallel_size=2), Path(), world)
+        running = thread.submit(host.Host(ServerConfig(tensor_parallel_size=2), Path(), world).run)
         until(lambda: "rank is ready" in caplog.text)
         handlers[signal.SIGTERM]()
         try:
@@ -142,7 +142,7 @@ def test_host_that_cannot_start_a_rank_tries_again(
 
     monkeypatch.setattr(host, "RankProcess", started)
     world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
-    assert host.run(ServerConfig(tensor_parallel_size=4), Path(), world) == 2
+    assert host.Host(ServerConfig(tensor_parallel_size=4), Path(), world).run() == 2
     fields = [record.fields for record in caplog.records if record.message.startswith("ranks ended")]  # type: ignore[attr-defined]
     assert fields[0] == {"code": 1, "error": f"a rank cannot be started: {error}"}
 
