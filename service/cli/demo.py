@@ -11,6 +11,8 @@ from npuserve.service.config import ServerConfig
 from npuserve.service.supervisor.supervisor import Supervisor
 
 PROMPT = "Once upon a time"
+INTERRUPTED = 130
+"""Exit code of a server that Ctrl-C ends before it was ready. `npuserve generate` ends with the same code."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if the answer was received and the server stopped cleanly."""
+    """Return 0 if the answer was received and the server stopped cleanly, 130 after Ctrl-C."""
     config = logs.with_format(ServerConfig(port=0, metrics_port=0, log_level="warning"))
     logs.setup(config, "supervisor")
     return asyncio.run(demonstrate(Supervisor(config), args.prompt, args.max_tokens))
@@ -38,7 +40,7 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
     await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
         ready.cancel()
-        return await serving or 1
+        return await serving or INTERRUPTED
     print(f"Serving on {supervisor.address}. Prompt: {prompt}\n", file=sys.stderr)
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "npuserve.service.cli", "generate", "--target", supervisor.address, "--wait", "30",
@@ -49,5 +51,5 @@ async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> i
         client.terminate()
     code = await answered
     if not serving.done():
-        supervisor.stop()
+        supervisor.drain(0.0)  # nothing after Ctrl-C, which has reached the server too
     return await serving or code

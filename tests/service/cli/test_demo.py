@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FAKE = Path(__file__).parents[2] / "support" / "fake_child.py"
 
 DRIVER = """
@@ -38,3 +40,43 @@ def test_demo_server_that_fails_to_start_ends_it(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
+
+
+INTERRUPTED = """
+import asyncio, os, signal, sys
+from npuserve.service.config import ServerConfig
+from npuserve.service.cli import demo
+from npuserve.service.supervisor.supervisor import Supervisor
+fake, journal, phase = sys.argv[1:]
+command = lambda name: [sys.executable, "-S", fake, name, journal, "live"]
+never_ready = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+class Client:
+    async def wait(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 130
+
+async def start_client(*arguments):
+    return Client()
+
+async def main():
+    config = ServerConfig(model=".", port=0, metrics_port=0)
+    engine = command("engine") if phase == "answer" else never_ready
+    supervisor = Supervisor(config, frontend=command("front"), engine=engine)
+    running = asyncio.create_task(demo.demonstrate(supervisor, "Once", 8))
+    if phase == "start":
+        await supervisor.listening.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+    return await running
+
+asyncio.create_subprocess_exec = start_client
+sys.exit(asyncio.run(main()))
+"""
+
+
+@pytest.mark.parametrize("phase", ["start", "answer"])
+def test_demo_ctrl_c_stops_the_server_and_exits_with_130(tmp_path: Path, phase: str) -> None:
+    journal = tmp_path / "journal"
+    journal.touch()
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, FAKE, journal, phase], capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
