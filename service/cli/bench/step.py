@@ -55,10 +55,10 @@ Row = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch", type=_counts, default=[1, 8, 32], help="batch sizes, comma-separated (default: 1,8,32)")
-    add("--context", type=_counts, default=[512],
-        help="tokens of each row before decoding, comma-separated (default: 512)")
-    add("--prompt", type=_counts, default=[512],
-        help="tokens of each prompt that is prefilled alone, comma-separated (default: 512)")
+    add("--context", type=_counts,
+        help="tokens of each row before decoding, comma-separated (default: 512; 256 for the built-in model)")
+    add("--prompt", type=_counts,
+        help="tokens of each prompt that is prefilled alone, comma-separated (default: as for --context)")
     add("--tokens", type=number(int, 1), default=32, help="number of timed decode steps (default: %(default)s)")
     add("--ceilings", action="store_true",
         help="measure the machine's ceiling for each figure; needs 1 GiB of memory")
@@ -70,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return the exit code. Raise ConfigError if the batch does not fit, or the model cannot be loaded."""
     config = settings.load(args, os.environ)
+    length = 512 if config.model else 256  # the built-in model has a context of 512 tokens
+    args.context, args.prompt = args.context or [length], args.prompt or [length]
     import_torch()
     if args.layers or args.lm_head or args.dump:
         return bench_trace.run(args, config)

@@ -138,6 +138,12 @@ def test_bench_step_read_share_of_cached_weights_is_absent(
     assert row["read_ceiling_gbs"] > 0
 
 
+def test_bench_step_default_lengths_fit_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "--batch", "32", "--tokens", "1", "--json", *SMALL]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["context"], row["prompt"]) == (256, 256)
+
+
 def test_bench_step_without_json_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "2", *SMALL]) == 0
     *chosen, head, row = capsys.readouterr().out.splitlines()
