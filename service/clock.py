@@ -1,4 +1,4 @@
-"""Dates for clients. All other times are of the monotonic clock."""
+"""Dates, for clients and names. Durations and deadlines are of the monotonic clock."""
 
 from __future__ import annotations
 

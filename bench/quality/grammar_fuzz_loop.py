@@ -178,7 +178,7 @@ def serve(address: str, folder: str) -> None:
     info = m.ModelInfo("Fake", words.size, 4096, "float32", "none", "float32", "cpu", 64, 256, 4096 * 16, 0, True)
     engine = Engine(
         scheduler, RandomRunner(words.size, worst, closing.view(np.int32)), EngineSocket(address), info, 7,  # type: ignore[arg-type]
-        pulse=Pulse(worst),
+        heartbeat=Pulse(worst),
         build_compiler=lambda done: BuiltCompiler(GrammarCompiler(words, on_done=done), words.end_ids))
     worst.engine = engine
 

@@ -88,11 +88,11 @@ the stall: it may never end. If masks need the step's tokens, reading stops befo
 
 
 class Engine:
-    """Serves the front ends of `socket` until `stop`.
+    """Engine that serves the front ends of `socket` until `stop`.
 
     epoch: number of this run of the engine, in every message that it sends.
     double_buffering: launch a step before the one before it is collected.
-    pulse: set in each iteration of the loop; None for no watchdog.
+    heartbeat: sent in each iteration of the loop; None for none.
     records: records of streams that may be resumed; None for none.
     frontends: number of front ends that restore the requests of an earlier engine.
     crashes: requests of the steps that crashed earlier engines; None for no search.
@@ -104,7 +104,7 @@ class Engine:
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
-        double_buffering: bool = True, pulse: Heartbeat | None = None, records: Records | None = None,
+        double_buffering: bool = True, heartbeat: Heartbeat | None = None, records: Records | None = None,
         frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
         build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None, profiler: Profiler | None = None,
         on_idle: Callable[[], None] | None = None,
@@ -117,7 +117,7 @@ class Engine:
         self._pipeline = StepPipeline(
             scheduler, runner, 2 if double_buffering else 1, time.monotonic, model.vocabulary_size, MASK_WAIT_SECONDS,
             socket.wake)
-        self._pulse = pulse or Heartbeat(is_enabled=False)
+        self._heartbeat = heartbeat or Heartbeat(is_enabled=False)
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()
         self._kv_events = kv_events
@@ -143,7 +143,7 @@ class Engine:
         """Serve until `stop`."""
         self.restore()
         while not self._is_stopping:
-            self._pulse.beat()
+            self._heartbeat.beat()
             self.receive(self._idle_timeout() if self._is_idle else 0.0)
             self._launch_next()
             if self._pipeline.must_collect:
@@ -166,7 +166,7 @@ class Engine:
         """Wait for the requests and records that the front ends have from an earlier engine."""
         self._restore_until = time.monotonic() + RESTORE_SECONDS
         while self._restoring > 0 and not self._is_stopping and time.monotonic() < self._restore_until:
-            self._pulse.beat()
+            self._heartbeat.beat()
             self.receive(HEARTBEAT_SECONDS / 10)
             self.send()
         self._restoring = 0

@@ -1,4 +1,4 @@
-"""The step loop of all who run it: plan a step, launch it, collect the oldest step in flight, apply its result.
+"""Step loop: plan a step, launch it, collect the oldest step in flight, apply its result.
 
 A step with constrained rows is launched in two parts: `launch` queues its forward pass, `sample` the rest. The masks of
 the rows are prepared between the two, once the result of the step before is applied, since they depend on its tokens.

@@ -1,4 +1,4 @@
 """Front-end process: the gRPC servers, their servicers, and the building of response messages.
 
-Imports of `service`: every folder but `engine`, `scheduling` and `cli`.
+Imports of `service`: top level, `ipc`, `text`, `rpc`, `access`, `parsing`, `requests` and `gateway`.
 """

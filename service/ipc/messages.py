@@ -78,7 +78,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     priority: lower runs earlier.
     output_ids: tokens generated before, by an earlier engine or before a pause.
     deadline: when the answer becomes useless; None for never.
-    client: owner for fairness and limits, see access/auth.py.
+    client: owner for fairness and limits, see access/caller.py.
     resume_token: "" if the stream cannot be resumed.
     options: data for front ends that resume the stream; opaque to the engine.
     prior: progress under earlier engines.

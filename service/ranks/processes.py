@@ -75,7 +75,7 @@ class RankArgs(msgspec.Struct, frozen=True):
 def create_shared_memory() -> int:
     """Return the descriptor of a file in memory for the weights of successive processes; -1 without memfd support.
 
-    The supervisor holds it open for its lifetime.
+    The caller holds it open for its lifetime.
     """
     return os.memfd_create("npuserve-weights") if hasattr(os, "memfd_create") else -1
 

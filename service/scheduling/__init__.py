@@ -1,6 +1,6 @@
 """Decisions of the engine about requests: which are admitted, which run, which blocks they hold, when they end.
 
-Plain Python without I/O, torch and clocks. Imports of `service`: top level, `ipc`, errors of `grammar`.
+Plain Python without I/O, torch and clocks. Imports of `service`: top level, `ipc`, errors and types of `grammar`.
 
 The life of a request (states: sequence.py):
 

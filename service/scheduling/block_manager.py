@@ -82,10 +82,9 @@ class BlockTable:
 
 
 class BlockManager:
-    """Allocates `num_blocks` blocks of `block_size` tokens by reference count. Every call is O(blocks it touches).
+    """Allocator of `num_blocks` blocks of `block_size` tokens by reference count. Every call is O(blocks it touches).
 
     prefix_cache: tables without a scope share blocks.
-
     events: receiver of the changes of the prefix cache; None for none.
     """
 

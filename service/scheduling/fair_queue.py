@@ -49,7 +49,7 @@ PRIORITY_TOKENS = 16
 
 
 class FairQueue:
-    """Owns the queues and the accounts. The scheduler adds planned tokens to `Account.virtual_time`.
+    """Owner of the queues and the accounts. The scheduler adds planned tokens to `Account.virtual_time`.
 
     max_requests: maximum number of live requests, to within a few.
     """

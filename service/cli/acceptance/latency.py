@@ -29,7 +29,7 @@ MIN_JUDGED_SECONDS = 50e-6
 
 @dataclass
 class LatencyCheck:
-    """Measures latencies and compares them with their floor: the bytes that must be read, by the memory bandwidth.
+    """Latencies compared with their floor: the bytes that must be read, by the memory bandwidth.
 
     emulated: whether the device is emulated; then fewer cases and steps run.
     min_share: minimum of floor / latency; None if latencies are not judged.
