@@ -9,7 +9,7 @@ from npuserve.npu.step import TokenLogprobs
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.messages import Output
 from npuserve.service.parsing.answer_parser import Parts
-from npuserve.service.parsing.parsed_stream import ParsedDelta, ParsedStream, parsed_stream
+from npuserve.service.parsing.parsed_stream import ParsedDelta, ParsedStream
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.v1 import generate_pb2 as pb
 
@@ -72,7 +72,7 @@ class ResponseBuilder:
             from npuserve.service.text.detokenizer import Detokenizer
 
             if checked.answer_format:
-                self._parser = parsed_stream(
+                self._parser = ParsedStream(
                     checked.answer_format, tokenizer, checked.request.prompt_ids, token_offset)
 
             self._detokenizer = Detokenizer(

@@ -27,12 +27,13 @@ class ParsedDelta(NamedTuple):
 class ParsedStream:
     """Parser of one answer by tokens. A delta ends after a token up to which the meaning of all text is known.
 
+    prompt_ids: ids of the rendered chat.
     client_tokens: number of the answer's tokens that the client has. The parts that could have been sent with them are
         left out; their tokens are counted.
     """
 
-    def __init__(self, parser: AnswerParser, client_tokens: int = 0):
-        self._parser = parser
+    def __init__(self, form: AnswerFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int], client_tokens: int = 0):
+        self._parser = AnswerParser(form, reasoning_state(tokenizer, prompt_ids))
         self._client_tokens = client_tokens
         self._pushed = 0  # tokens
         self._returned = 0
@@ -65,13 +66,6 @@ class ParsedStream:
     def _delta(self, parts: Parts, known: int) -> ParsedDelta:
         count, self._returned = known - self._returned, known
         return ParsedDelta(parts, count)
-
-
-def parsed_stream(
-    form: AnswerFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int], client_tokens: int = 0
-) -> ParsedStream:
-    """Return the parser of an answer to a rendered chat."""
-    return ParsedStream(AnswerParser(form, reasoning_state(tokenizer, prompt_ids)), client_tokens)
 
 
 def reasoning_state(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> Reasoning:
