@@ -6,6 +6,7 @@ The engine runs one profile at a time, whichever front end has started it (npu/p
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 from npuserve.npu.profile import NAME, ProfileSummary
@@ -88,15 +89,15 @@ class ProfileCalls:
         self._folder = folder
         self._send = send
         self._waiting: dict[int, asyncio.Future[ProfileReply]] = {}
-        self._last_call = 0
+        self._numbers = itertools.count(1)
 
     async def start(self, name: str, steps: int, seconds: float) -> str:
         """Start a profile and return its name. Raises ProfileRefused and Unavailable."""
-        return (await self._call(lambda call: StartProfile(call, name, steps, seconds))).name
+        return (await self._call(StartProfile(next(self._numbers), name, steps, seconds))).name
 
     async def stop(self, wait: bool) -> ProfileSummary:
         """End the profile, or wait for its end. Return its summary. Raises ProfileRefused and Unavailable."""
-        reply = await self._call(lambda call: StopProfile(call, wait))
+        reply = await self._call(StopProfile(next(self._numbers), wait))
         assert reply.summary
         return reply.summary
 
@@ -116,17 +117,15 @@ class ProfileCalls:
                 waiting.set_exception(
                     Unavailable("the engine ended before it replied; its profile, if one was running, is lost"))
 
-    async def _call(self, message: Callable[[int], ToEngineProfile]) -> ProfileReply:
+    async def _call(self, message: ToEngineProfile) -> ProfileReply:
         if not self._folder:
             raise ProfileRefused(
                 "profiles are off: the server's setting profile_dir, a folder for traces, turns them on")
-        self._last_call += 1
-        call = self._last_call
         reply: asyncio.Future[ProfileReply] = asyncio.get_running_loop().create_future()
-        self._waiting[call] = reply
+        self._waiting[message.call] = reply
         try:
-            if not self._send(message(call)):
+            if not self._send(message):
                 raise Unavailable("the engine is not connected")
             return await reply
         finally:
-            del self._waiting[call]
+            del self._waiting[message.call]

@@ -18,7 +18,7 @@ from npuserve.npu.profile import KernelRow, ProfileSummary
 from npuserve.service.config import ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.process import FrontendArgs
-from npuserve.service.ipc.messages import Pause
+from npuserve.service.ipc.kv_events import UnsubscribeKvEvents
 from npuserve.service.ipc.profiles import StartProfile, StopProfile
 from npuserve.v1 import admin_service_pb2
 from npuserve.v1 import generate_pb2 as pb
@@ -140,8 +140,8 @@ async def test_profile_fields_out_of_range_are_refused(
 async def test_waiting_profile_call_fails_when_the_engine_dies(folder: Path, tmp_path: Path) -> None:
     async with running(folder, administrator=True, profile_dir=str(tmp_path)) as server:
         await server.admin.StartProfile(admin_service_pb2.StartProfileRequest())
-        waiting = asyncio.ensure_future(server.frontend._engine.profiles._call(lambda call: Pause(call)))  # no reply
-        await until(lambda: bool(server.engine.got(Pause)))
+        waiting = asyncio.ensure_future(server.frontend._engine.profiles._call(UnsubscribeKvEvents(1)))  # no reply
+        await until(lambda: bool(server.engine.got(UnsubscribeKvEvents)))
         await server.engine.die()
         with pytest.raises(Unavailable, match="its profile, if one was running, is lost"):
             await waiting
