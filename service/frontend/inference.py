@@ -94,7 +94,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
         async with call(context, "Tokenize"):
             folder = self._generation.require_folder()
-            validation.check_model(request.model if request.HasField("model") else None, folder)
+            validation.check_model(request, folder)
             check_prompt_size(request, folder.tokenizer, self._generation.max_model_len)
             response = await self._generation.prepare(
                 context, "tokenize", request, validation.tokenize, request, folder.tokenizer,
@@ -107,7 +107,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     ) -> tokenize_pb2.DetokenizeResponse:
         async with call(context, "Detokenize"):
             folder = self._generation.require_folder()
-            validation.check_model(request.model if request.HasField("model") else None, folder)
+            validation.check_model(request, folder)
             vocabulary = self._engine.require().vocabulary_size
             text = await self._generation.prepare(
                 context, "detokenize", request, validation.detokenize, request, folder.tokenizer, vocabulary,

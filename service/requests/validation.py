@@ -82,10 +82,12 @@ def request_id(message: pb.GenerateRequest, max_characters: int = MAX_REQUEST_ID
     return found if is_valid else uuid.uuid4().hex
 
 
-def check_model(name: str | None, folder: ModelFolder) -> None:
+def check_model(
+    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest | tokenize_pb2.DetokenizeRequest, folder: ModelFolder
+) -> None:
     """Raise ModelNotFound if a request names another model than the served one."""
-    if name is not None and name not in folder.names:
-        raise ModelNotFound(f"model: {quoted(name)} is not served here; this server serves {folder.name!r}")
+    if message.HasField("model") and message.model not in folder.names:
+        raise ModelNotFound(f"model: {quoted(message.model)} is not served here; this server serves {folder.name!r}")
 
 
 def check(
@@ -99,7 +101,7 @@ def check(
 
     Raises InvalidField with all bad fields, ModelNotFound, NoTokenizer, NoChatTemplate, UnknownAnswerFormat.
     """
-    check_model(message.model if message.HasField("model") else None, folder)
+    check_model(message, folder)
     bad = Violations()
     if message.HasField("request_id") and message.request_id != name:
         bad.add("request_id", (
