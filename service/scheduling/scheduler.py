@@ -30,7 +30,7 @@ from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Progress, Sequence, State
-from npuserve.service.scheduling.step_plan import Plan, StepPlan
+from npuserve.service.scheduling.step_plan import Plan, StepBuilder
 
 _age_key, _is_prefilling = attrgetter("age_key"), attrgetter("is_prefilling")
 
@@ -191,7 +191,7 @@ class Scheduler:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
         self._run_resumed(now)
         running = self._quarantined() if self.quarantine else self._running
-        plan = StepPlan(self._max_num_batched_tokens, self.blocks.block_size)
+        plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size)
         victim = self._plan_decodes(plan, running)
         decodes = len(plan.rows)
         self._plan_chunks(plan, running, victim)
@@ -274,7 +274,7 @@ class Scheduler:
             elif not sequence.num_steps_in_flight:
                 self._preempt(sequence)
 
-    def _plan_decodes(self, plan: StepPlan, running: list[Sequence]) -> Sequence | None:
+    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence]) -> Sequence | None:
         """Add the decode rows of the running requests. Preempt others for their blocks, and for forced tokens.
 
         Return the request, running or paused, that will be preempted once its steps in flight are applied; else None.
@@ -292,7 +292,7 @@ class Scheduler:
                     plan.add_row(sequence, 1)
         return victim
 
-    def _plan_chunks(self, plan: StepPlan, running: list[Sequence], victim: Sequence | None) -> None:
+    def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], victim: Sequence | None) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun."""
         chunks = [sequence for sequence in running
                   if sequence.num_uncomputed_tokens > 1 and sequence is not victim and sequence.state is State.RUNNING]
@@ -300,7 +300,7 @@ class Scheduler:
             if plan.budget and self.blocks.covers(sequence.blocks, sequence.num_tokens):
                 plan.add_row(sequence, plan.budget)
 
-    def _admit_waiting(self, plan: StepPlan, now: float) -> None:
+    def _admit_waiting(self, plan: StepBuilder, now: float) -> None:
         """Admit requests from the queue while they fit, and add their first chunks. Drop late ones."""
         may_run = self.quarantine.may_run if self.quarantine else None
         while plan.budget and self._queue and len(self._running) < self._max_num_seqs:

@@ -36,8 +36,8 @@ class Plan(NamedTuple):
     constrained: list[Sequence]
 
 
-class StepPlan:
-    """Rows of a step under a token budget. The sequences are updated as their rows are added.
+class StepBuilder:
+    """Builder of a step's rows under a token budget. The sequences are updated as their rows are added.
 
     budget: tokens that further rows may compute.
     rows, new: as in Step.
