@@ -52,10 +52,9 @@ class Intake:
             if len(data) <= message_limits.SMALL_BYTES:
                 return request_parser.parse(deserializer, data)
             return await self._preparation.run(who.name, "parse", len(data), _parse, deserializer, data)
-        except MessageTooLarge as error:
-            metrics.preparation_rejections_total.labels("read", "too_large").inc()
-            refusal: ServeError = error.with_traceback(None)
         except ServeError as error:
+            if isinstance(error, MessageTooLarge):
+                metrics.preparation_rejections_total.labels("read", "too_large").inc()
             refusal = error.with_traceback(None)
         del data  # otherwise the error's traceback keeps the message in memory until the status is sent
         try:
