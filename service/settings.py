@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "capture_chunks": "capture steps with chunks of prompts too, up to 512 tokens, on devices with graphs",
         "max_queue": "maximum waiting requests; more are refused",
         "max_requests_per_client": "maximum requests at once per client (API key, certificate or address); 0: no limit",
-        "max_preparing": "maximum requests waiting to be tokenized, per front end and size class" ,
+        "max_preparing": "maximum requests waiting to be tokenized, per front end and size class",
         "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: no limit",
         "max_buffered_tokens": "unread tokens of a stream at which its request pauses",
         "slow_reader_seconds": "time after which a stream is cancelled if its client reads nothing",
@@ -140,9 +140,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
-            elif name == "model":
+            else:
+                options["metavar"] = _metavar(name)
+            if name == "model":
                 options["nargs"] = "?"
-            options |= {} if kind is bool else {"metavar": _metavar(name)}
             group.add_argument(name if name == "model" else flag(name), **options)
 
 
