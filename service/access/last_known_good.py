@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from npuserve.service import logs, metrics
+from npuserve.service import logs
 from npuserve.service.config import ConfigError
 
 log = logging.getLogger(__name__)
@@ -18,8 +19,7 @@ Value = TypeVar("Value")
 
 
 class LastKnownGoodFile(Generic[Value]):
-    """Reader of a settings file that copies each valid version. If the first read fails, it reads the copy, and
-    `failure` is the error of the file.
+    """Reader of a settings file, and of a copy of its last valid version.
 
     setting: name of the setting, for messages.
     file: path of the file.
@@ -33,26 +33,19 @@ class LastKnownGoodFile(Generic[Value]):
         self._file = file
         self._copy = copy
         self._read = read
-        self._is_first = True
-        self.failure: ConfigError | OSError | None = None
 
     def read(self) -> Value:
-        """Return the value of the file, or at the first read of its copy. Raises the error of the file."""
-        is_first, self._is_first = self._is_first, False
-        try:
-            value = self._read(self._file)
-        except (ConfigError, OSError) as error:
-            if not is_first or not self._copy or not self._copy.exists():
-                raise
-            value = self._read(str(self._copy))
-            self.failure = error
-            metrics.settings_not_read_total.labels(self._setting).inc()
-            logs.event(log, "not read, the last good one stays", level=logging.ERROR, setting=self._setting,
-                       error=str(error))
-            return value
+        """Return the value of the file, and copy the file. Raises ConfigError and OSError."""
+        value = self._read(self._file)
         if self._copy:
             self._save(self._copy)
         return value
+
+    def read_copy(self) -> Value | None:
+        """Return the value of the copy; None if there is none."""
+        with contextlib.suppress(OSError):
+            return self._read(str(self._copy)) if self._copy else None
+        return None
 
     def _save(self, copy: Path) -> None:
         """Replace the copy. The new copy is read first: the file may have changed since it was read."""

@@ -197,9 +197,7 @@ def _open_keys(config: ServerConfig, last_good: str) -> FileReloader[Keys] | Non
         logs.event(log, "API keys are sent unencrypted: TLS is off", level=logging.WARNING)
     copy = Path(last_good) / "api_keys" if last_good else None
     file = LastKnownGoodFile("api_keys", config.api_keys, copy, keys.read)
-    reloader = FileReloader("api_keys", [config.api_keys], file.read)
-    reloader.failure = file.failure
-    return reloader
+    return FileReloader("api_keys", [config.api_keys], file.read, file.read_copy)
 
 
 def _open_tracing(config: ServerConfig) -> Tracing | None:
