@@ -250,8 +250,8 @@ def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint)
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for timer in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(timer, signal.SIG_DFL)
+    for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGPIPE):  # SIGPIPE: the engine has ended
+        signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin: BinaryIO = sys.stdin.buffer
     stdout: BinaryIO = sys.stdout.buffer

@@ -147,7 +147,8 @@ def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> Temp
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
+        signal.signal(number, signal.SIG_DFL)
     start = json.loads(sys.stdin.buffer.readline())
     process_control.set_dumpable(start["dumpable"])
     template = load_chat_template(Path(start["folder"]), start["named_tokens"])

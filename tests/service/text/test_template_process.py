@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -172,3 +174,14 @@ def test_template_process_replaces_a_killed_process_and_ends_with_its_owner(tmp_
     while second.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_template_process_whose_front_end_ends_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(ECHO)
+    process = subprocess.Popen(
+        template_process.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.close()
+    start = {"folder": str(tmp_path), "named_tokens": {}, "seconds": 1.0, "dumpable": True}
+    assert process.communicate(json.dumps(start).encode() + b"\n")[1] == b""
+    assert process.returncode == -signal.SIGPIPE
