@@ -94,7 +94,7 @@ class Frontend:
 
     def __init__(self, args: FrontendArgs):
         config = self._config = args.config
-        self._pulse = child.Heartbeat(args.heartbeat)
+        self._heartbeat = child.Heartbeat(args.heartbeat)
         self._tls = _open_tls(config)
         self._keys = keys = _open_keys(config, args.last_good)
         self._reloads: list[Callable[[], object]] = [
@@ -121,7 +121,7 @@ class Frontend:
         """Listen; return the port. Raises ConfigError if a port is not available."""
         port = await self._servers.start()
         self._engine.start()
-        self._heartbeat = asyncio.ensure_future(self._beat())
+        self._beating = asyncio.ensure_future(self._beat())
         return port
 
     async def load(self, folder: Path) -> None:
@@ -154,7 +154,7 @@ class Frontend:
         self._engine.fail_all(Unavailable(f"the server shut down before the end of the answer; {rest}"))
         await self._engine.close()
         await drain.stop()
-        self._heartbeat.cancel()
+        self._beating.cancel()
         self._preparation.close()
         if self._tracing:
             self._tracing.close()  # not in a thread of the loop's pool: all may be waiting for the chat template
@@ -162,7 +162,7 @@ class Frontend:
     async def _beat(self) -> None:
         """Send heartbeats to the supervisor, and reload settings files that have changed."""
         while True:
-            self._pulse.beat()
+            self._heartbeat.beat()
             for reload in self._reloads:
                 try:
                     reload()
