@@ -49,7 +49,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
     def __init__(
         self, config: ServerConfig, engine: EngineClient, generation: Generation, start_date: float,
-        tracing: Tracing | None = None,
+        tracing: Tracing | None,
     ):
         self._config = config
         self._engine = engine

@@ -84,7 +84,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     def __init__(
         self, config: ServerConfig, engine: EngineClient, generation: Generation, started: float,
-        tracing: Tracing | None = None,
+        tracing: Tracing | None,
     ):
         self._config = config
         self._engine = engine

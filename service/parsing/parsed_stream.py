@@ -32,7 +32,7 @@ class ParsedStream:
         left out; their tokens are counted.
     """
 
-    def __init__(self, form: AnswerFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int], client_tokens: int = 0):
+    def __init__(self, form: AnswerFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int], client_tokens: int):
         self._parser = AnswerParser(form, reasoning_state(tokenizer, prompt_ids))
         self._client_tokens = client_tokens
         self._pushed = 0  # tokens

@@ -93,7 +93,7 @@ def _hide_header(record: logging.LogRecord) -> bool:
 class Trace:
     """Trace of one call. Call `finished` if the engine finished the request, and then `end` once in any case."""
 
-    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str, operation: str = COMPLETION):
+    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str, operation: str):
         self._tracer = tracer
         self._operation = operation
         self._clock = time.time_ns() - time.monotonic_ns()

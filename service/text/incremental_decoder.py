@@ -102,7 +102,7 @@ class ByteFallbackStream:
     only invalid bytes become U+FFFD.
     """
 
-    def __init__(self, token_text: Callable[[int], tuple[str, int | None]], stripped: str = " ", strip: int = 0):
+    def __init__(self, token_text: Callable[[int], tuple[str, int | None]], stripped: str, strip: int):
         self._token_text = token_text
         self._stripped, self._strip = stripped, strip
         self._run: list[bytes] = []  # one item for each token that is held back; b"" for a token without text
@@ -166,7 +166,7 @@ class WindowStream:
     A text that ends in U+FFFD may be an unfinished character. It is held back for at most MAX_HELD_TOKENS tokens.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int], prompt: Sequence[int] = ()):
+    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int], prompt: Sequence[int]):
         self._decode, self._skipped = decode, skipped
         self._window = [i for i in prompt if i not in skipped][1 - 2 * WINDOW :]
         self._done = self._shorten()

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def findings(
-    config: ServerConfig, least_share: float | None, sizes: str = "auto", soak_minutes: float = 0.0
+    config: ServerConfig, least_share: float | None, sizes: str, soak_minutes: float = 0.0
 ) -> Iterator[Finding]:
     """Run all parts and yield their findings. Prompts, too, are computed on the device.
 

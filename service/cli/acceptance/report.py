@@ -80,7 +80,7 @@ def line(finding: Finding) -> str:
     return f"{finding.part:9}{finding.name:48} {verdict:8}{finding.said}"
 
 
-def ending(findings: Sequence[Finding], *, complete: bool = True) -> str:
+def ending(findings: Sequence[Finding], *, complete: bool) -> str:
     """Return the end of the report: one line for each failed finding with its advice, and the counts.
 
     complete: False if the check was interrupted.

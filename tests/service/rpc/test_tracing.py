@@ -225,9 +225,9 @@ def test_trace_phases_cover_whole_time() -> None:
     pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace import TracerProvider
 
-    from npuserve.service.rpc.tracing import Trace
+    from npuserve.service.rpc.tracing import COMPLETION, Trace
 
-    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate", "npuserve.v1.InferenceService")
+    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate", "npuserve.v1.InferenceService", COMPLETION)
     trace.finished(Timing(1.0, [2.0, 3.0], 4.0, 0.0, 0.0, 20.0), "m", None)
     assert list(trace._phases(22.0)) == [
         ("queue", 10.0, 11.0), ("prefill chunk", 11.0, 13.0), ("prefill chunk", 13.0, 16.0), ("decode", 16.0, 20.0),
