@@ -99,11 +99,11 @@ class Frontend:
         self._keys = keys = _open_keys(config, args.last_good)
         self._reloads: list[Callable[[], object]] = [
             *([self._tls.refresh] if self._tls else []), *([keys.reload_if_changed] if keys else [])]
-        stall = config.hang_seconds * STALL_SHARE
         self._engine = EngineClient(
-            args.engine_address, lambda state: self._update_readiness(), stall, config.resume_seconds,
-            config.max_buffered_tokens, config.slow_reader_seconds, config.stream_interval, config.kv_events != "off",
-            config.profile_dir)
+            args.engine_address, lambda state: self._update_readiness(), config.hang_seconds * STALL_SHARE,
+            resume_seconds=config.resume_seconds, max_buffered_tokens=config.max_buffered_tokens,
+            slow_reader_seconds=config.slow_reader_seconds, stream_interval=config.stream_interval,
+            has_kv_events=config.kv_events != "off", profile_dir=config.profile_dir)
         self._tracing = _open_tracing(config)
         self._preparation = Preparation(config.max_preparing)
         self._generation = Generation(config, self._engine, self._preparation)

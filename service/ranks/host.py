@@ -90,8 +90,8 @@ class Host:
             try:
                 for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True):
                     self._processes.append(process := RankProcess(RankArgs(
-                        self._config, str(self._folder), rank, address, local, -1, file, content,
-                        self._capture_failed)))
+                        self._config, str(self._folder), rank, address, local, weights=file, shared_weights=content,
+                        capture_failed=self._capture_failed)))
                     runs[threads.submit(process.run)] = process
             except (OSError, RuntimeError) as error:  # RuntimeError: the system has no further thread
                 end_processes(self._processes, 0)
