@@ -144,15 +144,18 @@ class EngineMetrics:
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts
-        self._decoded = dict.fromkeys(DECODE_MODES, 0)
+        decoded = dict.fromkeys(DECODE_MODES, 0)
         for one in self._steps:
-            self._count(*one)
+            self._count(decoded, *one)
         self._steps.clear()
-        for mode, tokens in self._decoded.items():
+        for mode, tokens in decoded.items():
             DECODE_TOKENS[mode].inc(tokens)
         metrics.flush()
 
-    def _count(self, step: Step, result: StepResult, launched: float, collected: float, busy: bool) -> None:
+    def _count(
+        self, decoded: dict[str, int], step: Step, result: StepResult, launched: float, collected: float, busy: bool
+    ) -> None:
+        """Count a step. decoded: tokens of decode rows by mode, to which its own are added."""
         phase = step.phase
         # It began when the step before ended, if it had to wait. A step of single kernels begins while the host is
         # still launching them.
@@ -165,6 +168,6 @@ class EngineMetrics:
         STEP_TOKENS[phase].observe(step.num_tokens)
         if result.timed:
             TIMED_SECONDS[phase].inc(result.device_seconds)
-        self._decoded["captured"] += result.captured_decodes
-        self._decoded["decoder"] += result.decoder_decodes
-        self._decoded["eager"] += step.num_decodes - result.captured_decodes - result.decoder_decodes
+        decoded["captured"] += result.captured_decodes
+        decoded["decoder"] += result.decoder_decodes
+        decoded["eager"] += step.num_decodes - result.captured_decodes - result.decoder_decodes
