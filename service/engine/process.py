@@ -290,7 +290,7 @@ def serve(args: EngineArgs) -> int:
     try:
         engine, ranks = build(args)
     except TorchError as error:
-        return child.unusable(error)
+        return child.report_unusable(error)
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         return faults.start_code(error, args.may_drop_captures)
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())

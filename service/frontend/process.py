@@ -305,7 +305,7 @@ def main() -> int:
         # Not asyncio.run, which would wait at its end for threads that still tokenize.
         asyncio.new_event_loop().run_until_complete(serve(args))
     except ConfigError as error:
-        return child.unusable(error)
+        return child.report_unusable(error)
     return 0
 
 

@@ -90,7 +90,7 @@ def listen(ordered: Callable[[dict[str, Any]], None] = lambda order: None) -> No
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-def unusable(error: Exception) -> int:
+def report_unusable(error: Exception) -> int:
     """Report to the parent why this process is unusable, and return the exit code.
 
     Before the server was ready for the first time, the parent prints the reason and exits. Later it logs the reason and

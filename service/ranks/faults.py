@@ -20,7 +20,7 @@ def start_code(error: Exception, may_drop_captures: bool) -> int:
     """Report an error of the start to the parent process and return the exit code. Raise a transient error again."""
     if child.is_transient(error):
         raise error
-    return child.EXIT_DEVICE_FAULT if report_capture_error(may_drop_captures, error) else child.unusable(error)
+    return child.EXIT_DEVICE_FAULT if report_capture_error(may_drop_captures, error) else child.report_unusable(error)
 
 
 def fault_code(error: Exception, may_drop_captures: bool) -> int:

@@ -42,7 +42,7 @@ def run(args: RankArgs) -> int:
     try:
         import_torch()
     except TorchError as error:
-        return child.unusable(error)
+        return child.report_unusable(error)
     import_large("npuserve.npu.execution.load")
     from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.parallel import Group, MissingRanks, TakenRank, join, wait_for_ranks
