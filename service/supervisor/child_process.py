@@ -46,7 +46,8 @@ class ChildProcess:
     silence: seconds without a heartbeat, as counted by `tick`; 0 before the first one and before the process is ready.
     is_hung: whether the current run was killed because it hung.
     kill_seconds: seconds since that kill.
-    is_killer_found: whether the request that crashed the earlier runs was found.
+    ready_event: event by which the current run reported that it is ready; None before. The supervisor sets it.
+    is_killer_found: whether the request that crashed the earlier runs was found. The supervisor sets it.
     stopping: set once it must not be started again.
     """
 
@@ -65,6 +66,7 @@ class ChildProcess:
         self.age = 0.0
         self.silence = 0.0
         self.is_hung = False
+        self.ready_event: dict[str, Any] | None = None
         self.is_killer_found = False
         self.kill_seconds = 0.0
         self.stopping = asyncio.Event()

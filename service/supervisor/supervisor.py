@@ -105,7 +105,6 @@ class Supervisor:
         self._commands = (frontend, engine)
         self._restarts = restarts
         self._tasks: dict[ChildProcess, asyncio.Task[int]] = {}  # of the children that were started
-        self._ready_events: dict[ChildProcess, dict[str, Any]] = {}  # of the current runs
         self._shared_weights: dict[str, Any] | None = None  # reported by the last engine that was ready
         self._kernels: dict[str, Any] | None = None  # chosen by the first engine that was ready; later ones keep it
         self._capture_failed = ""  # why an engine could not use captured steps; later ones capture none
@@ -193,7 +192,7 @@ class Supervisor:
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
         }, self._on_event, [memory, *others] if memory >= 0 else [])
         self._watchdog = Watchdog(
-            self._config, self._engine, self._tasks.keys, lambda child: child in self._ready_events,
+            self._config, self._engine, self._tasks.keys,
             JOIN_SECONDS if self._has_other_hosts else MIN_LOAD_SECONDS)
 
     def _processes(self) -> dict[str, int]:
@@ -243,17 +242,16 @@ class Supervisor:
             logs.event(log, f"{child.name} cannot be used", level=logging.ERROR, error=event["error"])
         elif name == "unusable":
             self._unusable = self._unusable or event["error"]
-        elif name == "ready" and child not in self._ready_events:
+        elif name == "ready" and child.ready_event is None:
             self._on_ready(child, event)
 
     def _on_ready(self, child: ChildProcess, event: dict[str, Any]) -> None:
-        self._ready_events[child] = event
+        child.ready_event = event
         if child is self._engine:
             self._shared_weights = event.get("shared_weights")
             self._kernels = self._kernels or event.get("kernels")
             self._watchdog.engine_ready()
-        if len(self._ready_events) == len(self._frontends) + 1:
-            facts = self._ready_events[self._engine]
+        if (facts := self._engine.ready_event) and all(frontend.ready_event for frontend in self._frontends):
             self._page.built(facts["backend"], self._name)
             self.ready.set()
             seconds, tokens = time.monotonic() - self._start_began, facts["kv_cache_tokens"]
@@ -279,11 +277,11 @@ class Supervisor:
             if child.stopping.is_set():
                 return 0
             self._page.forget(child.pid)
-            is_loaded = child in self._ready_events
+            is_loaded = child.ready_event is not None
+            child.ready_event = None
             if child is self._engine:
-                self._ready_events.clear()  # front ends report ready again once the next engine is
-            else:
-                self._ready_events.pop(child, None)
+                for frontend in self._frontends:  # they report ready again once the next engine is
+                    frontend.ready_event = None
             pause = policy.pause(end, self.ready.is_set())
             if (self._has_other_hosts and child is self._engine and self.ready.is_set() and not is_loaded
                     and end.why in ("hung", "unusable") and end.seconds >= join_seconds(self._config)):
@@ -319,7 +317,7 @@ class Supervisor:
         silence = child.silence if child.is_hung else 0.0
         seconds = time.monotonic() - child.started_at - silence
         is_killer_found, child.is_killer_found = child.is_killer_found, False
-        was_ready = child in self._ready_events and not child.is_hung
+        was_ready = child.ready_event is not None and not child.is_hung
         return RunEnd(code, seconds, child.is_hung, was_ready, is_killer_found)
 
     def _finish(self, code: int) -> None:

@@ -34,7 +34,6 @@ class Watchdog:
     """Watchdog of the children of one supervisor.
 
     children: returns the children that were started.
-    is_ready: returns whether the current run of a child has been ready.
     min_load_seconds: minimum limit of a load that is not the first, if load_seconds is 0.
     """
 
@@ -43,13 +42,11 @@ class Watchdog:
         config: ServerConfig,
         engine: ChildProcess,
         children: Callable[[], Collection[ChildProcess]],
-        is_ready: Callable[[ChildProcess], bool],
         min_load_seconds: float = MIN_LOAD_SECONDS,
     ):
         self._config = config
         self._engine = engine
         self._children = children
-        self._is_ready = is_ready
         self._min_load_seconds = min_load_seconds
         self._first_load = 0.0  # seconds; 0 until the engine was ready
 
@@ -87,7 +84,7 @@ class Watchdog:
             self._report_load(every, page)
 
     def _kill_if_hung(self, child: ChildProcess) -> None:
-        is_loading = child is self._engine and not self._is_ready(child)
+        is_loading = child is self._engine and child.ready_event is None
         if child.silence >= self._config.hang_seconds:
             what, seconds = "hangs", child.silence
         elif is_loading and child.age >= self.load_limit:
@@ -102,7 +99,7 @@ class Watchdog:
     def _report_load(self, every: float, page: MetricsPage) -> None:
         """Publish how long the engine has been loading, and log it every LOADING_LOG_SECONDS."""
         engine = self._engine
-        loading = engine.age if engine.is_running and not self._is_ready(engine) else 0.0
+        loading = engine.age if engine.is_running and engine.ready_event is None else 0.0
         page.loading(loading)
         if loading and loading % LOADING_LOG_SECONDS < every and loading >= LOADING_LOG_SECONDS:
             logs.event(log, "engine is still loading", seconds=loading, cpu_seconds=cpu_seconds(engine.pid),

@@ -52,7 +52,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise asyncio.CancelledError
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
-        one = Watchdog(ServerConfig(hang_seconds=hang_seconds), engine, lambda: [engine, front], lambda child: False)
+        one = Watchdog(ServerConfig(hang_seconds=hang_seconds), engine, lambda: [engine, front])
         asyncio.run(one.run(cast(MetricsPage, cast(Any, FakePage()))))
 
     return run
@@ -61,7 +61,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_watchdog_load_limit_has_its_minimum() -> None:
     """Hosts wait longer for each other than an engine usually loads."""
     engine = FakeChild("engine")
-    one = Watchdog(ServerConfig(), engine, lambda: [engine], lambda child: False, min_load_seconds=600.0)
+    one = Watchdog(ServerConfig(), engine, lambda: [engine], min_load_seconds=600.0)
     engine.started_at = time.monotonic()
     one.engine_ready()
     assert one.load_limit == 600.0
