@@ -1,4 +1,4 @@
-"""Streams of a front end: the outputs of one request each, across restarts of the engine. The limit of their number.
+"""Streams of a front end, which survive a restart of the engine, and the limit of their number.
 
 Unread outputs are delivered as one list. With more than max_buffered_tokens unread, the request pauses in the engine
 until the reader catches up. A reader that takes nothing for slow_reader_seconds is cancelled. After the first token the
