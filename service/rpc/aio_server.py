@@ -1,5 +1,6 @@
 """grpc.aio server with a workaround for a crash of grpcio 1.85: one call whose path is not UTF-8 shuts the server down.
-Values of metadata that are not UTF-8, which grpcio logs as errors, are not logged: they may be API keys.
+Values of metadata that are not UTF-8, which grpcio logs as errors, are not logged: they may be API keys. A connection
+that is lost while a message is sent is not logged either: grpcio logs it as an error, with a traceback.
 
 grpc.aio decodes the path of a call to an unregistered method in the loop that accepts calls. An exception in that loop
 shuts the server down, before any API key is checked. grpcio's generated code registers all our methods, so a call that
@@ -75,8 +76,10 @@ async def _refuse(state: Any) -> None:
 
 
 def _is_loggable(record: logging.LogRecord) -> bool:
-    """Return whether a record of grpcio quotes no metadata of a client."""
-    return not str(record.msg).startswith("Invalid encoding on ")
+    """Return whether a record of grpcio quotes no metadata of a client, and is not of a lost connection."""
+    error = record.exc_info[1] if record.exc_info else None
+    is_lost = isinstance(error, Exception) and is_lost_connection(error)
+    return not is_lost and not str(record.msg).startswith("Invalid encoding on ")
 
 
 def server(interceptors: list[Any], options: list[tuple[str, int]]) -> grpc.aio.Server:
