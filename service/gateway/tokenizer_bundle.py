@@ -6,6 +6,7 @@ The archive of the same files is the same, byte for byte: entries are sorted and
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import io
 import zipfile
@@ -17,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from npuserve.npu.model.config_json import ModelError
 from npuserve.npu.model.folder import check_links
-from npuserve.service.errors import NoTokenizer, Unavailable
+from npuserve.service.errors import NoTokenizer, ServeError, Unavailable
 from npuserve.service.ipc.child import is_transient
 
 FILES = (
@@ -57,17 +58,32 @@ class TokenizerBundle:
 
     def __init__(self) -> None:
         self._kept: Bundle | None = None
-        self._lock = asyncio.Lock()
+        self._making: asyncio.Task[Bundle | ServeError] | None = None
 
     async def get(self, folder: Path) -> Bundle:
-        """Return the archive. Files are read and compressed in a thread, once for all callers.
+        """Return the archive. Files are read and compressed in a thread, once for all callers, also cancelled ones.
 
         Raises NoTokenizer if a file cannot be read or is a link to outside the folder, or if the files are too large.
         Raises Unavailable if the system is short of open files or memory.
         """
-        async with self._lock:
+        making = self._making
+        if making is None:
+            making = self._making = asyncio.ensure_future(self._make(folder))
+        await asyncio.wait((making,))  # a cancel of this call does not cancel the task
+        made = making.result()
+        if isinstance(made, ServeError):
+            raise copy.copy(made)  # the traceback of each refers to the frames of one call
+        return made
+
+    async def _make(self, folder: Path) -> Bundle | ServeError:
+        """Return the archive, or why there is none: all its callers may have left."""
+        try:
             self._kept = await asyncio.to_thread(_bundle, folder, self._kept)
-            return self._kept
+        except ServeError as error:
+            return error
+        finally:
+            self._making = None
+        return self._kept
 
 
 def _bundle(folder: Path, kept: Bundle | None) -> Bundle:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import os
+import threading
 import zipfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from npuserve.service.errors import NoTokenizer, Unavailable
 from npuserve.service.gateway import tokenizer_bundle
 from npuserve.service.gateway.tokenizer_bundle import CHUNK_BYTES, Bundle, TokenizerBundle
-from tests.support.fake_engine import make_folder
+from tests.support.fake_engine import make_folder, until
 
 
 def entries(data: bytes) -> dict[str, bytes]:
@@ -59,6 +60,30 @@ async def test_bundle_is_made_once_and_again_after_a_change(
     assert entries(second.data)["chat_template.jinja"] == b"new"
     assert second.sha256 != first.sha256
     assert len(made) == 2
+
+
+async def test_bundle_whose_caller_is_cancelled_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, bundles = make_folder(tmp_path / "m"), TokenizerBundle()
+    archive, made, may_end = tokenizer_bundle._archive, [], threading.Event()
+
+    def slow_archive(files: list[tuple[str, Path]]) -> bytes:
+        made.append(1)
+        assert may_end.wait(60)
+        return archive(files)
+
+    monkeypatch.setattr(tokenizer_bundle, "_archive", slow_archive)
+    for _ in range(2):
+        cancelled = asyncio.ensure_future(bundles.get(folder))
+        await asyncio.sleep(0)
+        await until(lambda: made)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+    waiting = asyncio.ensure_future(bundles.get(folder))
+    await asyncio.sleep(0)
+    may_end.set()
+    assert entries((await waiting).data)
+    assert len(made) == 1
 
 
 async def test_bundle_with_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
