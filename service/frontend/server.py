@@ -140,8 +140,8 @@ class Servers:
         server = self._make_server()
         try:
             while True:
-                if self._config.frontends > 1 or not _is_taken(self._config.host, self.port):
-                    with contextlib.suppress(ConfigError):
+                with contextlib.suppress(ConfigError, OSError):  # OSError: no descriptor is free
+                    if self._config.frontends > 1 or not _is_taken(self._config.host, self.port):
                         self._listen(server)
                         break
                 await asyncio.sleep(LISTEN_RETRY_SECONDS)  # until the first server has released the port

@@ -53,10 +53,10 @@ class Connections:
     def close_idle(self, port: int) -> None:
         """Close this process's connections to its own `port` that have no active call.
 
-        Does nothing where the system has no /proc/self/fd.
+        Does nothing where the system has no /proc/self/fd, or no free descriptor to list it.
         """
         busy = {_address(peer) for peer in self._calls}
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 with contextlib.suppress(OSError):  # closed meanwhile, or not connected
                     if stat.S_ISSOCK(os.fstat(descriptor).st_mode):

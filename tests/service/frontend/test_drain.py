@@ -1,0 +1,49 @@
+"""Drain of a front end that is short of descriptors. test_process.py tests the other drains."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from npuserve.service.frontend import server
+from tests.support.fake_engine import make_folder, until
+from tests.support.front_end import ask, running
+
+
+async def test_drain_without_a_free_descriptor_moves_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The idle connections cannot be listed, and a second server listens once there is a descriptor."""
+    listdir, is_taken, attempts = os.listdir, server._is_taken, []
+
+    def limited_listdir(path: str) -> list[str]:
+        if path == "/proc/self/fd":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return listdir(path)
+
+    def limited_is_taken(host: str, port: int) -> bool:
+        attempts.append(port)
+        if len(attempts) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return is_taken(host, port)
+
+    async with running(make_folder(tmp_path / "m")) as front_end:
+        front_end.engine.hold.clear()
+        stream = front_end.inference.StreamGenerate(ask("a", 2))
+        await until(lambda: front_end.engine.live == 1)
+        monkeypatch.setattr(os, "listdir", limited_listdir)
+        monkeypatch.setattr(server, "_is_taken", limited_is_taken)
+        stopping = asyncio.ensure_future(front_end.frontend.stop(60))
+        front_end.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        await until(lambda: front_end.channel.get_state() != grpc.ChannelConnectivity.READY)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await front_end.inference.Generate(ask(), wait_for_ready=True)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert len(attempts) >= 3
+        front_end.engine.hold.set()
+        assert "".join([part.text async for part in stream]) == "bc"
+        await stopping
