@@ -114,7 +114,7 @@ class Grammars:
         self._build = build
         self._wake = wake
         self._built: BuiltCompiler | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._retry_at = 0.0  # time.monotonic() seconds
         self._builder: threading.Thread | None = None
         self._pending: dict[Sequence, PendingGrammar] = {}
@@ -205,7 +205,7 @@ class Grammars:
         began = time.monotonic()
         try:
             self._built = build(self._notify)
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception; the requests must not wait
             self._retry_at, self._failure = time.monotonic() + RETRY_SECONDS, error
             if not isinstance(error, UnsupportedVocabulary):
                 logs.bug(log, "the compiler of constraints cannot start", error)

@@ -186,7 +186,7 @@ class GrammarCompiler:
                     by_byte = build_byte_matcher(self._vocabulary, compiled.grammar, constraint.kind)
                 except (ConstraintError, CompilerFailed) as found:
                     error = found
-                except Exception as found:  # no constraint may end the thread
+                except BaseException as found:  # also a panic of the library; no constraint may end the thread
                     error = CompilerFailed(f"cannot be compiled: {type(found).__name__}")
                 self._keep(taken, (library, error, by_byte), num_bytes)
                 if self._on_done:

@@ -24,6 +24,8 @@ SLICES = [
 """Expressions for which the library computes the set of matching tokens once: contents of JSON strings. A mask takes
 the largest set that still fits, and tries the other tokens one by one. With the library's own sets (`json_slices`, of
 up to 10 and 30 characters) more are left to try in a string of limited length."""
+MAX_TOKEN_BYTES = 1024
+"""Length of a token up to which the library takes it. At a longer one it panics."""
 MAX_FIRST_TOKENS = 4096
 """Texts whose first token is remembered. Answers under one schema have the same ones."""
 
@@ -75,7 +77,8 @@ class Vocabulary:
         For 152,000 tokens it takes 0.9 s of processor time, and holds the GIL for 0.6 s of it. So call it before the
         engine serves requests.
 
-        size: vocabulary size of the model, at least the tokenizer's. Ids above the tokenizer's are never allowed.
+        size: vocabulary size of the model, at least the tokenizer's. Ids above the tokenizer's are never allowed, and
+            neither are tokens of more than MAX_TOKEN_BYTES.
         end_ids: tokens that end an answer, such as eos_token_id of generation_config.json.
 
         Raises UnsupportedVocabulary if the bytes of the tokens are unknown or there is no end token.
@@ -83,7 +86,8 @@ class Vocabulary:
         tokens = tokenizer.token_bytes()
         if tokens is None:
             raise UnsupportedVocabulary("the tokenizer must be byte-level BPE, or BPE with tokens of single bytes")
-        tokens = [*tokens, *[b""] * (size - len(tokens))][:size]
+        tokens = [token if len(token) <= MAX_TOKEN_BYTES else b"" for token in tokens[:size]]
+        tokens += [b""] * (size - len(tokens))
         special = {text: i for i in sorted(tokenizer.special_ids) if i < size and (text := tokenizer.name_of(i))}
         for i in {*special.values(), *(i for i in end_ids if i < size)}:
             tokens[i] = b""

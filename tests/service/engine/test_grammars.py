@@ -86,9 +86,16 @@ def test_constraint_without_a_compiler_is_refused() -> None:
         pending.submit()
 
 
-def test_compiler_that_could_not_be_built_is_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+class PanicException(BaseException):
+    """What a library in Rust raises."""
+
+
+@pytest.mark.parametrize("cause", [OSError(errno.EMFILE, "Too many open files"), PanicException("assertion failed")])
+def test_compiler_that_could_not_be_built_is_built_again(
+    cause: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = FakeCompiler(9, frozenset({2}))
-    causes: list[Exception] = [OSError(errno.EMFILE, "Too many open files")]
+    causes = [cause]
 
     def build(on_done: Callable[[], None]) -> BuiltCompiler:
         if causes:

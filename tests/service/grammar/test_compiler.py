@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -142,15 +143,15 @@ def test_cache_is_bounded_while_answers_build_states():
     compiler.close()
 
 
-def test_error_of_the_machine_is_not_kept(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: CompileProcess, constraint: Constraint) -> Any:
-        raise OSError("no file")
-
+@pytest.mark.parametrize("error", [OSError("no file"), BaseException("a panic of a library in Rust")])
+def test_error_of_the_machine_is_not_kept(
+    compiler: GrammarCompiler, error: BaseException, monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as patch:
-        patch.setattr(CompileProcess, "compile", fail)
+        patch.setattr(CompileProcess, "compile", Mock(side_effect=error))
         failed = compiler.submit(GOOD)
         assert failed.wait(SECONDS)
-        assert repr(failed.error) == "CompilerFailed('cannot be compiled: OSError')"
+        assert repr(failed.error) == f"CompilerFailed('cannot be compiled: {type(error).__name__}')"
     again = compiler.submit(GOOD)
     assert again is not failed
     assert again.wait(SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from npuserve.service.grammar.compile_process import build_byte_matcher, build_l
 from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
-from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData
+from npuserve.service.grammar.vocabulary import MAX_TOKEN_BYTES, Vocabulary, VocabularyData
 from npuserve.service.ipc.messages import Constraint
 from npuserve.service.text.fast_tokenizer import FastTokenizer
 from npuserve.service.text.tokenizer import Tokenizer
@@ -109,6 +110,13 @@ def test_other_tokens_begin_with_another_byte_or_are_no_text(size: int):
     assert (mask.dtype, mask.shape) == (np.uint32, (-(-size // 32),))
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [i for i in range(size) if tokens[i][:1] != b"b"]
+
+
+def test_token_that_is_too_long_for_the_library_is_not_allowed():
+    tokens = [b"a", b"b" * MAX_TOKEN_BYTES, b"b" * (MAX_TOKEN_BYTES + 1), b""]
+    tokenizer = SimpleNamespace(token_bytes=lambda: tokens, special_ids=[], encode=lambda text, add_special_tokens: [0])
+    found = Vocabulary.from_tokenizer(tokenizer, 4, [3])  # type: ignore[arg-type]
+    assert found.data.tokens == [*tokens[:2], b"", b""]
 
 
 def test_model_without_an_end_token_is_refused():
