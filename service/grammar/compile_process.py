@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
@@ -90,6 +91,7 @@ class CompileProcess:
     def __init__(self, vocabulary: Vocabulary, seconds: float, max_bytes: int):
         self._start = Start(vocabulary.data, seconds, max_bytes, process_control.is_dumpable())
         self._process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], object] = lambda: None  # ends the process, also when this object is garbage-collected
         self._is_interrupted = False
 
     def compile(self, constraint: Constraint) -> Compiled:
@@ -116,9 +118,8 @@ class CompileProcess:
 
     def end(self) -> None:
         """Kill the process. The next constraint starts a new one."""
-        process, self._process = self._process, None
-        if process is not None:
-            process_control.kill(process)
+        self._process = None
+        self._kill()
 
     def _reply(self, constraint: Constraint) -> bytes:
         """Return the process's reply. Raise ConstraintError if a limit ended it, CompilerFailed for another reason."""
@@ -141,7 +142,7 @@ class CompileProcess:
             process = self._process = process_control.start_for_clients(COMMAND)
         except OSError as error:
             raise CompilerFailed(f"the process that compiles constraints did not start: {error.strerror}") from error
-        weakref.finalize(self, process_control.kill, process)
+        self._kill = weakref.finalize(self, process_control.kill, process)
         start = msgspec.msgpack.encode(self._start)
         if self._is_interrupted or _exchange(process, start, MAX_START_SECONDS) is None:
             self.end()

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import Mock
@@ -291,10 +292,11 @@ def test_process_that_a_limit_ends_refuses_the_constraint(process: CompileProces
 def test_process_that_is_killed_is_replaced_and_compiles_the_constraint(
     process: CompileProcess, number: signal.Signals
 ):
-    killed = process._process
+    assert process._process
+    killed = weakref.ref(process._process)
     kill_later(process, number)
     assert process.compile(Constraint("regex", "a")).grammar
-    assert process._process is not killed
+    assert killed() is None
 
 
 def test_process_that_is_stopped_is_killed_and_replaced(process: CompileProcess, monkeypatch: pytest.MonkeyPatch):
