@@ -16,6 +16,7 @@ A call that the engine did not finish (refused, cancelled) has no phases.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -80,8 +81,9 @@ class Tracing:
     def close(self) -> None:
         """Export the remaining spans, for at most TRACES_SECONDS: a silent collector must not delay the exit."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-        closing.start()
-        closing.join(TRACES_SECONDS)
+        with contextlib.suppress(RuntimeError):  # the system has no further thread
+            closing.start()
+            closing.join(TRACES_SECONDS)
 
 
 def _hide_header(record: logging.LogRecord) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -273,6 +275,16 @@ def test_tracing_malformed_header_is_not_logged(
     tracing.close()
     assert "Header format invalid" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_tracing_close_without_a_further_thread_drops_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    tracing = process._open_tracing(ServerConfig(otlp_endpoint="http://collector:4317"))
+    assert tracing
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        tracing.close()
+    tracing.close()
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "http://collector", "ftp://c:1", "http://a b:1"])
