@@ -5,7 +5,7 @@
    reconnect: to another server if there is a load balancer. A second gRPC server refuses the calls of clients that
    reconnect to this one.
 3. Running calls may continue until the drain's end. The caller of `wait` then ends them with UNAVAILABLE.
-4. After the last statuses are sent, the servers stop.
+4. After the last statuses are sent, idle connections are closed and the servers stop.
 
 Each phase has a time limit (ipc/child.py).
 """
@@ -50,6 +50,7 @@ class Drain:
         await self._servers.connections.wait_until_idle(child.FINAL_STATUS_SECONDS)
         if self._moving:
             self._moving.cancel()
+        self._servers.connections.close_idle(self._servers.port)
         await self._servers.stop(child.STOP_SECONDS)
 
     async def _move_clients(self) -> None:

@@ -1,4 +1,4 @@
-"""Drain of a front end that is short of descriptors. test_process.py tests the other drains."""
+"""Connections at the end of a drain, and without a free descriptor. test_process.py tests the other drains."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from npuserve.service.frontend import server
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import ask, running
+from tests.support.raw_connection import RawConnection
 
 
 async def test_drain_without_a_free_descriptor_moves_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +48,20 @@ async def test_drain_without_a_free_descriptor_moves_clients(tmp_path: Path, mon
         front_end.engine.hold.set()
         assert "".join([part.text async for part in stream]) == "bc"
         await stopping
+
+
+async def test_drain_without_calls_closes_connections_before_the_server_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that arrives while gRPC stops would be CANCELLED."""
+    async with running(make_folder(tmp_path / "m")) as front_end:
+        connection = await RawConnection.open(int(front_end.target.rpartition(":")[2]))
+        stop = front_end.frontend._servers.stop
+
+        async def stop_once_closed(seconds: float) -> None:
+            await asyncio.wait_for(connection.wait_until_closed(), 10)
+            await stop(seconds)
+
+        monkeypatch.setattr(front_end.frontend._servers, "stop", stop_once_closed)
+        await front_end.frontend.stop(60)
+        front_end.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
