@@ -183,7 +183,10 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size such as 4GiB, 512M or a number of bytes")
     number, unit, suffix = match.groups()
     base = 1000 if (suffix or "").upper() == "B" else 1024
-    return int(Decimal(number) * base ** (" KMGT".index(unit.upper()) if unit else 0))
+    size = Decimal(number) * base ** (" KMGT".index(unit.upper()) if unit else 0)
+    if 0 < size < 1:  # 0 would mean the default
+        raise ValueError(f"{text!r} is not a size: it is less than a byte")
+    return int(size)
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:

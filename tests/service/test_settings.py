@@ -89,7 +89,7 @@ def test_parse_size_units(text: str, size: int) -> None:
     assert settings.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "4GiBB", "four", "1 2"])
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "4GiBB", "four", "1 2", "0.9", "0.9B", "0.0001K"])
 def test_parse_size_rejects_other_text(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         settings.parse_size(text)
@@ -114,6 +114,7 @@ def test_load_comma_separated_lists() -> None:
     ("--kv-cache-memory " + "9" * 5000, {}, "kv_cache_memory: '9999"),
     ("--decode-buckets " + "9" * 5000, {}, "decode_buckets: '9999"),
     ("--kv-cache-memory lots", {}, "kv_cache_memory: 'lots' is not a size such as 4GiB (from --kv-cache-memory)"),
+    ("--kv-cache-memory 0.9", {}, "kv_cache_memory: '0.9' is not a size such as 4GiB (from --kv-cache-memory)"),
     ("", {"NPUSERVE_LOG_PROMPTS": "maybe"}, "log_prompts: 'maybe' is not true or false (from NPUSERVE_LOG_PROMPTS)"),
     ("", {"NPUSERVE_MAX_NUM_SEQ": "1"}, "NPUSERVE_MAX_NUM_SEQ: no such setting; did you mean NPUSERVE_MAX_NUM_SEQS?"),
     ("", {"NPUSERVE_port": "1"}, "NPUSERVE_port: no such setting"),
