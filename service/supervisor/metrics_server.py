@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -21,6 +22,9 @@ MAX_REQUEST_BYTES = 16 << 10
 EXCHANGE_SECONDS = 10.0
 """Time limit of a connection, from its start to the last byte of the page."""
 BACKLOG = 64
+NOT_FOUND = b"The metrics are at /metrics. Health is the gRPC service grpc.health.v1.Health.\n"
+_PAGE = re.compile(rb"(https?://[^/?]*)?(/|/metrics/?)?(\?|$)")
+"""Targets of a request that get the page, in origin form or, as to a proxy, in absolute form."""
 
 
 class MetricsServer:
@@ -100,12 +104,14 @@ class MetricsServer:
             await reader.read(1)  # wait for the client's close: an earlier abort may discard the page
 
     def _reply(self, head: bytes) -> bytes:
-        """Return the answer to the head of a request: the page, whatever the path."""
+        """Return the answer to the head of a request."""
         method, *rest = head.split(b"\r\n")[0].split(b" ")
         if len(rest) != 2 or not rest[1].startswith(b"HTTP/1."):
             return _answer("400 Bad Request")
         if method != b"GET":
             return _answer("405 Method Not Allowed", ("Allow", "GET"))
+        if not _PAGE.match(rest[0]):  # a probe of /health must not succeed here
+            return _answer("404 Not Found", body=NOT_FOUND)
         try:
             body = self._page().encode()
         except Exception as error:

@@ -42,13 +42,26 @@ def raw(server: MetricsServer, sent: bytes) -> bytes:
         return found
 
 
-def test_metrics_server_page_is_plain_for_all_encodings_and_paths(server: MetricsServer) -> None:
+def test_metrics_server_page_is_plain_for_all_encodings_and_queries(server: MetricsServer) -> None:
     assert get(server) == b"answer 42.0\n"
     assert get(server, **{"Accept-Encoding": "gzip"}) == b"answer 42.0\n"
     assert get(server, Accept="application/openmetrics-text; version=1.0.0") == b"answer 42.0\n"
     head, _, body = raw(server, b"GET /?name[]=none HTTP/1.0\r\n\r\n").partition(b"\r\n\r\n")
     assert body == b"answer 42.0\n"
     assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: 12\r\n" in head
+
+
+@pytest.mark.parametrize("target", [
+    b"/", b"/metrics", b"/metrics/", b"/metrics?name[]=a", b"http://pod:9090/metrics", b"http://pod:9090"])
+def test_metrics_server_target_of_page_gets_page(server: MetricsServer, target: bytes) -> None:
+    assert raw(server, b"GET " + target + b" HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("target", [b"/health", b"/v1/models", b"/metricsx", b"/metrics/health", b"http://pod:9090/ready"])
+def test_metrics_server_other_path_is_not_found(server: MetricsServer, target: bytes) -> None:
+    answer = raw(server, b"GET " + target + b" HTTP/1.1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404 Not Found\r\n")
+    assert answer.endswith(metrics_server.NOT_FOUND)
 
 
 @pytest.mark.parametrize(("sent", "status"), [
