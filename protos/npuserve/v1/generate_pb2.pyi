@@ -182,7 +182,9 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Parameters of sampling."""
+    """Parameters of sampling. Order: allowed_token_ids and the constraint, logit_bias, min_tokens, penalties (repetition first),
+    temperature, top_k, top_p, min_p. top_p applies to the probabilities that top_k leaves.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -740,7 +742,7 @@ Global___StreamGenerateResponse: _TypeAlias = StreamGenerateResponse  # noqa: Y0
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """Token with its probability before penalties and temperature."""
+    """Token with its probability in the model's own distribution: before the steps of SamplingParams and the constraint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
