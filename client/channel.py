@@ -98,7 +98,7 @@ def key_type_of(pem: bytes) -> str:
 
 def open_channel(target: str, tls: Tls | None = None) -> grpc.Channel:
     """Return a channel for threads; it connects on the first call. Raise as `Tls.credentials` does."""
-    _check_types(target, tls)
+    _check_arguments(target, tls)
     if tls is not None:
         return grpc.secure_channel(target, tls.credentials(), _options(tls))
     return grpc.insecure_channel(target, OPTIONS)
@@ -111,16 +111,18 @@ def open_aio_channel(target: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 def aio_channel_opener(target: str, tls: Tls | None = None) -> Callable[[], grpc.aio.Channel]:
     """Return a function that opens a channel of the running event loop. Raise as `Tls.credentials` does."""
-    _check_types(target, tls)
+    _check_arguments(target, tls)
     if tls is not None:
         return partial(grpc.aio.secure_channel, target, tls.credentials(), _options(tls))
     return partial(grpc.aio.insecure_channel, target, OPTIONS)
 
 
-def _check_types(target: str, tls: Tls | None) -> None:
-    """Raise TypeError, with the argument's name, for an argument of another type."""
+def _check_arguments(target: str, tls: Tls | None) -> None:
+    """Raise TypeError for an argument of another type, ValueError for a URL, which gRPC would resolve as a name."""
     if not isinstance(target, str):
         raise TypeError(f"target: must be a text, got {type(target).__name__}")
+    if target.lower().startswith(("http://", "https://", "grpc://", "grpcs://")):
+        raise ValueError(f"target: must be HOST:PORT or a gRPC name such as dns:///HOST:PORT, got {target!r}")
     if not isinstance(tls, Tls | None):
         raise TypeError(f"tls: must be a Tls, got {type(tls).__name__}")
 

@@ -370,6 +370,8 @@ async def test_samples_lost_connection_is_an_error_once_a_message_was_received(a
     ({"timeout": -1}, ValueError, "timeout: must be above 0"),
     ({"patience": -1}, ValueError, "patience: must be at least 0"),
     ({"target": 3}, TypeError, "target: must be a text, got int"),
+    ({"target": "http://127.0.0.1:1"}, ValueError, "target: must be HOST:PORT or a gRPC name .*, got 'http://127.0.0.1:1'"),
+    ({"target": "grpcs://127.0.0.1:1"}, ValueError, "target: must be HOST:PORT or a gRPC name"),
     ({"api_key": b"a"}, TypeError, "api_key: must be a text, got bytes"),
     ({"tls": "ca.pem"}, TypeError, "tls: must be a Tls, got str"),
     ({"tls": True}, TypeError, "tls: must be a Tls, got bool"),
