@@ -48,6 +48,7 @@ INVALID: list[tuple[str, Object]] = [
     ("config.block_size", {"config": {"block_size": 24}}),
     ("config.dtype", {"config": {"dtype": "int4"}}),
     ("config.kv_cache_memory", {"config": {"kv_cache_memory": "4 apples"}}),
+    ("config.kv_cache_memory", {"config": {"kv_cache_memory": "0.9"}}),
     ("config.decode_buckets", {"config": {"decode_buckets": "1,0"}}),
     ("config.tensor_parallel_size", {"config": {"tensor_parallel_size": 65}}),
     ("config.port", {"config": {"port": 1}}),
