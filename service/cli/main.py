@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from npuserve.npu.large_import import TorchError
 from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError
+from npuserve.service.ipc.process_control import is_hangup_ignored
 
 # command: (module, help)
 COMMANDS = {
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for invalid usage, an invalid setting or an unusable torch, 130
     for Ctrl-C.
 
-    SIGTERM exits with 143 after the command has cleaned up.
+    SIGTERM exits with 143 after the command has cleaned up, and SIGHUP of a closed terminal with 129.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     _open_standard_streams()
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a model can write characters that the terminal's encoding lacks
     try:
         try:
-            with _exit_on_sigterm():
+            with _exit_on_signals():
                 return _run(argv)
         finally:
             sys.stdout.flush()
@@ -76,16 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that a command ends its processes and removes unfinished files."""
+def _exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, and on SIGHUP unless nohup ignores it, so that a command ends its processes and
+    removes unfinished files. A terminal may send SIGHUP twice; the second one interrupts nothing."""
     if threading.current_thread() is not threading.main_thread():  # signals have handlers there only
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def leave(number: int, _: object) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM,) if is_hangup_ignored() else (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _open_standard_streams() -> None:

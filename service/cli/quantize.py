@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from npuserve.npu.large_import import import_torch
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
+from npuserve.service.ipc.process_control import is_hangup_ignored
 from npuserve.service.text.model_folder import expand, resolve
 
 if TYPE_CHECKING:
@@ -190,14 +191,16 @@ def _check_out(folder: Path, out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _ending_by_signals() -> Iterator[None]:
-    """End the command on Ctrl-C and SIGTERM, after unfinished files are removed."""
+    """End the command on Ctrl-C, SIGTERM, and SIGHUP unless nohup ignores it, after unfinished files are removed."""
     received: list[int] = []
 
     def leave(number: int, _: object) -> None:
         received.append(number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal may send it twice
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, *(() if is_hangup_ignored() else (signal.SIGHUP,)))
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     except BaseException as error:

@@ -276,7 +276,8 @@ def main() -> int:
     args = child.read_arguments(EngineArgs)
     process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, "engine")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the supervisor handles them
+        signal.signal(number, signal.SIG_IGN)
     child.listen()
     try:
         return serve(args)

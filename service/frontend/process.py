@@ -295,7 +295,8 @@ def _return_large_blocks() -> None:
 
 def main() -> int:
     """Run a front-end process; return its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles the terminal's Ctrl-C
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the supervisor handles them
+        signal.signal(number, signal.SIG_IGN)
     args = child.read_arguments(FrontendArgs)
     process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, f"frontend-{args.index}")

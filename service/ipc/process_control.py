@@ -101,6 +101,11 @@ def request_slice(seconds: float = SLICE_SECONDS) -> bool:
     return bool(_libc().syscall(number, 0, attributes, 0) == 0)
 
 
+def is_hangup_ignored() -> bool:
+    """Return whether this process ignores SIGHUP, which a closed terminal sends, as under nohup."""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
 class OrphanReaper:
     """Reaper of adopted processes that have ended. It leaves the process's own children to their owners."""
 

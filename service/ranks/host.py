@@ -21,6 +21,7 @@ from typing import Any
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
+from npuserve.service.ipc.process_control import is_hangup_ignored
 from npuserve.service.ranks.faults import CAPTURE_FAILED
 from npuserve.service.ranks.processes import RankArgs, RankProcess, create_shared_memory, end_processes
 from npuserve.service.ranks.world import World, join_seconds
@@ -59,8 +60,15 @@ class Host:
         Raises ConfigError if the address of the first host does not resolve.
         """
         signals = SimpleQueue[None]()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: signals.put(None))  # no lock that the interrupted code may have
+        received = list[int]()
+
+        def handle(number: int, _: object = None) -> None:
+            if number != signal.SIGHUP or not received:  # never a second signal, see the supervisor
+                signals.put(None)  # no lock that the interrupted code may have
+            received.append(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT, *(() if is_hangup_ignored() else (signal.SIGHUP,))):
+            signal.signal(number, handle)
         threading.Thread(target=self._stop, args=(signals,), name="signals", daemon=True).start()
         world, ranks = self._world, self._ranks
         logs.event(log, "ranks of a group", ranks=f"{ranks[0]} to {ranks[-1]}", address=world.address)

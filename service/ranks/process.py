@@ -28,7 +28,7 @@ def main() -> int:
     args = child.read_arguments(RankArgs)
     process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, f"rank-{args.rank}")
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends the group
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 ends the group
         signal.signal(number, signal.SIG_IGN)
     child.listen()
     try:

@@ -12,7 +12,8 @@
    device fault that no restart cures: the server stops. It also stops at exit code 2, an unusable configuration or
    model, before it was ready for the first time. Later it retries until the cause is repaired.
 4. SIGTERM, Ctrl-C or AdminService.Drain starts a drain: the front ends finish their requests, then the engine stops. A
-   second signal kills the children.
+   second signal kills the children. SIGHUP, which a closed terminal sends, drains too, but never as a second signal: a
+   terminal may send it twice, and systemd after SIGTERM. It is ignored under nohup.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        if not process_control.is_hangup_ignored():
+            loop.add_signal_handler(signal.SIGHUP, self.drain, self._config.drain_seconds)
         self._exit_code: asyncio.Future[int] = loop.create_future()
         with private_folder() as self._folder:
             self._create_children()

@@ -55,7 +55,7 @@ def run(
         return Part(b"", "missing", f"no program {command[0]}")
     errors = tempfile.TemporaryFile()  # noqa: SIM115
     # The exception of a signal within Popen would lose the process.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         process = subprocess.Popen([program, *command[1:]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=errors, start_new_session=True, env={**environ, "LC_ALL": "C"},

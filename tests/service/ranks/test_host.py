@@ -89,8 +89,8 @@ def test_ranks_of_a_group_that_has_ended_wait_for_the_next(
 def test_second_signal_ends_a_host_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the first one its ranks run until the group ends."""
-    handlers: dict[int, Callable[[], None]] = {}
+    """After the first one its ranks run until the group ends. SIGHUP is no second one."""
+    handlers: dict[int, Callable[[int], None]] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", READY))
     caplog.set_level(logging.INFO)
@@ -98,17 +98,18 @@ def test_second_signal_ends_a_host_at_once(
         world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
         running = thread.submit(host.Host(ServerConfig(tensor_parallel_size=2), Path(), world).run)
         until(lambda: "rank is ready" in caplog.text)
-        handlers[signal.SIGTERM]()
+        handlers[signal.SIGHUP](signal.SIGHUP)
+        handlers[signal.SIGHUP](signal.SIGHUP)
         try:
             assert not wait([running], 0.5).done
         finally:
-            handlers[signal.SIGTERM]()
+            handlers[signal.SIGTERM](signal.SIGTERM)
         assert running.result(10) == 0
 
 
 def test_signal_while_the_main_thread_has_a_lock_ends_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler runs between any two operations of the main thread, also within Event.wait."""
-    handlers: dict[int, Callable[[], None]] = {}
+    handlers: dict[int, Callable[[int], None]] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(host, "PAUSE_SECONDS", 60.0)
     monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", ""))
@@ -116,7 +117,7 @@ def test_signal_while_the_main_thread_has_a_lock_ends_a_host(monkeypatch: pytest
 
     def interrupted() -> None:
         with made._stopped._cond:  # type: ignore[attr-defined]
-            handlers[signal.SIGTERM]()
+            handlers[signal.SIGTERM](signal.SIGTERM)
 
     running = threading.Thread(target=made.run, daemon=True)
     running.start()

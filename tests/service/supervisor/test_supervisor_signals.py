@@ -1,0 +1,40 @@
+"""SIGHUP to a supervisor of fake children."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.service.supervisor.test_supervisor import Run, supervise
+
+__all__ = ["supervise"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_supervisor_hangup_drains_and_is_no_second_signal(supervise: Callable[..., Run], number: int) -> None:
+    """A terminal may send SIGHUP twice, and systemd with SendSIGHUP sends it after SIGTERM."""
+    run = supervise(front="live:0.3")
+    run.until_up()
+    run.process.send_signal(number)
+    run.until(lambda: run.journal("front", "stopping"))
+    run.process.send_signal(signal.SIGHUP)
+    assert run.process.wait(20) == 0
+    assert [name for name, what, _ in run.journal() if what == "stopped"] == ["front", "engine"]
+    assert not run.folder().exists()
+
+
+def test_supervisor_under_nohup_ignores_hangup(
+    supervise: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor inherits it
+    try:
+        run = supervise()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.until_up()
+    [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{run.process.pid}/status").read_text())
+    assert int(ignored, 16) & 1 << signal.SIGHUP - 1
