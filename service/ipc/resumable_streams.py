@@ -25,6 +25,9 @@ MAX_BYTES = 64 << 20
 MAX_RECORD_BYTES = 8 << 20
 """Maximum size of one record. A stream whose record may exceed it gets no resume token."""
 FILE = "streams.msgpack"
+FILE_VERSION = 1
+"""Version of the file's content, to be raised with each change of Record, of a type within it, or of Request.options.
+The arrays have no names of fields: another version could mistake a field for another, or drop one."""
 # Largest msgpack encodings: token id, floating-point number, head of a list or string.
 _ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
 _RECORD_BYTES = 4096
@@ -197,7 +200,13 @@ def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-class _File(msgspec.Struct, array_like=True):
+class _Version(msgspec.Struct, array_like=True):
+    """Beginning of the content of each version."""
+
+    version: int
+
+
+class _File(_Version, array_like=True):
     """Content of the file, behind its digest.
 
     model: identity of the model, whose token ids the records hold.
@@ -229,7 +238,8 @@ def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     if not kept:
         return 0
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    content = msgspec.msgpack.encode(_File(_identity(model, name), [msgspec.Raw(one.data) for one in kept]))
+    data = [msgspec.Raw(one.data) for one in kept]
+    content = msgspec.msgpack.encode(_File(FILE_VERSION, _identity(model, name), data))
     handle, path = tempfile.mkstemp(dir=folder, prefix=f".{FILE}-")  # mode 0600
     try:
         with open(handle, "wb") as file:
@@ -249,8 +259,8 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
 
     Partial files of a `save` that was killed are removed too: they hold prompts.
 
-    Returns 0 if there is no file. Raises OSError if the file cannot be read or removed. An altered file and one of
-    another model are removed and raise ValueError; one of another version may, and may raise msgspec.MsgspecError.
+    Returns 0 if there is no file. Raises OSError if the file cannot be read or removed. An altered file, one of another
+    model and one of another version are removed and raise ValueError.
     """
     path = folder / FILE
     for partial in folder.glob(f".{FILE}-*"):
@@ -264,6 +274,12 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if digest != _digest(content):
         raise ValueError("its checksum is wrong")
+    try:
+        version = msgspec.msgpack.decode(content, type=_Version).version
+    except msgspec.MsgspecError:  # before there were versions
+        version = 0
+    if version != FILE_VERSION:
+        raise ValueError("they are of another version of this server")
     saved = msgspec.msgpack.decode(content, type=_File)
     if saved.model != _identity(model, name):
         raise ValueError(f"they are of another model: {saved.model}")

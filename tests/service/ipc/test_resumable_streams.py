@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 import time
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
+from npuserve.service.frontend import response_options
 from npuserve.service.ipc import resumable_streams as module
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
@@ -30,6 +33,7 @@ from npuserve.service.ipc.messages import (
 )
 from npuserve.service.ipc.resumable_streams import (
     FILE,
+    FILE_VERSION,
     Records,
     is_resumable,
     load,
@@ -273,6 +277,37 @@ def test_load_of_another_model_drops_records_and_raises(tmp_path: Path) -> None:
             load(tmp_path, model, name, fresh)
         assert not fresh.ended(time.monotonic())
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("head", [[], [FILE_VERSION - 1], [FILE_VERSION + 1]])
+def test_load_of_another_version_drops_records_and_raises(tmp_path: Path, head: list[int]) -> None:
+    """The first versions had no number."""
+    kept = Records(10.0)
+    kept.end(record("t"), time.monotonic())
+    save(tmp_path, INFO, "/m", kept)
+    for rest in (msgspec.msgpack.decode((tmp_path / FILE).read_bytes()[32:])[1:], ["other"]):
+        other = msgspec.msgpack.encode([*head, *rest])
+        (tmp_path / FILE).write_bytes(hashlib.blake2b(other, digest_size=32).digest() + other)
+        with pytest.raises(ValueError, match="they are of another version of this server"):
+            load(tmp_path, INFO, "/m", fresh := Records(10.0))
+        assert not fresh.ended(time.monotonic())
+
+
+def test_file_version_is_that_of_the_types_in_the_file() -> None:
+    """After a change of a type, raise FILE_VERSION and write its new digest here."""
+    layouts = dict[str, str]()
+
+    def add(kind: Any) -> None:
+        for part in typing.get_args(kind):
+            add(part)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in layouts:
+            layouts[kind.__name__] = f"{kind.__struct_config__.array_like} {kind.__annotations__}"
+            for field in typing.get_type_hints(kind).values():
+                add(field)
+
+    add(tuple[Record, response_options._Options])
+    digest = hashlib.sha256(repr(sorted(layouts.items())).encode()).hexdigest()[:16]
+    assert (FILE_VERSION, digest) == (1, "bc8c6090e2a4b2fa")
 
 
 def test_save_without_records_writes_no_file(tmp_path: Path) -> None:
