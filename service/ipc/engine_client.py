@@ -268,10 +268,10 @@ class EngineClient:
 
     async def _check_readers(self) -> None:
         """Sleep, then cancel streams whose readers are too slow."""
-        await asyncio.sleep(min(1.0, self._slow_reader_seconds / 4))
-        now = time.monotonic()
+        every = min(1.0, self._slow_reader_seconds / 4)
+        await asyncio.sleep(every)
         for stream in list(self._streams.values()):
-            stream.check_reader(now, self._slow_reader_seconds)
+            stream.check_reader(every, self._slow_reader_seconds)
 
     async def _detect_stall(self) -> None:
         """Count the seconds without a message while this process runs; its own pauses do not count."""

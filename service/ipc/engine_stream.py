@@ -67,7 +67,7 @@ class Stream:
         self.slow: SlowReader | None = None
         self.is_accepted = resumed
         self._reader: asyncio.Task[object] | None = None
-        self._taken_at: float | None = None  # when the reader took the outputs that it is processing
+        self._processing: float | None = None  # seconds for which the reader processes outputs, see `check_reader`
         self._last_read: float | None = None  # when the reader last took tokens
         self._is_disconnected = False  # from its engine: no output follows until the next engine
         self._paused = False
@@ -108,7 +108,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Output]:
-        self._taken_at = None
+        self._processing = None
         while not self._due(time.monotonic()):
             if self._error:
                 raise self._error
@@ -116,9 +116,9 @@ class Stream:
                 raise StopAsyncIteration
             await self._wait()
         outputs, self._outputs = self._outputs, []
-        self._taken_at = time.monotonic()
+        self._processing = 0.0
         if self.buffered:
-            self._last_read = self._taken_at
+            self._last_read = time.monotonic()
             self.buffered = 0
         if self._paused:
             self._paused = False
@@ -133,9 +133,16 @@ class Stream:
                 raise self._error
             await self._wait()
 
-    def check_reader(self, now: float, seconds: float) -> None:
-        """Cancel the reader's task if it has processed its last outputs for `seconds` or longer."""
-        if self._taken_at is None or now - self._taken_at < seconds or self.slow or self._reader is None:
+    def check_reader(self, every: float, seconds: float) -> None:
+        """Cancel the reader's task if it has processed its last outputs for `seconds` or longer.
+
+        Call it `every` seconds. The time is counted, since a clock would advance while this process or the whole
+        machine is suspended.
+        """
+        if self._processing is None or self.slow or self._reader is None:
+            return
+        if self._processing < seconds:
+            self._processing += every
             return
         self.slow = SlowReader(f"the client took nothing for {seconds:g} s")
         if not self._ended:
@@ -146,11 +153,11 @@ class Stream:
 
     def suspend_check(self) -> None:
         """Exclude the time until `restart_check` from the time for which the reader processes outputs."""
-        self._taken_at = None
+        self._processing = None
 
     def restart_check(self) -> None:
         """Measure the reader's time anew from now on."""
-        self._taken_at = time.monotonic()
+        self._processing = 0.0
 
     async def stop(self, keep: int) -> Finish:
         """End the answer after `keep` tokens, at a stop string. Return the engine's finish; later outputs are dropped.

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
+from npuserve.service.ipc import engine_client as client_module
 from npuserve.service.ipc import engine_stream as stream_module
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.engine_stream import Stream
@@ -127,6 +128,31 @@ async def test_stream_interval_sets_tokens_per_message(
     await reading
     assert [token for tokens in taken for token in tokens] == list(range(11))
     assert [len(tokens) for tokens in taken] == sizes
+
+
+async def test_stream_suspended_process_does_not_make_its_reader_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances while the process is stopped, and no check runs."""
+    now = 50.0
+    monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+    client = EngineClient("", slow_reader_seconds=0.04)
+    stream = client._streams[0] = Stream(FakeClient(1, 512), 0, Record(request(11)))
+
+    async def read() -> None:
+        async for _ in stream:
+            await asyncio.Event().wait()
+
+    reading = asyncio.ensure_future(read())
+    stream.push(Output(0, [1]), now)
+    await client._check_readers()
+    now += 3600.0
+    await client._check_readers()
+    assert stream.slow is None
+    for _ in range(4):
+        await client._check_readers()
+    assert stream.slow
+    await asyncio.wait([reading])
+    assert reading.cancelled()
 
 
 async def test_stream_wakes_reader_after_max_interval(monkeypatch: pytest.MonkeyPatch) -> None:
