@@ -70,11 +70,12 @@ class Profiler:
             raise ProfileError("a profile is running already: StopProfile ends it")
         try:
             self._name = self._folder.reserve(name)
+            scratch = self._folder.scratch(self._name)
         except OSError as error:
             raise ProfileError(f"profile_dir: the folder cannot be used: {error.strerror}") from error
         self._device, self._failure = None, None
         try:
-            self._device = self._runner.backend.profiler(self._folder.scratch(self._name))
+            self._device = self._runner.backend.profiler(scratch)
         except (OSError, RuntimeError, ImportError) as error:
             self._folder.discard(self._name)
             raise ProfileError(f"the device's profiler does not start: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -147,6 +149,20 @@ def test_folder_that_was_removed_is_made_again_and_an_unusable_one_refuses_the_p
     for name in ("", "b"):
         with pytest.raises(ProfileError, match="profile_dir: the folder cannot be used: File exists"):
             profiler.start(name, 1, 60.0)
+    assert not profiler.is_active
+
+
+def test_read_only_folder_refuses_the_profile_and_blames_no_device(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, mode: int = 0o777, **options: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    profiler = Profiler(load(folder), TraceFolder(tmp_path))
+    monkeypatch.setattr(TraceFolder, "reserve", lambda self, name: name)  # mkdir of a folder that exists passes
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(ProfileError, match="profile_dir: the folder cannot be used: Read-only file system"):
+        profiler.start("a", 1, 60.0)
     assert not profiler.is_active
 
 
