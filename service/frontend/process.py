@@ -243,6 +243,7 @@ async def serve(args: FrontendArgs) -> None:
     Raises ConfigError if a port, the model's folder or another file is unusable.
     """
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(end_without_memory)
     draining: asyncio.Future[float] = loop.create_future()
     folder: asyncio.Future[Path] = loop.create_future()
 
@@ -282,6 +283,24 @@ async def serve(args: FrontendArgs) -> None:
     finally:
         loading.cancel()
         await frontend.stop(draining.result() if draining.done() else 0.0)
+
+
+_NO_MEMORY = b"the front end has no memory, and ends\n"
+
+
+def end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """End the process if a callback of the event loop had no memory.
+
+    The callback is lost, such as one that wakes a call, which could wait forever. The supervisor starts another
+    process, where clients resume their streams.
+    """
+    if not isinstance(context.get("exception"), MemoryError):
+        loop.default_exception_handler(context)
+        return
+    try:
+        os.write(2, _NO_MEMORY)  # a log record would need memory
+    finally:
+        os._exit(1)
 
 
 def _return_large_blocks() -> None:

@@ -115,7 +115,7 @@ def _parsing(rpc: str, handler: Any, read: Read, on_call: Callable[[Context], No
             request = await read(deserializer, context)
             if request is None:
                 raise MalformedRequest("the call has no message")
-        except ServeError as error:
+        except (ServeError, MemoryError) as error:
             return await _refuse(rpc, context, error)
         try:
             return await method(request, context)
@@ -143,13 +143,13 @@ def _streaming(
         try:
             async for reply in method(requests(), context):
                 yield reply
-        except ServeError as error:
+        except (ServeError, MemoryError) as error:
             await _refuse(rpc, context, error)
 
     return parsed
 
 
-async def _refuse(rpc: str, context: Context, error: ServeError) -> None:
+async def _refuse(rpc: str, context: Context, error: ServeError | MemoryError) -> None:
     async with call(context, rpc, logging.INFO) as fields:
         fields["client"] = get_caller(context).name
         raise error

@@ -18,7 +18,7 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from npuserve.service import logs, metrics
-from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, to_status
+from npuserve.service.errors import InternalError, MessageTooLarge, ServeError, Unavailable, to_status
 from npuserve.service.rpc.aio_server import is_lost_connection
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle, work_seconds
 
@@ -65,9 +65,9 @@ async def call(
 ) -> AsyncIterator[dict[str, Any]]:
     """Run the body of one RPC; yield a dict whose items become fields of the log line and of the trace.
 
-    A ServeError becomes its gRPC status. Any other exception is a bug: the client gets INTERNAL with an id, which the
-    log holds beside the traceback. The exception's text is logged only if prompts are. A cancel, by the client or its
-    deadline, is raised again.
+    A ServeError becomes its gRPC status, and a MemoryError UNAVAILABLE. Any other exception is a bug: the client gets
+    INTERNAL with an id, which the log holds beside the traceback. The exception's text is logged only if prompts are. A
+    cancel, by the client or its deadline, is raised again.
 
     rpc: name of the method, see `rpc_name`.
     level: level of the log line.
@@ -84,7 +84,8 @@ async def call(
     except asyncio.CancelledError:
         code = cancel_code(context.time_remaining(), allowed)
         raise
-    except ServeError as error:
+    except (ServeError, MemoryError) as caught:
+        error = caught if isinstance(caught, ServeError) else Unavailable("the front end has no memory for the request")
         code = code_pb2.Code.Name(error.code)
         fields["error"] = error.logged
         throttle = refusal_throttle.get()

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from npuserve.service.config import ServerConfig
-from npuserve.service.frontend.process import FrontendArgs
+from npuserve.service.frontend.process import FrontendArgs, end_without_memory
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.support import fake_engine
 from tests.support.fake_engine import make_folder, until
@@ -89,6 +89,15 @@ def args(folder: Path, address: str = "", port: int = 0, **config: object) -> Fr
     """Return arguments of a front end. address: of the engine; "": no engine listens there."""
     settings = ServerConfig(model=str(folder), **config)  # type: ignore[arg-type]
     return FrontendArgs(settings, 0, address or str(folder / "nobody"), port, folder=str(folder))
+
+
+async def test_frontend_callback_without_memory_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    loop = asyncio.get_running_loop()
+    for error in (ValueError(), MemoryError()):
+        end_without_memory(loop, {"message": "", "exception": error})
+    assert codes == [1]
 
 
 async def test_frontend_sigterm_ends_streams_and_refuses_requests(tmp_path: Path, processes: list[Process]) -> None:

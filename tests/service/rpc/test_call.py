@@ -6,6 +6,7 @@ import asyncio
 import logging
 import urllib.parse
 
+import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
@@ -33,6 +34,24 @@ async def test_call_whose_write_fails_is_cancelled_and_no_bug(caplog: pytest.Log
             raise cygrpc.ExecuteBatchError("Failed")
     (record,) = caplog.records
     assert (record.message, record.fields["code"]) == ("request", "CANCELLED")  # type: ignore[attr-defined]
+
+
+async def test_call_without_memory_is_unavailable_and_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "npuserve")
+    aborted: list[object] = []
+
+    class Context(LiveContext):
+        def trailing_metadata(self) -> None:
+            return None
+
+        async def abort(self, *status: object) -> None:
+            aborted.extend(status)
+
+    async with call(Context(), "Generate", logging.INFO):  # type: ignore[arg-type]
+        raise MemoryError
+    assert aborted[:2] == [grpc.StatusCode.UNAVAILABLE, "the front end has no memory for the request"]
+    (record,) = caplog.records
+    assert (record.message, record.fields["code"]) == ("request", "UNAVAILABLE")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("left", "allowed", "code"), [
