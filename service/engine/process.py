@@ -1,4 +1,7 @@
-"""The engine process: loads the model, then serves the front ends until SIGTERM.
+"""The engine process: loads the model, then serves the front ends until the supervisor orders the stop.
+
+SIGTERM ends it while it loads, and is ignored afterwards: systemd and Slurm send it to all processes of the server, and
+the engine must run until the front ends have drained.
 
     python -m npuserve.service.engine.process      started by the supervisor, which writes EngineArgs on its stdin
 """
@@ -81,6 +84,25 @@ class EngineArgs(msgspec.Struct, frozen=True):
     def may_drop_captures(self) -> bool:
         """Return True if this engine captures steps and the next one may do without."""
         return self.config.capture == "auto" and not self.capture_failed
+
+
+class StopOrder:
+    """Order of the supervisor to stop the engine. It may arrive, in another thread, before the engine is built."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+        self._engine: Engine | None = None
+
+    def give(self) -> None:
+        self._is_given = True
+        if self._engine:
+            self._engine.stop()
+
+    def attach(self, engine: Engine) -> None:
+        """Stop this engine at the order; at once if the order was given."""
+        self._engine = engine
+        if self._is_given:
+            engine.stop()
 
 
 def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
@@ -278,23 +300,25 @@ def main() -> int:
     logs.setup(args.config, "engine")
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the supervisor handles them
         signal.signal(number, signal.SIG_IGN)
-    child.listen()
+    stop_order = StopOrder()
+    child.listen(lambda _: stop_order.give())
     try:
-        return serve(args)
+        return serve(args, stop_order)
     except Exception as error:
         end_with_rank()
         return faults.fault_code(error, args.may_drop_captures)
 
 
-def serve(args: EngineArgs) -> int:
-    """Run the engine until SIGTERM. Return the exit code."""
+def serve(args: EngineArgs, stop_order: StopOrder) -> int:
+    """Run the engine until the order to stop. Return the exit code."""
     try:
         engine, ranks = build(args)
     except TorchError as error:
         return child.report_unusable(error)
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         return faults.start_code(error, args.may_drop_captures)
-    signal.signal(signal.SIGTERM, lambda *_: engine.stop())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stop_order.attach(engine)
     process_control.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()

@@ -125,6 +125,11 @@ class ChildProcess:
         self.stopping.set()
         self.order(drain=seconds)
 
+    def stop(self) -> None:
+        """End the engine for good: by an order if it runs, by SIGTERM if it still loads."""
+        self.order(stop=True)
+        self.signal(signal.SIGTERM)
+
     def order(self, **order: object) -> None:
         """Write an order on its stdin, if it is running."""
         if self.is_running:

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 FRONTEND = (sys.executable, "-m", "npuserve.service.frontend.process")
 ENGINE = (sys.executable, "-m", "npuserve.service.engine.process")
 ENGINE_STOP_SECONDS = 10.0
-"""Seconds from SIGTERM to SIGKILL of the engine. A step must fit."""
+"""Seconds from the order to stop to SIGKILL of the engine. A step must fit."""
 MIN_FREE_BYTES = 16 << 20
 """Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
 MIN_OPEN_FILES, MIN_OPEN_FILES_PER_FRONTEND = 88, 8
@@ -342,7 +342,7 @@ class Supervisor:
             tasks = {child: self._tasks[child] for child in children if child in self._tasks}
             for child in tasks:
                 if child is self._engine:
-                    child.signal(signal.SIGTERM)
+                    child.stop()
                 else:
                     child.drain(seconds)
             late = (await asyncio.wait(tasks.values(), timeout=patience))[1] if tasks else set()

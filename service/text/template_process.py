@@ -146,7 +146,8 @@ def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> Temp
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of the server; the front end ends this one
+        signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
         signal.signal(number, signal.SIG_DFL)
     start = json.loads(sys.stdin.buffer.readline())

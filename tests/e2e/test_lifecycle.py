@@ -247,6 +247,19 @@ def test_sigterm_lets_streams_end(two_front_ends: Server) -> None:
     assert server.process.wait(30) == 0
 
 
+def test_sigterm_to_all_processes_lets_streams_end_without_a_restart() -> None:
+    """systemd, by default, and Slurm send it to all of them."""
+    with serving(**COUNTING) as server:
+        call = server.stub.StreamGenerate(request("Once upon a time", 400, ignore_eos=True), timeout=60)
+        tokens = len(next(call).token_ids)
+        for pid in (*children(server).values(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        tokens += sum(len(part.token_ids) for part in call)
+        assert tokens == 400
+        assert server.process.wait(30) == 0
+        assert "starting it again" not in server.log
+
+
 @pytest.mark.parametrize(("stalls", "number"), [
     ("api", signal.SIGINT),
     ("files", signal.SIGTERM),

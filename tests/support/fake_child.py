@@ -46,7 +46,7 @@ with open(journal) as file:
     fcntl.flock(file, fcntl.LOCK_EX)  # two front ends that start at once have different behaviours
     runs = sum(json.loads(line)[:2] == [name, "started"] for line in file)
     behaviour, _, argument = behaviours[min(runs, len(behaviours) - 1)].partition(":")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else stop)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" or "port" not in arguments else stop)
     note("started", pid=os.getpid(), group=os.getpgrp(), session=os.getsid(0), arguments=arguments, metrics=folder,
          spin=os.environ.get("GOMP_SPINCOUNT"), mode=oct(os.stat(folder).st_mode))
 if behaviour == "killer":

@@ -157,7 +157,7 @@ def test_supervisor_drain_stops_front_ends_before_engine(supervise: Callable[...
     assert run.process.wait(20) == 0
     assert [entry for entry in run.journal() if entry[1] not in ("started", "beating")] == [
         ("front", "stopping", {"drain": 5.0}), ("front", "stopped", {}),
-        ("engine", "stopping", {}), ("engine", "stopped", {})]
+        ("engine", "stopping", {"stop": True}), ("engine", "stopped", {})]
 
 
 def test_supervisor_drain_requested_by_front_end(supervise: Callable[..., Run]) -> None:
