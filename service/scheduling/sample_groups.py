@@ -87,7 +87,7 @@ class SampleGroups:
 
         (0, 0) for a call with one sample, and if the request will be the leader.
         """
-        group = self._groups.get(_call(request)) if request.samples > 1 else None
+        group = self._groups.get(_call(request))
         if group is None or (group.leader is None and not group.is_computed):
             return 0, 0
         return len(group.followers), self._shared(request)
@@ -103,21 +103,22 @@ class SampleGroups:
         group = self._group_of.get(sequence.id)
         if group is not None:
             shared = self._shared(sequence.request)
-            if group.leader is not None and shared:
+            if group.is_computed:
+                sequence.num_shared_tokens = shared
+            elif group.leader is None:
+                self.leaders[sequence.id], group.leader = group, sequence
+            elif shared:
                 sequence.follow(shared)
                 group.followers[sequence.id] = self._followers[sequence.id] = sequence
                 return
-            if group.leader is None and not group.is_computed:
-                self.leaders[sequence.id], group.leader = group, sequence
         self._queue.push(sequence)
 
-    def prompt_computed(self, sequence: Sequence) -> None:
-        """Queue the followers of a sequence whose prompt is computed and registered. Nothing unless it is a leader."""
-        group = self.leaders.pop(sequence.id, None)
-        if group is not None:
-            group.leader, group.is_computed = None, True
-            for follower in list(group.followers.values()):
-                self.enter_queue(follower, is_computed=True)
+    def prompt_computed(self, leader: Sequence) -> None:
+        """Queue the followers of a leader whose prompt is computed and registered."""
+        group = self.leaders.pop(leader.id)
+        group.leader, group.is_computed = None, True
+        for follower in list(group.followers.values()):
+            self.enter_queue(follower, is_computed=True)
 
     def enter_queue(self, follower: Sequence, is_computed: bool = False) -> None:
         """Queue a follower. is_computed: its group's leader has computed the prompt."""

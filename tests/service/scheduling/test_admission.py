@@ -7,6 +7,7 @@ import pytest
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import PriorProgress
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
+from tests.service.scheduling.test_constraint import LONG
 from tests.service.scheduling.test_sample_groups import PROMPT, states
 
 
@@ -87,3 +88,29 @@ def test_deadline_counts_the_prompt_of_a_call_once() -> None:
     for sequence in list(harness.live.values()):
         harness.cancel(sequence)
     harness.finish()
+
+
+def test_deadline_of_late_samples_does_not_count_the_computed_prompt() -> None:
+    """The prompt takes 8 ticks. The first sample has computed it, so the others need a tick each."""
+    prompt = [token % 7 for token in range(64)]
+    harness = SchedulerHarness(num_blocks=128, budget=8)
+    call = {"request_id": "call", "samples": 3, "arrival": harness.now}
+    harness.add(prompt, 9, index=0, **call)
+    for _ in range(8):
+        harness.tick()
+    late = [harness.add(prompt, 1, index=index, deadline=harness.now + 4 * TICK, **call) for index in (1, 2)]
+    assert states(late) == ["waiting", "waiting"]
+    harness.finish()
+    assert not harness.dropped
+
+
+def test_deadline_of_a_sample_counts_the_prompt_while_the_others_compile() -> None:
+    prompt = [token % 7 for token in range(64)]
+    harness = SchedulerHarness(num_blocks=128, budget=8)
+    harness.add([1] * 40, 4, cache_salt="to measure a step")
+    harness.finish()
+    call = {"request_id": "call", "samples": 2, "arrival": harness.now, "constraint": LONG}
+    first = harness.add(prompt, 2, compiling=True, index=0, **call)
+    with pytest.raises(DeadlineExceeded):
+        harness.add(prompt, 2, compiling=True, index=1, deadline=harness.now + 4 * TICK, **call)
+    harness.cancel(first)
