@@ -148,12 +148,14 @@ class RequestRegistry:
         return previous
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless names, live requests and records belong to each other."""
+        """Raise AssertionError unless names, live requests, records and the scheduler agree."""
         calls: dict[Name, dict[int, Origin]] = {}
         for origin, sequence in self.live.items():
             calls.setdefault(_name(sequence.request), {})[sequence.request.index] = origin
         assert calls == self._calls, "calls are not of the live requests"
         assert all(s.origin == origin for origin, s in self.live.items()), "a sequence is live under another's origin"
+        scheduled = self._scheduler.num_running + self._scheduler.num_waiting + self._scheduler.num_paused
+        assert len(self.live) == scheduled, f"{len(self.live)} requests are live, but the scheduler has {scheduled}"
         tokens = {s.request.resume_token for s in self.live.values()} - {""}
         assert self.records.live.keys() <= tokens, "a record is live whose request is not"
         self.records.check_integrity()

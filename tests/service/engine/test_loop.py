@@ -107,6 +107,7 @@ class Running:
         self.thread.join(10)
         assert not self.thread.is_alive()
         self.scheduler.check_integrity()
+        self.engine.registry.check_integrity()
         assert self.blocks.counts.used == 0, "blocks leaked"
 
 

@@ -48,7 +48,6 @@ class Constrained(Running):
 
     def stop(self) -> None:
         super().stop()
-        self.engine.registry.check_integrity()
         self.engine.grammars.close()
         assert self.compiler is None or self.compiler.is_closed
 

@@ -32,10 +32,6 @@ class Resuming(Running):
         return Engine(
             self.scheduler, self.runner, EngineSocket(self.address), MODEL, 7, records=records, frontends=frontends)
 
-    def stop(self) -> None:
-        super().stop()
-        self.engine.registry.check_integrity()
-
 
 @contextmanager
 def running(tmp_path: Path, delay: float = 0.002, seconds: float = 60.0, frontends: int = 0) -> Iterator[Resuming]:
