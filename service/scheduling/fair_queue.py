@@ -15,8 +15,8 @@ Fairness is start-time fair queueing (Goyal, Vin and Cheng 1996). Since the leng
 counted as they are computed, as in the virtual token counter (Sheng et al. 2024). The virtual time of a client is the
 number of tokens computed for it. The virtual time of the queue is the one of the client that was served last. When a
 client without waiting requests adds one, its virtual time is raised to the queue's: an idle client earns no credit.
-When no request is left, the queue's is raised to the latest of all clients: they begin alike after that. Two clients
-that both have waiting requests therefore get equal numbers of tokens, except for requests that run already.
+When no request is left, all clients begin alike after that. Two clients that both have waiting requests therefore get
+equal numbers of tokens, except for requests that run already.
 
 Priority is that of borrowed virtual time (Duda and Cheriton 1999). A request of priority p is served as if the virtual
 time of its client were p * PRIORITY_TOKENS later. A negative priority borrows tokens and does not add any: the virtual
@@ -43,7 +43,7 @@ from operator import attrgetter, ge
 from npuserve.service.scheduling.sequence import Account, Sequence
 
 MAX_IDLE_ACCOUNTS = 1024
-"""Maximum number of clients without requests whose virtual time is later than the queue's."""
+"""Maximum number of clients without requests whose virtual time is kept."""
 PRIORITY_TOKENS = 16
 """Tokens that one unit of priority is worth: a request of 100 tokens is 6 units."""
 
@@ -80,16 +80,13 @@ class FairQueue:
         self._live += 1
 
     def remove_live(self, account: Account) -> None:
-        """Count one live request less. Forget accounts that differ in nothing from new ones, or are too many."""
+        """Count one live request less. Forget the accounts if none is left, and idle ones beyond a limit."""
         account.live -= 1
         self._live -= 1
         if account.live:
             return
         if not self._live:
-            self._virtual_time = max(self._virtual_time, *(a.virtual_time for a in self._accounts.values()))
             self._accounts.clear()
-        elif account.virtual_time <= self._virtual_time:
-            del self._accounts[account.client]
         elif len(self._accounts) > self._max_requests + MAX_IDLE_ACCOUNTS:
             idle = sorted((a for a in self._accounts.values() if not a.live), key=attrgetter("virtual_time"))
             for one in idle[: len(idle) // 2 + 1]:
@@ -98,7 +95,7 @@ class FairQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a request to the queue of its client, or to the queue of the requests that ran before."""
         account = sequence.account
-        if not sequence.has_run and not account.waiting:
+        if not account.waiting:
             account.virtual_time = max(account.virtual_time, self._virtual_time)
         account.waiting += 1
         self._length += 1

@@ -76,6 +76,20 @@ def test_idle_client_earns_no_credit() -> None:
     assert sum(key in rare for key in following[:8]) == 4
 
 
+def test_idle_client_keeps_its_debt_while_others_run() -> None:
+    harness = SchedulerHarness(max_num_seqs=2, prefix_cache=False)
+    harness.add([1], 60, client="running")
+    harness.add([1] * 12, 2, client="spender")
+    harness.tick()
+    harness.tick()
+    assert len(harness.live) == 1
+    harness.add([1], 3, client="third")
+    harness.tick()
+    spender, fresh = harness.add([1], 1, client="spender"), harness.add([1], 1, client="fresh")
+    harness.finish()
+    assert order(harness)[-2:] == [fresh.id, spender.id]
+
+
 def test_use_of_an_idle_server_is_no_debt_afterwards() -> None:
     harness = one_at_a_time()
     harness.add([1, 2, 3], 60, client="old")
@@ -302,6 +316,35 @@ def waiting(queue: FairQueue, number: int, client: str) -> Sequence:
     queue.add_live(account)
     queue.push(sequence)
     return sequence
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_virtual_time_is_raised_only_for_a_client_without_waiting_requests(is_waiting: bool) -> None:
+    """A preempted request counts as waiting, and gives its client no credit for the time in which it ran."""
+    queue = FairQueue(8)
+    first = waiting(queue, 1, "a")
+    if not is_waiting:
+        queue.admit(first, 1)
+        first.was_admitted = True
+    other = waiting(queue, 2, "b")
+    other.account.virtual_time = 50.0
+    queue.admit(other, 1)
+    if not is_waiting:
+        queue.push(first)
+    waiting(queue, 3, "a")
+    assert (first.account.virtual_time > 50) != is_waiting
+
+
+def test_preempted_request_does_not_advance_the_queue_to_its_clients_time() -> None:
+    """Else a client that arrives then would wait for all who are behind the preempted request's client."""
+    queue = FairQueue(8)
+    preempted = waiting(queue, 1, "a")
+    queue.admit(preempted, 1)
+    preempted.was_admitted = True
+    preempted.account.virtual_time = 50.0
+    queue.push(preempted)
+    queue.admit(preempted, 1)
+    assert waiting(queue, 2, "new").account.virtual_time < 1
 
 
 def test_idle_accounts_are_bounded() -> None:
