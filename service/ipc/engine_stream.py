@@ -74,9 +74,9 @@ class Stream:
         self._client = client
         self._resumed = resumed
         has_outputs = record.token_ids or record.prompt_logprobs or record.finish
-        self._outputs = [record.as_output(key)] if resumed and has_outputs else []
+        self._outputs = [record.as_output(key)] if has_outputs else []
         self._error: ServeError | None = None
-        self._ended = resumed and record.finish is not None
+        self._ended = record.finish is not None
         self._waiter: asyncio.Future[None] | None = None
         self._keep: int | None = None
         self._closed = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
+from npuserve.service import metrics
 from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
 from npuserve.service.ipc import engine_client as client_module
 from npuserve.service.ipc import engine_stream as stream_module
@@ -25,6 +27,7 @@ from npuserve.service.ipc.messages import (
     Record,
     Request,
     Restore,
+    Started,
     Submit,
     Timing,
     encode,
@@ -331,10 +334,54 @@ async def test_stream_resumed_within_the_prompt_repeats_its_logprobs() -> None:
         stream.close()
 
 
+async def test_stream_resumed_before_its_first_token_waits_for_it() -> None:
+    async with connected() as (client, engine):
+        engine.hold.clear()
+        engine.records["t"] = Record(build_request("r", 0, 10, "t"))
+        stream = await client.resume("t", 0, "me", None)
+        reading = asyncio.ensure_future(stream.__anext__())
+        await asyncio.sleep(0)
+        assert not reading.done()
+        engine.hold.set()
+        assert (await reading)[0].token_ids == [2]
+        stream.close()
+
+
+async def test_stream_resumed_after_an_answer_without_tokens_returns_its_finish() -> None:
+    async with connected() as (client, _):
+        record = Record(build_request("r", 0, 10, "t"))
+        finish = Finish("aborted", 2, 0, 0, Timing(0.0, [], 0.0, 0.0, 0.0, 0.0))
+        record.add(Output(1, finish=finish))
+        assert [output.finish for output in await all_outputs(Stream(client, 1, record, resumed=True))] == [finish]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_stream_times_of_its_tokens(resumed: bool) -> None:
+    """Another call has observed the first token of a resumed stream."""
+    def observed() -> list[float]:
+        return [metrics.time_to_first_token_seconds._sum.get(), metrics.inter_token_latency_seconds._sum.get()]
+
+    client: Any = SimpleNamespace(max_buffered_tokens=9, stream_interval=1, send=lambda message: True)
+    stream = Stream(client, 1, Record(Request("r", [1, 2], 9, 100.0)), resumed)
+    metrics.flush()
+    before = observed()
+    stream.started(Started(1, 0), 103.0)
+    for token, now in enumerate((104.0, 104.5, 106.0)):
+        stream.push(Output(1, [token]), now)
+    metrics.flush()
+    assert [now - then for now, then in zip(observed(), before, strict=True)] == [0.0 if resumed else 4.0, 2.0]
+    assert stream.first_token == (None if resumed else 104.0)
+    stream.resubmit()
+    assert stream.record.timing == Timing(3.0, [1.0], 2.0, 0.0, 0.0, 106.0)
+
+
 async def test_stream_taken_over_is_not_resumable() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(build_request("r", 0, 10, "t"))
+        assert not stream.is_resumable
+        stream.accept()
+        assert stream.is_resumable
         stream.push(Output(stream.key, error=("TakenOver", "elsewhere", 0.0)), 0.0)
         with pytest.raises(TakenOver):
             await stream.__anext__()

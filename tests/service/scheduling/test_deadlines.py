@@ -146,6 +146,19 @@ def test_tokens_in_vain_are_counted() -> None:
     assert 8 <= harness.scheduler.deadlines.tokens_in_vain <= 32
 
 
+def test_tokens_in_vain_include_no_cached_ones() -> None:
+    harness = SchedulerHarness(budget=8)
+    harness.add([1] * 17, 1)
+    harness.finish()
+    late = harness.add([1] * 16 + [2] * 40, 5, deadline=harness.now + 2.0)
+    harness.tick()
+    assert (late.cached_tokens, late.num_computed_tokens) == (16, 24)
+    harness.now += 2.0
+    harness.finish()
+    assert isinstance(harness.dropped[late.id], DeadlineExceeded)
+    assert harness.scheduler.deadlines.tokens_in_vain == 8
+
+
 def test_deadline_keeps_the_tokens_generated_before() -> None:
     harness = SchedulerHarness()
     sequence = harness.add([1, 2, 3], 60, deadline=harness.now + 1.0)
