@@ -147,7 +147,6 @@ class _Lane:
     """Jobs that share threads. If there are several threads, one caller runs on all but one of them at most."""
 
     def __init__(self, name: str, threads: int, max_jobs: int, max_bytes: int):
-        self._name = name
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"prepare-{name}")
         self._free = threads
         self._closed = False

@@ -128,7 +128,7 @@ class Admission:
 
     def _check_deadline(self, request: Request, left: float, account: Account, occupancy: Occupancy) -> None:
         wait = self._first_token_seconds(request, account, occupancy)
-        if wait + self._estimator.margin > max(0.0, left):
+        if wait + self._estimator.margin > left:
             raise DeadlineExceeded(
                 f"deadline: in {max(0.0, left):.3f} s; the first token would take about {wait:.3f} s, and the margin "
                 f"before a deadline is {self._estimator.margin:.3f} s")

@@ -117,6 +117,38 @@ async def test_run_above_half_of_the_bytes_is_refused(gate: Gate) -> None:
     await calls[0]
 
 
+async def test_run_of_one_job_may_exceed_the_bytes_until_others_wait(gate: Gate) -> None:
+    huge = gate.submit("one", "huge", 2 * MAX_LARGE_LANE_BYTES)
+    await asyncio.sleep(0)
+    assert gate.pool.count == 2
+    other = gate.submit("two", "other")
+    with pytest.raises(QueueFull, match="displaced"):
+        await huge
+    gate.released.set()
+    assert await other == "other"
+
+
+async def test_run_above_the_bytes_of_all_callers_is_refused(gate: Gate) -> None:
+    size = MAX_LARGE_LANE_BYTES // 5 * 2
+    calls = [gate.submit(owner, owner, size) for owner in "abc"]
+    with pytest.raises(QueueFull, match="queue full: 2 requests") as refused:
+        await calls[2]
+    assert refused.value.why == "queue_full"
+    gate.released.set()
+    await asyncio.gather(*calls[:2])
+
+
+async def test_run_with_the_smallest_queue_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation.os, "cpu_count", lambda: 1)
+    gate = Gate(Preparation(1))
+    calls = [gate.submit("one", "first"), gate.submit("one", "second")]
+    await until(lambda: gate.order == ["first"])
+    assert gate.pool.count == 2
+    gate.released.set()
+    assert await asyncio.gather(*calls) == ["first", "second"]
+    gate.pool.close()
+
+
 async def test_run_in_a_full_queue_displaces_a_job_of_the_largest_caller(gate: Gate) -> None:
     before = rejections("displaced"), rejections("queue_full")
     floods = [gate.submit(owner, f"{owner} {n}") for owner in ("a", "b") for n in range(4)]

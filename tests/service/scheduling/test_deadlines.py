@@ -74,6 +74,31 @@ def test_add_with_a_deadline_counts_the_queue_ahead() -> None:
     assert {urgent.id, other.id} <= set(harness.reasons)
 
 
+@pytest.mark.parametrize("holder", ["running", "paused", "ended"])
+def test_add_with_a_deadline_counts_the_blocks_that_it_can_get(holder: str) -> None:
+    """An answer takes a second. Blocks of a running request are free when it ends, the others at once."""
+    harness = SchedulerHarness(num_blocks=32, budget=8)
+    harness.add([1] * 8, 64)
+    harness.finish()
+    held = harness.add([2] * 113, 8)
+    while held.num_generated_tokens < 2:
+        harness.tick()
+    if holder == "paused":
+        harness.pause(held)
+    elif holder == "ended":
+        harness.finish()
+    if holder == "running":
+        with pytest.raises(DeadlineExceeded):
+            harness.add([3] * 32, 1, deadline=harness.now + 0.5)
+    else:
+        late = harness.add([3] * 32, 1, deadline=harness.now + 0.5)
+        while late.id in harness.live:
+            harness.tick()
+        harness.check_answer(late)
+    harness.unpause(held)
+    harness.finish()
+
+
 @pytest.mark.parametrize("prompt", [1, 64])
 def test_slow_moment_does_not_refuse_deadlines_forever(prompt: int) -> None:
     """Refused requests are not measured. Steps of the other kind, which requests without deadlines have, correct

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from npuserve.service.errors import QueueFull
 from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 
@@ -25,6 +26,18 @@ def test_paused_request_gets_no_row_and_continues_later() -> None:
     harness.check_answer(slow)
     harness.check_answer(other)
     assert harness.scheduler.preemptions == 0
+
+
+def test_paused_requests_count_in_the_queue_limit() -> None:
+    harness = SchedulerHarness(max_num_seqs=1, max_queue=1)
+    slow = harness.add([1, 2, 3], 5)
+    harness.tick()
+    harness.pause(slow)
+    harness.add([1], 5)
+    with pytest.raises(QueueFull):
+        harness.add([2], 5)
+    harness.unpause(slow)
+    harness.finish()
 
 
 def test_paused_requests_do_not_count_as_running() -> None:
