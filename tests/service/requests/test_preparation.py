@@ -48,6 +48,7 @@ async def gate(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
     gate.released.set()
     assert await first == "first"
     await until(lambda: not pool.count)
+    assert [(lane._jobs, lane._bytes, len(lane._waiting)) for lane in (pool._small, pool._large)] == [(0, 0, 0)] * 2
     pool.close()
 
 
