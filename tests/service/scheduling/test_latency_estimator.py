@@ -8,6 +8,7 @@ from npuserve.service.scheduling.latency_estimator import (
     MAX_RETRY_SECONDS,
     MIN_MARGIN_SECONDS,
     MIN_RETRY_SECONDS,
+    STALE_SECONDS,
     LatencyEstimator,
 )
 
@@ -46,3 +47,31 @@ def test_retry_seconds_follow_the_expected_ends_of_requests() -> None:
     assert estimator.retry_seconds(101.0, 8) == pytest.approx(1.0)
     assert [estimator.retry_seconds(101.0, 8) for _ in range(99)][-1] == pytest.approx(MAX_RETRY_SECONDS)
     assert estimator.retry_seconds(1000.0, 4000) == MIN_RETRY_SECONDS
+
+
+def test_step_begins_when_the_step_before_it_has_ended() -> None:
+    estimator = LatencyEstimator(64)
+    for planned in (0.0, 0.5):
+        estimator.step_planned(1, 0, planned)
+    for applied in (1.0, 2.0):
+        assert estimator.expected_seconds == (0.0 if applied == 1.0 else 1.0)
+        estimator.step_applied(applied)
+    assert estimator.token_gap == 1.0
+    assert estimator.expected_seconds == 0.0
+
+
+@pytest.mark.parametrize(("decodes", "prompts"), [(1, 0), (0, 64)])
+def test_durations_are_forgotten_unless_a_step_in_flight_measures_them(decodes: int, prompts: int) -> None:
+    estimator = LatencyEstimator(64)
+
+    def known() -> list[bool]:
+        return [estimator.step_seconds(decodes, prompts) > 0, estimator.token_gap > 0]
+
+    estimator.step_planned(decodes, prompts, 0.0)
+    estimator.step_applied(1.0)
+    estimator.step_planned(decodes, prompts, 1.0)
+    estimator.forget_stale(2.0 + STALE_SECONDS)
+    assert known() == [True, bool(decodes)]
+    estimator.step_applied(2.0 + STALE_SECONDS)
+    estimator.forget_stale(3.0 + 2 * STALE_SECONDS)
+    assert known() == [False, False]
