@@ -141,8 +141,6 @@ class BlockManager:
         spare: minimum number of cached and free blocks to leave.
         """
         missing = -(-num_tokens // self.block_size) - len(prefix) - len(table.block_ids)
-        if missing <= 0 and not prefix:
-            return True
         reusable = sum(1 for block in prefix if not self._refs[block])
         if missing + spare > len(self._free) + len(self._cached) - reusable:
             return False

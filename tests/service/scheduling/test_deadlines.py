@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.errors import DeadlineExceeded
-from npuserve.service.ipc.messages import Request
+from npuserve.service.ipc.messages import PriorProgress, Request
 from npuserve.service.scheduling.deadlines import Deadlines
 from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS, STALE_SECONDS, LatencyEstimator
 from npuserve.service.scheduling.sequence import Account, Sequence
@@ -160,6 +160,27 @@ def test_prompt_that_would_be_late_is_dropped_before_admission() -> None:
     assert isinstance(harness.dropped[hopeless.id], DeadlineExceeded)
     assert harness.scheduler.deadlines.tokens_in_vain == 0
     harness.cancel(blocker)
+    harness.finish()
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_prompt_that_cannot_be_computed_in_time_ends_before_its_deadline(is_running: bool) -> None:
+    """The prompt takes 8 ticks, and the margin before a deadline less than 2."""
+    harness = measured(max_num_seqs=2)
+    deadline = harness.now + 10 * TICK
+    if not is_running:
+        for _ in range(2):
+            harness.add([1], 60)
+        harness.tick()
+    late = harness.add([2] * 64, 5, deadline=deadline, prior=PriorProgress(accepted=True))
+    if is_running:
+        harness.tick()
+        harness.now += 3 * TICK
+    while late.id in harness.live:
+        harness.tick()
+    assert isinstance(harness.dropped[late.id], DeadlineExceeded)
+    assert late.was_admitted == is_running
+    assert harness.now <= deadline - 4 * TICK
     harness.finish()
 
 
