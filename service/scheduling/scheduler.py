@@ -157,12 +157,11 @@ class Scheduler:
     def pause(self, sequence_id: int) -> None:
         """Give a request no further row until `unpause`. Nothing if it has ended or is paused."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is None or sequence.is_paused:
+        if sequence is None:
             return
         self.quarantine.release(sequence_id)
-        if sequence.state is not State.RESUMED:
-            self._take_out(sequence)
-            self._paused[sequence_id] = sequence
+        self._take_out(sequence)
+        self._paused[sequence_id] = sequence
         sequence.pause()
         self._samples.replace_leader(sequence)
 

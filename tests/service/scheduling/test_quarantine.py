@@ -53,3 +53,19 @@ def test_quarantine_of_a_preempted_request_gives_it_no_row() -> None:
     harness.finish()
     for sequence in sequences:
         harness.check_answer(sequence)
+
+
+def test_quarantined_request_runs_alone_and_blocks_no_other_while_it_is_paused() -> None:
+    harness = SchedulerHarness()
+    suspect, other = harness.add([1, 2], 9), harness.add([3, 4], 9)
+    harness.scheduler.isolate(suspect, 1, QUARANTINE_TOKENS)
+    for _ in range(QUARANTINE_TOKENS - 1):
+        assert [row.request_id for row in harness.tick().rows] == [suspect.id]
+    harness.pause(suspect)
+    assert not harness.scheduler.quarantine
+    while other.id in harness.live:
+        assert [row.request_id for row in harness.tick().rows] == [other.id]
+    harness.unpause(suspect)
+    harness.finish()
+    for sequence in (suspect, other):
+        harness.check_answer(sequence)

@@ -6,6 +6,7 @@ import pytest
 
 from npuserve.service.errors import QueueFull
 from npuserve.service.scheduling.latency_estimator import MIN_MARGIN_SECONDS
+from npuserve.service.scheduling.sequence import State
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
 
 
@@ -38,6 +39,24 @@ def test_paused_requests_count_in_the_queue_limit() -> None:
         harness.add([2], 5)
     harness.unpause(slow)
     harness.finish()
+
+
+def test_repeated_pauses_and_unpauses_change_nothing() -> None:
+    harness = SchedulerHarness(max_num_seqs=1)
+    slow = harness.add([1, 2, 3], 9)
+    harness.tick()
+    for _ in range(2):
+        harness.pause(slow)
+    assert (slow.state, harness.scheduler.num_paused) == (State.PAUSED, 1)
+    for _ in range(2):
+        harness.unpause(slow)
+    assert (slow.state, harness.scheduler.num_paused) == (State.RESUMED, 1)
+    harness.pause(slow)
+    assert slow.state is State.PAUSED
+    harness.unpause(slow)
+    harness.finish()
+    harness.check_answer(slow)
+    assert harness.scheduler.preemptions == 0
 
 
 def test_paused_requests_do_not_count_as_running() -> None:
