@@ -69,3 +69,29 @@ def test_quarantined_request_runs_alone_and_blocks_no_other_while_it_is_paused()
     harness.finish()
     for sequence in (suspect, other):
         harness.check_answer(sequence)
+
+
+def test_quarantined_request_waits_for_steps_of_others_and_ends_after_its_tokens() -> None:
+    harness = SchedulerHarness(depth=2)
+    other = harness.add([3, 4], 9)
+    harness.plan()
+    suspect = harness.add([1, 2], 9)
+    harness.scheduler.isolate(suspect, 1, QUARANTINE_TOKENS)
+    assert harness.plan().rows == []
+    harness.collect()
+    while harness.scheduler.quarantine:
+        assert [row.request_id for row in harness.tick().rows] == [suspect.id]
+    assert suspect.num_generated_tokens == QUARANTINE_TOKENS
+    while other.num_generated_tokens < 2:
+        harness.tick()
+    assert suspect.id in harness.live
+    harness.finish()
+
+
+def test_quarantined_group_is_admitted_one_request_a_step() -> None:
+    harness = SchedulerHarness()
+    sequences = [harness.add([number], 9) for number in range(4)]
+    for sequence in sequences:
+        harness.scheduler.isolate(sequence, 1, MAX_QUARANTINE_STEPS)
+    assert [len(harness.tick().rows) for _ in range(3)] == [1, 2, 2]
+    harness.finish()
