@@ -327,7 +327,7 @@ class Sequence:
 
         reports: reports of the prompt tokens [start + 1, ...), by a row from position `start` on.
         """
-        new = reports[max(0, self.num_reported_tokens - start - 1) :]
+        new = reports[self.num_reported_tokens - start - 1 :]
         self.num_reported_tokens += len(new)
         return new
 

@@ -224,6 +224,18 @@ def test_pause_of_a_follower_ends_its_wait() -> None:
         harness.check_answer(sequence)
 
 
+def test_follower_counts_the_shared_tokens_unless_it_becomes_the_leader() -> None:
+    harness = SchedulerHarness(budget=8)
+    samples = harness.add_samples(PROMPT, 3, 6)
+    assert [sequence.num_missing_tokens for sequence in samples] == [10, 2, 2]
+    harness.cancel(samples[0])
+    assert [sequence.num_missing_tokens for sequence in samples[1:]] == [10, 2]
+    harness.tick()
+    harness.tick()
+    assert (samples[2].state, samples[2].num_missing_tokens) == (State.WAITING, 2)
+    harness.finish()
+
+
 def test_preempted_leader_stays_the_leader() -> None:
     harness = SchedulerHarness(num_blocks=8, block_size=2, budget=2)
     old = harness.add([6], 12)
