@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -14,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.engine.crash_tracker import CLEAR_TOKENS, CrashTracker, StepLog, request_hash
+from npuserve.service.engine import crash_tracker
+from npuserve.service.engine.crash_tracker import (
+    CLEAR_TOKENS,
+    MIN_CRASHES,
+    NEAR_TOKENS,
+    CrashRecord,
+    CrashTracker,
+    StepLog,
+    request_hash,
+)
 from npuserve.service.engine.grammars import Grammars
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.engine.request_registry import RequestRegistry
@@ -22,6 +32,7 @@ from npuserve.service.errors import EngineKiller
 from npuserve.service.ipc.messages import Request
 from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.quarantine import QUARANTINE_TOKENS
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.service.scheduling.reference import FakeDevice
 
@@ -260,3 +271,36 @@ def test_submitted_request_of_a_fatal_step_is_in_quarantine() -> None:
     registry.add(request, (b"f", 2), 1.0)
     assert [record.crashes for record in tracker._records.values()] == [1]
     assert scheduler.quarantine
+
+
+@pytest.mark.parametrize(("has_passed", "made", "quarantine_tokens", "passed"), [
+    (False, 20, QUARANTINE_TOKENS, True), (True, 20, 20 + QUARANTINE_TOKENS, True),
+    (True, 2, QUARANTINE_TOKENS, True), (False, 2, QUARANTINE_TOKENS, False),
+])
+def test_quarantine_is_longer_after_the_second_run_that_passed_it(
+    has_passed: bool, made: int, quarantine_tokens: int, passed: bool
+) -> None:
+    before = CrashRecord(1, QUARANTINE_TOKENS, 10, 10, has_passed=has_passed)
+    after = CrashTracker()._after_crash(before, 10 + made)
+    assert (after.quarantine_tokens, after.has_passed, after.made) == (quarantine_tokens, passed, made)
+
+
+@pytest.mark.parametrize(("made_before", "made", "is_killer"), [
+    (50, NEAR_TOKENS, True), (50, NEAR_TOKENS + 1, False), (50, 50 - QUARANTINE_TOKENS, True),
+    (50, 51 + QUARANTINE_TOKENS, False),
+])
+def test_killer_crashes_twice_at_the_same_place(made_before: int, made: int, is_killer: bool) -> None:
+    tracker = CrashTracker()
+    tracker._fatal = frozenset([7])
+    before = CrashRecord(MIN_CRASHES - 1, QUARANTINE_TOKENS, 100, made_before, is_alone=True)
+    assert tracker._after_crash(before, 100 + made).is_killer == is_killer
+    assert not tracker._after_crash(msgspec.structs.replace(before, crashes=1), 100 + made).is_killer
+
+
+def test_oldest_crash_records_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crash_tracker, "MAX_RECORDS", 2)
+    tracker = CrashTracker(f"{tmp_path}/steps", 1, 1)
+    tracker._records = {key: CrashRecord(1, QUARANTINE_TOKENS, 0, 0) for key in (3, 1, 2)}
+    tracker._is_changed = True
+    tracker.save()
+    assert list(CrashTracker(f"{tmp_path}/steps", 1, 1)._records) == [1, 2]
