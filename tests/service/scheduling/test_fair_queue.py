@@ -336,7 +336,7 @@ def test_virtual_time_is_raised_only_for_a_client_without_waiting_requests(is_wa
 
 
 def test_preempted_request_does_not_advance_the_queue_to_its_clients_time() -> None:
-    """Else a client that arrives then would wait for all who are behind the preempted request's client."""
+    """A client that arrives afterwards starts level with the clients that wait."""
     queue = FairQueue(8)
     preempted = waiting(queue, 1, "a")
     queue.admit(preempted, 1)
