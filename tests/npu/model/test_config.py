@@ -72,6 +72,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         {"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["full_attention"] * 28},
         {"hidden_act": "swish"},
         {"partial_rotary_factor": 1.0},
+        {"mlp_bias": True},
         {"quantization_config": None},
         {"dtype": "bfloat16", "torch_dtype": "float16"},
     ],

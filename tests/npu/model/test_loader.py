@@ -332,3 +332,14 @@ def test_refused_bytes_equal_those_of_the_loaded_weights(tmp_path, monkeypatch):
         loaded = load_weights(tmp_path, of_rank, torch.bfloat16, CpuBackend(), lambda done, total: None)
         assert refused_bytes(tmp_path, of_rank, torch.bfloat16, CpuBackend()) == loaded.unplanned_bytes > 0
     assert refused_bytes(tmp_path, config, torch.float32, CpuBackend()) == 0
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_refused_bytes_leave_out_int8_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(native.library(), "compact", True)
+    saved(random_model("qwen3-untied"), tmp_path)
+    rows = torch.exp2(torch.rand(100, 32, generator=torch.Generator().manual_seed(0)) * 200 - 100)
+    rewrite(tmp_path, lm_head__weight=rows)
+    for head, refused in (("auto", True), ("int8", False)):
+        config = ModelConfig.from_folder(tmp_path, head)
+        assert (refused_bytes(tmp_path, config, torch.bfloat16, CpuBackend()) > 0) == refused

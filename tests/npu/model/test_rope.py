@@ -10,7 +10,25 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
 from tests.support.models import ROPES, SIZES
 
-KINDS = {"default": {"rope_type": "default", "rope_theta": 1e6}, **ROPES}
+KINDS = {
+    "default": {"rope_type": "default", "rope_theta": 1e6}, **ROPES,
+    "llama3-low": {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+    "yarn-qwen3": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000.0,
+    },
+    "yarn-step": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
+        "beta_fast": 4.0, "beta_slow": 4.0, "truncate": False,
+    },
+    # Without factor it is max_position_embeddings / original; mscale has no effect without mscale_all_dim.
+    "yarn-implied": {
+        "rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+        "mscale": 0.7,
+    },
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
