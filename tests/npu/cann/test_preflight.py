@@ -105,6 +105,10 @@ def test_variable_of_collectives_gives_a_notice_to_ranks_only(
     assert name not in found(tmp_path, captures, environ={**ENVIRONMENT, **environ})
 
 
+def test_valid_size_of_collectives_buffer_gives_no_notice(tmp_path: Path) -> None:
+    assert "HCCL_BUFFSIZE" not in found(tmp_path, True, 2, environ={**ENVIRONMENT, "HCCL_BUFFSIZE": "200"})
+
+
 def test_task_queue_is_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "0")
     preflight.set_variables()

@@ -134,6 +134,31 @@ def test_one_profile_at_a_time_and_one_of_a_name(folder: Path, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_close_waits_for_a_trace_that_is_being_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, joined = load(folder), threading.Event()
+    profiler = Profiler(runner, traces := TraceFolder(tmp_path))
+    write, join = traces.write, threading.Thread.join
+
+    def write_when_joined(name: str, trace: bytes) -> Path:
+        assert joined.wait(30)
+        return write(name, trace)
+
+    def joining(thread: threading.Thread, timeout: float | None = None) -> None:
+        joined.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(traces, "write", write_when_joined)
+    monkeypatch.setattr(threading.Thread, "join", joining)
+    profiler.start("a", 1, 60.0)
+    answered(runner, asks(1, 4))
+    assert not profiler.poll()
+    profiler.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.trace.json"]
+    assert isinstance(profiler.last, ProfileSummary)
+
+
 def test_folder_that_was_removed_is_made_again_and_an_unusable_one_refuses_the_profile(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,10 @@ def sequences(count: int = 4, length: int = 40, seed: int = 0) -> list[list[int]
     return torch.randint(0, 100, (count, length), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+LARGEST = max(map(max, sequences(2)))
+"""Largest token id of the texts that calibrate the refused models."""
+
+
 def layer_of(model, config: ModelConfig, index: int, dtype: torch.dtype) -> Layer:
     prefix = f"model.layers.{index}."
     weights = {name.removeprefix(prefix): tensor.detach().float() for name, tensor in model.state_dict().items()
@@ -270,7 +274,8 @@ def _spoil(folder: Path, **changes: torch.Tensor | None) -> None:
     (lambda f: _spoil(f, norm=torch.ones(32, dtype=torch.float64)), {}, "model.norm.weight is F64; supported are F32"),
     (lambda f: _spoil(f, layers__0__other=torch.ones(1)), {}, "1 unknown: model.layers.0.other.weight"),
     (lambda f: edit_config(f, num_hidden_layers=2), {}, "9 unknown: .*; config.json has 2 layers, the files have 3"),
-    (lambda f: edit_config(f, vocab_size=9), {}, r"makes token id \d+ of .* text, and the model's ids are in \[0, 8\]"),
+    (lambda f: edit_config(f, vocab_size=LARGEST), {},
+     rf"makes token id {LARGEST} of .* text, and the model's ids are in \[0, {LARGEST - 1}\]"),
     (lambda f: _spoil(f, layers__2__mlp__up_proj=torch.full((48, 32), torch.nan)), {}, "up_proj.weight.* not finite"),
     (lambda f: (f / "model.safetensors").write_bytes(b"noise"), {}, "is not a complete safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), {}, "has neither model.safetensors nor"),
