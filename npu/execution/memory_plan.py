@@ -155,7 +155,7 @@ def predict(
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
     if cached != made:
-        activations += backend.dequantized_bytes(length, block_size, config.num_kv_heads, config.head_dim)
+        activations += backend.dequantized_bytes(length, block_size, config.local.num_kv_heads, config.head_dim)
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
 
     block = block_bytes(config, block_size, cached, backend)

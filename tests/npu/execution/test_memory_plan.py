@@ -20,6 +20,7 @@ from npuserve.npu.model import progress
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.model.shard import Shard
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from tests.npu.model.test_weights import storage
 from tests.support.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
@@ -95,6 +96,14 @@ def test_predict_default_cache_is_limited_to_share_of_free_memory(cpu, available
     asked = predict(CONFIG, cpu, max_num_seqs=5, block_size=16, max_model_len=64)
     assert (asked.num_blocks, asked.max_model_len) == (4, 64)  # unless max_model_len is given
     assert asked.fits
+
+
+def test_predict_dequantized_context_has_the_heads_of_one_rank(cpu, monkeypatch):
+    monkeypatch.setattr(cpu, "dequantized_bytes", lambda context, block_size, kv_heads, head_dim: 1000 * kv_heads)
+    for size, heads in ((1, 2), (2, 1), (4, 1)):
+        plain, int8 = (predict(CONFIG.sharded(Shard(0, size)), cpu, kv_cache_dtype=cached, kv_cache_memory=1 << 20)
+                       for cached in ("auto", "int8"))
+        assert int8.activations - plain.activations == 1000 * heads
 
 
 def test_predict_reserved_memory_is_not_available(cpu, available):
