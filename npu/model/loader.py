@@ -137,7 +137,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
         last = max(rows.size - LANES, 0)
-        for first in sorted({rows.first + last * i // max(SAMPLES - 1, 1) for i in range(SAMPLES)}):
+        for first in sorted({rows.first + last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
             taken = min(LANES, rows.first + rows.size - first)
             if taken > 0:
                 yield part[first : first + taken, columns.first : columns.first + columns.size]
