@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -218,6 +219,14 @@ def test_padding_rows_and_tokens_have_distinct_slots():
     buffers.pad(staged.parts[0], 30)
     staged.upload()
     assert buffers.tokens(30).slot_mapping.tolist() == [15, 32, *range(48, 76)]
+
+
+def test_tokens_of_a_capture_are_divided_into_rows_that_fit_their_blocks():
+    buffers = BatchBuffers(60, 3, 2, 8, 9, Padded())
+    for tokens, lengths in ((5, [5, 0, 0, 0]), (40, [16, 16, 8, 0]), (60, [16, 16, 16, 12])):
+        attention = buffers.tokens(tokens).attention
+        assert attention.host_context_lens == lengths
+        assert attention.host_cu_seqlens_q == [0, *accumulate(lengths)]
 
 
 def test_pad_adds_tokens_and_rows_without_effect():
