@@ -191,6 +191,9 @@ def test_constrained_min_tokens_and_allowed_ids_restrict_mask(load: Any) -> None
         assert first_token(runner, bits_of([41, 99]), **more, allowed_token_ids=(41,)) == 41
         assert first_token(runner, bits_of([12]), allowed_token_ids=(41, 70), temperature=temperature) == 12
         assert first_token(runner, bits_of([12, 70]), allowed_token_ids=(41, 70), logit_bias={12: 50.0}) == 70
+        biased = {**more, "logit_bias": {12: 1.0, 41: 1.0}}  # edits the logits on the device, too
+        assert first_token(runner, bits_of([12]), **biased, allowed_token_ids=(41, 70)) == 12
+        assert first_token(runner, bits_of([41]), **biased) == 41
 
 
 def test_constrained_bits_beyond_vocabulary_do_not_count(load: Any) -> None:
