@@ -102,7 +102,7 @@ class Runner:
         self.parameters = config.num_parameters
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
-        self.deterministic = backend.deterministic and prefill is None
+        self.deterministic = backend.deterministic
         self._backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
