@@ -217,7 +217,7 @@ class CpuBackend(Backend):
         """Return the cores of this rank: its part of the cores that this process may use."""
         cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.place
         each = max(1, len(cores) // size)
-        return cores if size == 1 else cores[rank * each % len(cores):][:each]
+        return cores[rank * each % len(cores):][:each]
 
     def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
         if self._arena is None:
