@@ -20,8 +20,8 @@ KINDS = {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000.0,
     },
     "yarn-step": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0,
-        "beta_fast": 4.0, "beta_slow": 4.0, "truncate": False,
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0,
+        "beta_slow": 2.6,
     },
     # Without factor it is max_position_embeddings / original; mscale has no effect without mscale_all_dim.
     "yarn-implied": {
