@@ -28,6 +28,7 @@ from tests.e2e.brittle import COUNTING
 from tests.e2e.processes import children, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.stalled_hub import StalledHub
+from tests.support.processes import is_running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -284,7 +285,7 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
             server.process.send_signal(number)
             assert server.process.wait(60) == 0, server.log
             assert "Traceback" not in server.log
-            assert not [pid for pid in started.values() if Path(f"/proc/{pid}").exists()]
+            assert not [pid for pid in started.values() if is_running(pid)]
         if stalls == "files":
             assert len([path for _, path in hub.requests if path.endswith("/revision/main")]) == 1, hub.requests
 

@@ -21,7 +21,7 @@ import pytest
 
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.supervisor.supervisor import Restarts, Supervisor
-from tests.support.processes import until
+from tests.support.processes import free_port, is_running, until
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_child.py"
 
@@ -90,7 +90,7 @@ class Run:
         os.kill(self.journal(name, "started")[-1][2]["pid"], signal.SIGSTOP)
 
     def alive(self) -> list[int]:
-        return [facts["pid"] for _, _, facts in self.journal("", "started") if Path(f"/proc/{facts['pid']}").exists()]
+        return [facts["pid"] for _, _, facts in self.journal("", "started") if is_running(facts["pid"])]
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ async def test_supervisor_full_disk_refuses_start(monkeypatch: pytest.MonkeyPatc
     """No process is started."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(1 << 30, 0, 5 << 10))
     with pytest.raises(ConfigError, match=r"^TMPDIR: .* has 5 KiB free; 16 MiB are needed$"):
-        await Supervisor(ServerConfig()).run()
+        await Supervisor(ServerConfig(port=free_port(), metrics_port=0)).run()
 
 
 def test_serve_missing_model_prints_one_line(tmp_path: Path) -> None:

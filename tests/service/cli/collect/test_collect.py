@@ -21,7 +21,7 @@ from npuserve.service.cli.collect.archive import Archive, Part
 from npuserve.service.cli.collect.command import accept_report
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
-from tests.support.processes import until
+from tests.support.processes import is_running, until
 
 MAPPING = """
         NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
@@ -351,7 +351,7 @@ def test_collect_ended_by_sigterm_ends_its_command(home: Path) -> None:
         assert process.wait(20) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    until(lambda: not Path(f"/proc/{started.read_text().strip()}").exists())
+    until(lambda: not is_running(int(started.read_text())))
 
 
 def test_archive_in_place_of_another_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
