@@ -62,19 +62,19 @@ Adapter = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 """Function from arguments to arguments."""
 
 
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `change` to the leaves of a value, in tuples, lists and dataclasses, which are rebuilt."""
+    if isinstance(value, tuple | list):
+        return type(value)(map_leaves(change, x) for x in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: map_leaves(change, getattr(value, f.name)) for f in fields(value)})
+    return change(value)
+
+
 def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     """Move tensors, also in sequences and dataclasses, to the device; other values are unchanged."""
-
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(device)
-        if isinstance(value, tuple | list):
-            return type(value)(map(move, value))
-        if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{f.name: move(getattr(value, f.name)) for f in fields(value)})
-        return value
-
-    return tuple(map(move, args))
+    made: tuple[Any, ...] = map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, args)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

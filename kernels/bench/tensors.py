@@ -11,6 +11,7 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.quantized import FLOAT8, Quantized
+from npuserve.kernels.registry import map_leaves
 
 Args = tuple[Any, ...]
 
@@ -26,31 +27,26 @@ def copy_arguments(args: Args, which: Sequence[int]) -> Args:
 
 def copy_value(value: Any) -> Any:
     """Copy a tensor, in large pages if possible, or a sequence or dataclass of tensors."""
-    if isinstance(value, Tensor):
-        if not native.available() or not value.is_cpu or not value.nbytes:
-            return value.clone()
-        made = native.library().allocate(value.nbytes).view(value.dtype).view(value.shape)
-        return made.copy_(value)
-    if isinstance(value, tuple | list):
-        return type(value)(map(copy_value, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: copy_value(getattr(value, f.name)) for f in dataclasses.fields(value)})
-    return value
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if not native.available() or not x.is_cpu or not x.nbytes:
+            return x.clone()
+        return native.library().allocate(x.nbytes).view(x.dtype).view(x.shape).copy_(x)
+
+    return map_leaves(copy, value)
 
 
 def widened(value: Any) -> Any:
     """Convert floats to float64, also in sequences and dataclasses, for a golden function; float8 is exact as it is."""
-    if isinstance(value, torch.dtype):  # dtype of the result; a scheme keeps its own
-        return value if value in QUANTIZED else torch.float64
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() and value.itemsize > 1 else value
-    if isinstance(value, tuple | list):
-        return type(value)(map(widened, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: widened(getattr(value, f.name)) for f in dataclasses.fields(value)})
-    return value
+
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.dtype):  # dtype of the result; a scheme keeps its own
+            return x if x in QUANTIZED else torch.float64
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1 else x
+
+    return map_leaves(widen, value)
 
 
 def tensors(value: Any) -> list[Tensor]:
