@@ -5,7 +5,6 @@ Rounding matches Hugging Face's models: float32 inside, then the input's dtype, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,41 +24,33 @@ def normalize(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * gamma
 
 
-def _rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bool = False) -> Case:
+def _case(inputs: int, tokens: int, hidden: int, scheme: str, benchmark: bool = False) -> Case:
+    """Return a case. inputs: 1 for x, 2 for x and the residual."""
+
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-        x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+        added = torch.randn(inputs, tokens, hidden, generator=generator).to(dtype)
         gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
-        return x, gamma, 1e-6, scheme_of(scheme, generator)
+        return *added, gamma, 1e-6, scheme_of(scheme, generator)
 
     return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS,
                 float8=scheme in FLOAT8_SCHEMES)
 
 
-def _add_rms_norm_case(tokens: int, hidden: int, scheme: str = "", benchmark: bool = False) -> Case:
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-        x, residual = torch.randn(2, tokens, hidden, generator=generator).to(dtype)
-        gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
-        return x, residual, gamma, 1e-6, scheme_of(scheme, generator)
-
-    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS,
-                float8=scheme in FLOAT8_SCHEMES)
-
-
-def _cases(make: Callable[..., Case]) -> list[Case]:
+def _cases(inputs: int) -> list[Case]:
     return [
-        *(make(*shape, scheme) for scheme in ("", *SCHEMES, *FLOAT8_SCHEMES)
+        *(_case(inputs, *shape, scheme) for scheme in ("", *SCHEMES, *FLOAT8_SCHEMES)
           for shape in ((1, 8), (3, 33), (7, 64))),
-        *(make(tokens, 1024, scheme, True) for scheme in ("", "int8") for tokens in (1, 32, 512))]
+        *(_case(inputs, tokens, 1024, scheme, True) for scheme in ("", "int8") for tokens in (1, 32, 512))]
 
 
-@kernel("rms_norm", cases=_cases(_rms_norm_case))
+@kernel("rms_norm", cases=_cases(1))
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Normalize x [T, H] and multiply by gamma [H]: [T, H]. scheme: quantizes the result; None leaves it."""
     normed = normalize(x, gamma, eps)
     return normed if scheme is None else quantize(normed, scheme)
 
 
-@kernel("add_rms_norm", cases=_cases(_add_rms_norm_case))
+@kernel("add_rms_norm", cases=_cases(2))
 def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
