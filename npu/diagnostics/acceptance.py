@@ -18,6 +18,7 @@ from npuserve.kernels.registry import KernelSet, Span
 from npuserve.npu.backends.base import Backend, Captured
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.diagnostics.differences import norm_of
+from npuserve.npu.diagnostics.machine import capture_bucket
 from npuserve.npu.execution.batch import BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
@@ -149,15 +150,15 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     BackendError as `Backend.capture` does.
     """
     model, backend = loaded.model, loaded.backend
-    size, chosen = backend.block_size, backend.decode_buckets
+    size = backend.block_size
     cache = KVCache.allocate(model.config, largest, size, loaded.runner.cache_dtype, backend)
     buffers = BatchBuffers(largest, largest, 1, size, largest if backend.padding_blocks else None, backend)
 
-    def capture(rows: int) -> Captured | None:
-        with torch.inference_mode():
-            return backend.capture(lambda n: model.hidden(buffers.decode(n), cache), rows, decode=True)
+    def step(rows: int) -> Tensor:
+        return model.hidden(buffers.decode(rows), cache)
 
-    captured = capture(largest)
+    with torch.inference_mode():
+        captured = backend.capture(step, largest, decode=True)
     if captured is None:
         return
     sizes = sorted({captured.size(rows) for rows in range(1, captured.largest + 1)})
@@ -165,22 +166,18 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
         sizes = [captured.largest]
     rows = _decode_rows(model, backend, cache, sizes[-1])
     del captured
-    try:
-        for count in reversed(sizes):
-            backend.decode_buckets = (count,)
-            began, free = time.perf_counter(), backend.memory_available()
-            captured = capture(count)
-            assert captured
-            seconds, nbytes = time.perf_counter() - began, max(0, free - backend.memory_available())
-            compared = [
-                backend.enqueue(partial(_compare, captured, rows[:n], loaded, buffers, cache, captured.size(n))).wait()
-                for n in (count, max(1, count - 1))]
-            backend.synchronize()
-            replays, singles = zip(*compared[0][1], strict=True)
-            yield Bucket(count, seconds, nbytes, compared[0][0], compared[1][0],
-                         *(statistics.median(span.read() for span in spans) for spans in (replays, singles)))
-    finally:
-        backend.decode_buckets = chosen
+    for count in reversed(sizes):
+        began, free = time.perf_counter(), backend.memory_available()
+        captured = capture_bucket(backend, step, count)
+        assert captured
+        seconds, nbytes = time.perf_counter() - began, max(0, free - backend.memory_available())
+        compared = [
+            backend.enqueue(partial(_compare, captured, rows[:n], loaded, buffers, cache, captured.size(n))).wait()
+            for n in (count, max(1, count - 1))]
+        backend.synchronize()
+        replays, singles = zip(*compared[0][1], strict=True)
+        yield Bucket(count, seconds, nbytes, compared[0][0], compared[1][0],
+                     *(statistics.median(span.read() for span in spans) for spans in (replays, singles)))
 
 
 def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> list[Row]:

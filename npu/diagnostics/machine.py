@@ -9,7 +9,7 @@ import torch
 
 from npuserve.kernels.bench.ceilings import HOST, Machine
 from npuserve.kernels.registry import Case, Span
-from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.backends.base import Backend, BackendError, Captured
 from npuserve.npu.backends.cpu import CpuBackend
 
 
@@ -29,7 +29,6 @@ class Device:
     def synchronize(self) -> None:
         self.backend.synchronize()
 
-    @torch.inference_mode()
     def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
         """Capture the calls as a decode step of one row that reads no lengths from the host."""
 
@@ -37,11 +36,7 @@ class Device:
             calls()
             return torch.zeros(rows, device=self.device)
 
-        chosen, self.backend.decode_buckets = self.backend.decode_buckets, (1,)
-        try:
-            captured = self.backend.capture(step, 1, decode=True)
-        finally:
-            self.backend.decode_buckets = chosen
+        captured = capture_bucket(self.backend, step, 1)
         if captured is None:
             return None
 
@@ -50,6 +45,16 @@ class Device:
             return captured.replay(1, [1])
 
         return replay
+
+
+@torch.inference_mode()
+def capture_bucket(backend: Backend, step: Callable[[int], torch.Tensor], rows: int) -> Captured | None:
+    """Capture a decode step of `rows` rows in one bucket. Returns None and raises BackendError as `Backend.capture`."""
+    chosen, backend.decode_buckets = backend.decode_buckets, (rows,)
+    try:
+        return backend.capture(step, rows, decode=True)
+    finally:
+        backend.decode_buckets = chosen
 
 
 def machine_of(backend: Backend) -> Machine:

@@ -19,6 +19,7 @@ from npuserve.kernels.quantized import Quantized
 from npuserve.npu.backends.base import Captured, Event
 from npuserve.npu.diagnostics.acceptance import Loaded
 from npuserve.npu.diagnostics.differences import norm_of
+from npuserve.npu.diagnostics.machine import capture_bucket
 from npuserve.npu.execution.batch import BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache
@@ -78,19 +79,17 @@ class Replays:
         self._backend.enqueue(partial(randomize, self._cache)).wait()
         self._buffers = BatchBuffers(
             rows, rows, self._per_row, self._size, blocks if self._backend.padding_blocks else None, self._backend)
-        chosen, self._backend.decode_buckets = self._backend.decode_buckets, (rows,)
-        try:
-            with torch.inference_mode():
-                captured = self._backend.capture(
-                    lambda n: self._model.hidden(self._buffers.decode(n), self._cache), rows, decode=True)
-        finally:
-            self._backend.decode_buckets = chosen
+        captured = capture_bucket(
+            self._backend, lambda n: self._model.hidden(self._buffers.decode(n), self._cache), rows)
         if captured is None:
             raise NothingCaptured("the backend captures no decode steps")
         self._captured: Captured = captured
 
     def difference(self, contexts: Sequence[int]) -> float:
-        """Return || replay - kernels || / || kernels || of the hidden states. contexts: of each row."""
+        """Return || replay - kernels || / || kernels || of the hidden states.
+
+        contexts: context length of each row.
+        """
         return self._backend.enqueue(partial(self._difference, contexts)).wait()
 
     def soak(self, seconds: float, limit: float, patterns: int, longest: int) -> Soaked:
@@ -178,6 +177,7 @@ def shortened(loaded: Loaded, longest: int) -> Model:
 
 
 def randomize(cache: KVCache) -> None:
+    """Fill a KV cache with RANDOM_BLOCKS blocks of random numbers, in turn."""
     generator = torch.Generator().manual_seed(0)
     for keys_and_values in cache.layers:
         for part in keys_and_values:
