@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.norm import normalize
+from npuserve.kernels.qk_norm_rope_kv_write import rotate
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import DYNAMIC
 from npuserve.npu.model.config import ModelConfig
@@ -41,7 +42,7 @@ class Layer:
 
     weights: weights of the checkpoint, by name in the layer.
     dtypes: dtypes of the weights in the checkpoint.
-    cos_sin: [P, D].
+    cos_sin: [P, D] float32, as by `rope.cos_sin_table`.
     int8: dequantized weights of the projections that are computed in int8.
     power: sum over tokens of x_j^2 / mean(x^2); None if not recorded. The key is the first projection with input x.
     """
@@ -83,8 +84,7 @@ class Layer:
         if self.config.qk_norm:
             heads = self._norm(norm, heads)
         cos, sin = self.cos_sin[: heads.shape[1]].chunk(2, dim=-1)
-        a, b = heads.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return rotate(heads, cos, sin)
 
     def project(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         """Return the projections `names` of x [T, K]. Either all of them are int8 or none."""

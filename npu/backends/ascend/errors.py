@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
 
 import torch
 
 from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.causes import causes
 from npuserve.npu.cann.codes import (
     CODES,
     MORE_MEMORY,
@@ -78,14 +78,8 @@ def check(code: int, name: str) -> None:
         raise AclError("\n".join((f"{name}: error code is {code}", text.decode(errors="replace"))))
 
 
-def _chain(error: BaseException) -> Iterator[str]:
-    """Yield the messages of an error and of its causes, each once. An error that is raised again can cause itself."""
-    seen: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in seen:
-        yield str(each)
-        seen.append(each)
-        each = each.__cause__ or each.__context__
+def _messages(error: BaseException) -> list[str]:
+    return [str(each) for each in causes(error)]
 
 
 def code_of(error: BaseException) -> int | None:
@@ -93,7 +87,7 @@ def code_of(error: BaseException) -> int | None:
 
     For an invalidated capture it is the code of the launch that failed within, if the chain has it.
     """
-    codes = [int(found[1] or found[2]) for found in map(_CODE.search, _chain(error)) if found]
+    codes = [int(found[1] or found[2]) for found in map(_CODE.search, _messages(error)) if found]
     return next((code for code in codes if code != INVALIDATED), codes[0] if codes else None)
 
 
@@ -115,12 +109,12 @@ def fault_of(error: BaseException) -> Fault | None:
 
 def is_failed_launch(error: BaseException) -> bool:
     """Return True if a launch failed on torch_npu's own thread, and no message has its code."""
-    return code_of(error) is None and any(map(_CALL_FAILED.search, _chain(error)))
+    return code_of(error) is None and any(map(_CALL_FAILED.search, _messages(error)))
 
 
 def known(error: BaseException) -> ErrorCode | None:
     """Return the entry of `codes` for an error or one of its causes; None if it has none."""
-    texts = "\n".join(_chain(error)).lower()
+    texts = "\n".join(_messages(error)).lower()
     by_text = next((entry for text, entry in TEXTS.items() if text.lower() in texts), None)
     code = code_of(error)
     return by_text or (CODES.get(code) if code is not None else None)

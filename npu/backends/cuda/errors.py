@@ -6,11 +6,10 @@ and triton contain the text; torch.AcceleratorError also has the code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.causes import causes
 
 FAULTS: dict[int, tuple[str, Fault]] = {
     2: ("out of memory", Fault.RETRYABLE),
@@ -60,25 +59,15 @@ _PREFIXES = ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: ", "CU
 """Beginnings of CUDA messages in errors of torch and triton. CUBLAS_STATUS_... may follow the first."""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once. An error that is raised again can cause itself."""
-    seen: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in seen:
-        yield each
-        seen.append(each)
-        each = each.__cause__ or each.__context__
-
-
 def fault_of(error: BaseException) -> Fault | None:
     """Return the fault of an error; None if the device did not cause it."""
-    return next((fault for each in _chain(error) if (fault := _sort(each)) is not None), None)
+    return next((fault for each in causes(error) if (fault := _sort(each)) is not None), None)
 
 
 def is_capture_error(error: BaseException) -> bool:
     """Return True for errors that only captures and graphs raise."""
     return any(getattr(each, "error_code", None) in _CAPTURES or any(text in str(each) for text in _CAPTURE_TEXTS)
-               for each in _chain(error))
+               for each in causes(error))
 
 
 def _sort(error: BaseException) -> Fault | None:
