@@ -30,6 +30,14 @@ def default_buckets(largest: int) -> tuple[int, ...]:
     return *(size for size in sizes if size < largest), largest
 
 
+def row_buckets(configured: Sequence[int], largest: int) -> Sequence[int]:
+    """Return the row counts of captured decode steps up to `largest`.
+
+    configured: `Backend.decode_buckets`. If all are larger, the only count is `largest`.
+    """
+    return [rows for rows in configured or default_buckets(largest) if rows <= largest] or [largest]
+
+
 class Graphs(ABC, Generic[Graph]):
     """`Captured` step with one graph per bucket.
 
@@ -46,10 +54,10 @@ class Graphs(ABC, Generic[Graph]):
         self.seconds = time.perf_counter() - began
         self.nbytes = max(0, free - streams.mem_get_info()[0])
 
-    @property
-    def buckets(self) -> Sequence[int]:
-        """Rows of each graph, ascending."""
-        return self._buckets
+    def log_capture(self, *, decode: bool) -> None:
+        """Log the buckets, `seconds` and `nbytes`. decode: buckets are numbers of rows; False: of tokens."""
+        log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
+                 ", ".join(map(str, self._buckets)), "rows" if decode else "tokens", self.seconds, self.nbytes / 2**20)
 
     @property
     def largest(self) -> int:

@@ -30,7 +30,7 @@ from npuserve.npu.backends.ascend.native_lengths import NativeLengths, Unsupport
 from npuserve.npu.backends.ascend.profiler import ascend_profiler
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Event, Fault
 from npuserve.npu.backends.device_profiler import DeviceProfiler
-from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
+from npuserve.npu.backends.graphs import MAX_TOKENS, row_buckets
 from npuserve.npu.backends.streams import StreamBackend
 from npuserve.npu.cann import preflight, processors
 from npuserve.npu.cann.codes import TOO_OLD
@@ -303,20 +303,19 @@ class AscendBackend(StreamBackend):
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         if decode:
-            buckets = [rows for rows in self.decode_buckets or default_buckets(largest) if rows <= largest]
+            buckets = row_buckets(self.decode_buckets, largest)
         else:
             most = min(largest, MAX_TOKENS)
             buckets = [*range(TOKEN_BUCKET, most, TOKEN_BUCKET), most]
         try:
             self._check_lengths()
-            made = self._graphs(step, buckets or [largest], decode)
+            made = self._graphs(step, buckets, decode)
             self.synchronize()
         except RuntimeError as error:
             if (reason := acl_errors.capture_advice(error)) is None:
                 raise
             raise CaptureError(f"device: {reason}") from error
-        log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
-                 ", ".join(map(str, made.buckets)), "rows" if decode else "tokens", made.seconds, made.nbytes / 2**20)
+        made.log_capture(decode=decode)
         return made
 
 

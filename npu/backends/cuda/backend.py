@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +20,10 @@ from npuserve.npu.backends.cuda import errors as cuda_errors
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
 from npuserve.npu.backends.device_profiler import DeviceProfiler
-from npuserve.npu.backends.graphs import default_buckets
+from npuserve.npu.backends.graphs import row_buckets
 from npuserve.npu.backends.streams import StreamBackend
 from npuserve.npu.backends.trace_profiler import TraceProfiler
 from npuserve.npu.quantization import W8A8
-
-log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first with bfloat16."""
@@ -70,7 +67,7 @@ def build_driver_module() -> None:
 class CudaBackend(StreamBackend):
     """Backend for a GPU.
 
-    decode_buckets: rows of the captured decode steps; () for `default_buckets`.
+    decode_buckets: rows of the captured decode steps; () for `graphs.default_buckets`.
     """
 
     name = "cuda"
@@ -176,8 +173,7 @@ class CudaBackend(StreamBackend):
         super().check_scheme(scheme)
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        chosen = [size for size in self.decode_buckets or default_buckets(largest) if size <= largest]
-        buckets = (chosen or [largest]) if decode else token_buckets(largest)
+        buckets = row_buckets(self.decode_buckets, largest) if decode else token_buckets(largest)
         try:
             made = CudaGraphs(self._streams, step, buckets, self._record, self._stream, self._pool)
             self.synchronize()
@@ -190,8 +186,7 @@ class CudaBackend(StreamBackend):
                 raise
             first = str(error).splitlines()[0][:200]
             raise CaptureError(f"device: steps cannot be captured ({first}): serve with --capture off") from error
-        log.info("captured %s steps of %s %s in %.1f s, %.1f MiB of device memory", "decode" if decode else "mixed",
-                 ", ".join(map(str, made.buckets)), "rows" if decode else "tokens", made.seconds, made.nbytes / 2**20)
+        made.log_capture(decode=decode)
         return made
 
 
