@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED, Cache, setting_of
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, shared_memory, within
+from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.kv_write import kv_write_kernel
 from npuserve.kernels.triton.linear_tiles import SHARED_BYTES
@@ -24,6 +23,9 @@ _MERGED = 8192
 
 _LARGE = 144 << 10
 """Bytes of shared memory with which a program may take every configuration of `config`."""
+
+_INTERPRETED_PROCESSORS = 4
+"""Multiprocessors among which the work is divided if Triton interprets, which takes time for each program."""
 
 _ARRIVED = 1 << 14
 """Counters of a device: the maximum number of parts of a launch."""
@@ -169,7 +171,7 @@ def paged_attention(
             continue
         chosen = chosen or config(chunked, dim, q.dtype, keys.dtype, tokens, shared_memory(q.device))
         made = plan_launch(chosen, chunked, tokens, rows, q_heads, kv_heads, dim, size, block_tables.shape[1] * size,
-                           _processors(q.device))
+                           processors(q.device) if q.is_cuda else _INTERPRETED_PROCESSORS)
         lines = made.constants["BLOCK_M"] // group * group if chunked else group
         partial = torch.empty(made.slots, lines, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(made.slots, 2, lines, dtype=torch.float32, device=q.device)
@@ -268,11 +270,6 @@ def qk_norm_rope_kv_write(
             eps, qkv.stride(0), Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=dim // 2, HALF_BLOCK=power(dim // 2),
             HEADS=heads, num_warps=heads // 4, **dependent(qkv))
     return q
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 _counters: dict[torch.device, Tensor] = {}

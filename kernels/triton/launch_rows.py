@@ -40,7 +40,8 @@ def add_rms_norm(
 ) -> tuple[Tensor | Quantized, Tensor]:
     """Launch the kernel `add_rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
     _rows("residual", residual, x)
-    _same_shape("residual", residual, x)
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(f"residual: {list(residual.shape)} {residual.dtype} is not {list(x.shape)} {x.dtype}")
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _rms_norm(x, residual, total, gamma, eps, scheme), total
 
@@ -178,8 +179,3 @@ def _rows(name: str, tensor: Tensor, beside: Tensor) -> None:
     matrix(name, tensor, beside.device)
     within(f"rows of {name}", len(tensor), 0, INT32)
     within(f"columns of {name}", tensor.shape[1], 1, INT32 // 4)
-
-
-def _same_shape(name: str, tensor: Tensor, beside: Tensor) -> None:
-    if tensor.shape != beside.shape or tensor.dtype != beside.dtype:
-        raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} is not {list(beside.shape)} {beside.dtype}")
