@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.registry import Adapter, Kernel, moved
+from npuserve.kernels.registry import Adapter, Kernel, moved, to_host
 
 FRACTAL_NZ = 29
 """Format of a matrix in tiles of 16 rows, in which the cube unit reads int8 weights (aclFormat of acl_base.h)."""
@@ -147,11 +147,6 @@ def fractal_nz(weight: Tensor) -> Tensor:
 def to_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Move tensors, and dataclasses of tensors, to the device."""
     return moved(args, "npu")
-
-
-def to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move tensors, and dataclasses of tensors, back to the host."""
-    return moved(args, "cpu")
 
 
 def implementation(

@@ -27,7 +27,7 @@ from npuserve.kernels.kv_cache import (
 )
 from npuserve.kernels.native import CONSTANTS, LANES, layout
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.registry import Case, kernel, to_host
 
 CACHE_TOLERANCE = 3e-4
 """Tolerance of results over a quantized cache: implementations may multiply queries and weights in int16."""
@@ -225,7 +225,7 @@ def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    q, keys, values, metadata, scale = ascend.to_host(args)
+    q, keys, values, metadata, scale = to_host(args)
 
     def as_given(cache: Cache) -> Cache:
         if isinstance(cache, Quantized):

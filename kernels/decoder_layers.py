@@ -16,7 +16,7 @@ from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantize import weight_of
 from npuserve.kernels.quantized import DYNAMIC, FLOAT8_DYNAMIC, Scheme
-from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.registry import Case, kernel, to_host
 
 _SCHEMES: dict[str, Scheme | None] = {"": None, "int8": DYNAMIC, "float8": FLOAT8_DYNAMIC}
 
@@ -112,5 +112,5 @@ def register_cuda(device: torch.device) -> None:
     from npuserve.kernels.cuda import launch_decoder_layers
 
     if triton.LABEL not in decoder_layers.implementations and launch_decoder_layers.runs_on(device):
-        register = decoder_layers.implementation(triton.LABEL, adapt=triton.to_device, restore=triton.to_host)
+        register = decoder_layers.implementation(triton.LABEL, adapt=triton.to_device, restore=to_host)
         register(launch_decoder_layers.decoder_layers)

@@ -25,7 +25,7 @@ from npuserve.kernels.kv_cache import (
 from npuserve.kernels.native import layout
 from npuserve.kernels.norm import normalize
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.registry import Case, kernel, to_host
 
 
 def _case(
@@ -167,7 +167,7 @@ def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Undo `_with_padding`. Exact scales of an int8 cache are rounded up as by `quantize_heads`, and 0 becomes 1."""
-    *others, slots, keys, values, heads = ascend.to_host(args)
+    *others, slots, keys, values, heads = to_host(args)
     head_dim = args[4].shape[1]
 
     def as_given(cache: Cache) -> Cache:

@@ -25,7 +25,7 @@ from npuserve.kernels.quantized import (
     native_int8,
     scheme_of,
 )
-from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.registry import Case, kernel, to_host
 
 
 def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bool = False) -> Case:
@@ -165,7 +165,7 @@ def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Undo `to_nz`, also for a transposed table."""
-    x, weight, *rest = ascend.to_host(args)
+    x, weight, *rest = to_host(args)
     if isinstance(weight, QuantizedWeight):
         assert isinstance(weight.values, Tensor)
         weight = replace(weight, values=weight.values.t())

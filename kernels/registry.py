@@ -77,6 +77,11 @@ def moved(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     return made
 
 
+def to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move tensors, also in sequences and dataclasses, to the host."""
+    return moved(args, "cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[P, R]):
     """Function of a kernel on one backend.

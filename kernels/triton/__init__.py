@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from npuserve.kernels.registry import Adapter, Kernel, moved
+from npuserve.kernels.registry import Adapter, Kernel, moved, to_host
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,11 +55,6 @@ def interpret() -> None:
 def to_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Move tensors, and dataclasses of tensors, to `DEVICE`."""
     return moved(args, DEVICE)
-
-
-def to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move tensors, and dataclasses of tensors, to the host."""
-    return moved(args, "cpu")
 
 
 def implementation(

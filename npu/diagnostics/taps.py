@@ -10,7 +10,7 @@ from torch import Tensor
 
 from npuserve.kernels.bench.tensors import tensors
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.registry import KernelSet, moved
+from npuserve.kernels.registry import KernelSet, to_host
 
 Args = tuple[Any, ...]
 Results = dict[str, Tensor]
@@ -37,7 +37,7 @@ def golden_tap(made: list[Results]) -> Tap:
     """Return a tap that executes calls in the golden layout on the host and appends their results to `made`."""
 
     def call(name: str, function: Callable[..., Any], args: Args) -> Any:
-        args = moved(args, "cpu")
+        args = to_host(args)
         before = {name: x._version for name, x in _arguments(args).items()}
         result = function(*args)
         changed = [name for name, x in _arguments(args).items() if x._version > before[name]]

@@ -105,7 +105,7 @@ def record() -> Recorded:
 
     from npuserve.kernels import ascend
     from npuserve.kernels.quantized import with_levels
-    from npuserve.kernels.registry import KERNELS, Implementation, Kernel
+    from npuserve.kernels.registry import KERNELS, Implementation, Kernel, to_host
 
     synchronize = ascend.torch_npu.npu.synchronize  # imports torch_npu
     found = Recorded()
@@ -117,7 +117,7 @@ def record() -> Recorded:
     recorder = _recorder(found, synchronize)
 
     def run(name: str, kernel: Kernel[Any, Any]) -> None:
-        golden = Implementation(kernel.golden, ascend.to_device, ascend.to_host)
+        golden = Implementation(kernel.golden, ascend.to_device, to_host)
         served = kernel.implementations.get(ascend.LABEL, golden)
         refused: dict[str, str] = {}
         cases = [case for case in kernel.cases
