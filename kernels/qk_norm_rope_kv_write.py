@@ -103,13 +103,13 @@ def qk_norm_rope_kv_write(
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    write(k_cache, slots, _rotate(k, cos, sin)[written])
+    write(k_cache, slots, rotate(k, cos, sin)[written])
     write(v_cache, slots, v[written])
-    return _rotate(q, cos, sin)
+    return rotate(q, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] by cos, sin [T, 1, D / 2]; computed in the wider dtype of x and cos."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [..., D] by cos and sin [..., D / 2], which are broadcast; in the wider dtype of x and cos."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
