@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,9 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
+from npuserve.npu.execution.masks import Array
 from npuserve.npu.execution.sampling_state import HostSampling, SamplingInputs
 from npuserve.npu.step import PENDING, Row
-
-Array = np.ndarray[Any, Any]
 
 _DTYPES = {
     torch.empty(0, dtype=dtype).numpy().dtype: dtype
@@ -159,7 +157,7 @@ class BatchBuffers:
             for at, host in zip(self._at, self._hosts, strict=True):
                 at[name] = _view(host, begin, dtype, (n,)).numpy()
             begin += _aligned(n * dtype.itemsize)
-        self._turn = 0
+        self._current = 0
         # Each row's blocks as they were written last, with the version and the number of blocks of that row.
         self._table = np.zeros((rows, max_blocks), np.int32)
         self._written = [(0, 0)] * rows
@@ -185,7 +183,7 @@ class BatchBuffers:
 
     def host_sampling(self, rows: int) -> HostSampling:
         """Return the host's side of `sampling` in the buffer of the step that was filled last."""
-        at = self._at[self._turn]
+        at = self._at[self._current]
         return HostSampling(at["penalty_slots"][:rows], at["top_k"][:rows], at["sampling"].reshape(7, -1)[:, :rows],
                             self._vocabulary)
 
@@ -231,7 +229,7 @@ class BatchBuffers:
         attention reads lengths from the host, the tokens belong to the row after the part's, and are cached in the
         padding block.
         """
-        at, rows, beyond = self._at[self._turn], len(part.rows), slice(part.tokens, tokens)
+        at, rows, beyond = self._at[self._current], len(part.rows), slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0
         if self._host_lengths:
             at["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
@@ -255,11 +253,11 @@ class BatchBuffers:
         alone in its row and for more than the buffers hold. The inputs of the step before the previous one must have
         reached the device.
         """
-        self._turn = 1 - self._turn
-        staged = Staged(self._hosts[self._turn], self._arrays[self._turn], self._device, self._fixed)
+        self._current = 1 - self._current
+        staged = Staged(self._hosts[self._current], self._arrays[self._current], self._device, self._fixed)
         first = width = 0
         for rows, size in parts:
-            part, blocks = self._fill(self._at[self._turn], rows, max(size, len(rows)), first, sampled)
+            part, blocks = self._fill(self._at[self._current], rows, max(size, len(rows)), first, sampled)
             staged.parts.append(part)
             first, width = first + part.padded, max(width, blocks)
         staged.put_tables(self._table[:first, :width], self._tables)
@@ -347,7 +345,7 @@ class BatchBuffers:
         self, first: int, tokens: int, rows: int, samples: int, cu_seqlens: list[int], context_lens: list[int],
         index: int,
     ) -> Batch:
-        """Return the batch of a part. index: of the part; each part has one more number in cu_seqlens than rows."""
+        """Return a part's batch. index: number of the part. A part has one more number in cu_seqlens than rows."""
         on, here = self._on, slice(first, first + tokens)
         return Batch(
             ids=on["ids"][here],

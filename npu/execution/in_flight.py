@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +17,7 @@ from npuserve.npu.backends.base import Captured, Event, Pending
 from npuserve.npu.execution.batch import Part
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
-from npuserve.npu.execution.sampler import Logprobs, Plan
+from npuserve.npu.execution.sampler import Logprobs, Plan, Put
 from npuserve.npu.step import LostStep, NewRequest, Phase, Step, StepResult
 
 MISSING = -1
@@ -210,7 +209,7 @@ class WaitingStep:
 
 
 def prompt_rows(
-    part: Part, prompts: Mapping[int, NewRequest], put: Callable[[np.ndarray[Any, Any]], Tensor]
+    part: Part, prompts: Mapping[int, NewRequest], put: Put
 ) -> list[PromptRows]:
     """Return the rows that predict prompt tokens of `prompts`, the requests with prompt_logprobs.
 

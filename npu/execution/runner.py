@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +49,7 @@ from npuserve.npu.execution.in_flight import (
     prompt_rows,
 )
 from npuserve.npu.execution.kv_cache import KVCache, block_bytes
-from npuserve.npu.execution.masks import ConstrainedRow, MaskBuffers
+from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
 from npuserve.npu.execution.sampler import Logprobs, Sampler
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
@@ -62,6 +61,7 @@ from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 class Runner:
     """Loaded model on a device, with its KV cache.
 
+    backend: the device.
     num_blocks, block_size: size of the KV cache.
     kv_cache_dtype: "auto", "int8" or "fp8".
     max_model_len: maximum number of positions of a request.
@@ -103,7 +103,7 @@ class Runner:
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         self.deterministic = backend.deterministic
-        self._backend = backend
+        self.backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
         cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels, ranks)
@@ -133,11 +133,6 @@ class Runner:
         self.min_forced = self._dispatch.min_forced
         if backend.compiles or (backend.captures_sampler and self._dispatch.sampled is None):
             self._warm_up(rows, dtype)
-
-    @property
-    def backend(self) -> Backend:
-        """The device, for measurements."""
-        return self._backend
 
     @property
     def fallbacks(self) -> list[str]:
@@ -196,16 +191,16 @@ class Runner:
             for work in works:
                 prefill.written(work.part.rows)
         if on_host or constrained:
-            queued = self._backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
+            queued = self.backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
             self._waiting = WaitingStep(launched, queued, constrained, last, phase)
             if prefill and on_host:
                 rows, prompt = on_host.part.rows, bool(on_host.prompt)
                 self._waiting.on_host = on_host, prefill.launch(rows, all_hidden=prompt, phase=phase)
         else:
-            launched.output = self._backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
+            launched.output = self.backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
         return launched
 
-    def sample(self, launched: LaunchedStep, masks: Mapping[int, np.ndarray[Any, Any]]) -> None:
+    def sample(self, launched: LaunchedStep, masks: Mapping[int, Array]) -> None:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
         masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. They are read only until
@@ -263,7 +258,7 @@ class Runner:
             raise RuntimeError(f"`sample` was not called for the step with constrained requests {requests}")
         self._waiting = None
         chunk = waiting.on_host[1].wait() if waiting.on_host else None
-        waiting.launched.output = self._backend.enqueue(partial(self._finish, waiting, chunk))
+        waiting.launched.output = self.backend.enqueue(partial(self._finish, waiting, chunk))
 
     # Planning on the host
 
@@ -292,7 +287,7 @@ class Runner:
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> StepOutput:
         """Compute a step's parts. samples: sample them too; otherwise they are `unsampled`."""
         staged.upload()
-        output = StepOutput([self._backend.span()])
+        output = StepOutput([self.backend.span()])
         with self._timed(phase, output) as timings:
             for work in works:
                 hidden = self._compute(work, output, timings)
@@ -305,7 +300,7 @@ class Runner:
 
     def _finish(self, waiting: WaitingStep, chunk: Chunk | None) -> StepOutput:
         """Compute the rest of a step. chunk: of the host, if it computed any."""
-        span = self._backend.span()  # first, since a queue may release `queued` only then
+        span = self.backend.span()  # first, since a queue may release `queued` only then
         output = waiting.queued.wait()
         output.spans.append(span)
         if waiting.masks:
@@ -321,9 +316,9 @@ class Runner:
         return self._end(output, waiting.last, waiting.launched.ids)
 
     def _end(self, output: StepOutput, last: Tensor, ids: Tensor) -> StepOutput:
-        output.reports = [(requests, logprobs.fetch(self._backend)) for requests, logprobs in output.reports]
-        output.prompt = [(request_id, logprobs.fetch(self._backend)) for request_id, logprobs in output.prompt]
-        output.fetched = self._backend.fetch(last, ids)
+        output.reports = [(requests, logprobs.fetch(self.backend)) for requests, logprobs in output.reports]
+        output.prompt = [(request_id, logprobs.fetch(self.backend)) for request_id, logprobs in output.prompt]
+        output.fetched = self.backend.fetch(last, ids)
         return output
 
     @contextmanager
@@ -354,7 +349,8 @@ class Runner:
     def _sample(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None = None) -> None:
         """Sample a part; its sampled ids are then in `_last`.
 
-        hidden: of all its tokens, or of the sampling tokens. waiting: the step, if its rows may have masks.
+        hidden: hidden states of all its tokens, or of its sampling tokens.
+        waiting: the step, if its rows may have masks.
         """
         part = work.part
         output.prompt += self._prompt_logprobs(hidden, work.prompt)
@@ -381,11 +377,11 @@ class Runner:
 
         Without captured samplers too: the first call of an operator loads it.
         """
-        hidden = self._backend.empty((most, self.config.hidden_size), dtype).zero_()
+        hidden = self.backend.empty((most, self.config.hidden_size), dtype).zero_()
         for rows in {most, *(1 << n for n in range(most.bit_length()))}:
             self._model.argmax(hidden[:rows])
             self._sampler.warm_up(self._model.logits(hidden[:rows]))
-        self._backend.synchronize()
+        self.backend.synchronize()
 
     def _hidden(self, batch: Batch) -> Tensor:
         ids = self._kernels.take_ids(batch.ids, self._last)

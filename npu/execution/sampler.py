@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from npuserve.npu.execution.sampling_state import (
 )
 from npuserve.npu.step import NewRequest, TokenLogprobs
 
-Put = Callable[["np.ndarray[Any, Any]"], Tensor]
+Put = Callable[[Array], Tensor]
 """Copies host values to the device; the returned tensor holds them when the step runs."""
 
 
@@ -301,7 +301,7 @@ class Sampler:
     ) -> SampledIds:
         """Sample one token per row of logits [R, Vp], of which only those are modified that `masks` masks.
 
-        counted: of `plan.penalized`, the rows whose tokens count from now on; None for all.
+        counted: rows of `plan.penalized` whose tokens count from now on; None for all.
 
         Call it within enqueued work, in the order in which the plans were made, and not for an `argmax` plan.
         """
@@ -388,5 +388,5 @@ class Sampler:
         return Logprobs(ids, logprob, rank, top_ids, top_logprobs, counts)
 
 
-def _floats(values: list[float]) -> np.ndarray[Any, Any]:
+def _floats(values: list[float]) -> Array:
     return np.array(values, dtype=np.float32)

@@ -88,7 +88,7 @@ def check_mirror(runner: Runner) -> int:
     """Assert that the mirror equals the device's cache bit by bit; return the number of slots compared."""
     prefill, size = runner._prefill, runner.block_size
     assert prefill is not None
-    runner._backend.synchronize()
+    runner.backend.synchronize()
     runs = [SlotRange(block, 0, held) for block, held in enumerate(prefill._held) if held]
     assert all(run.last <= size for run in runs)
     slots = prefill._slots(runs)
