@@ -30,7 +30,8 @@ constexpr int INPUTS = 24, OUTPUTS = 2, DIMENSIONS = 8;
 
 using Handle = void *;
 
-// The functions in the order of `FUNCTIONS` in npu/backends/ascend/native_lengths.py. aclError and aclnnStatus are ints.
+// The functions in the order of `RUNTIME` and `OPERATORS` in npu/backends/ascend/native_lengths.py. aclError and
+// aclnnStatus are ints.
 struct Functions {
     int (*set_context)(Handle context);
     int (*create_stream)(Handle *stream, uint32_t priority, uint32_t flags);

@@ -9,8 +9,8 @@
 //                     of panels the largest output after rounding to its dtype, and its column
 //                  n: T, K, N, vocabulary (the columns that count), words of a mask
 //   argmax_of_units  p: best, ids, out [T] int64: the first column of the largest; 0 where none is above minus
-//                     infinity                                                      n: T, K, N
-//   pack           p: dense [T, K], packed                                          n: T, K, row of the first
+//                     infinity; pairs [T, 2] float32 or null (epilogue.h)           n: T, K, N, id of the first column
+//   pack           p: dense [T, K], packed, failed [1] int32, which only pack_compact sets   n: T, K, row of the first
 //   unpack         p: packed, dense [T, K], row numbers [T] int64: also the embedding of ids   n: T, K
 //   embedding_int8  p: row numbers [T] int64, packed, out [T, K], scale of each of the table's rows float32, zero int32
 //                     or null                                                       n: T, K
@@ -18,9 +18,9 @@
 // Masks of `linear_argmax` may be the last pointers (rows/masks.h): bits [masks, words] int32, and the mask of each row
 // [T] int32. Masked columns do not count.
 //
-// The first four also exist with the suffix _int8, for int8 x and weights. More pointers follow from p[5] on. The first
-// are x_scale [T] float32, and scale [N] float32 and sum [N] int32 of each weight row. Then follow int32 zeros [T] of x
-// or null, int32 zeros [N] of weight rows or null, and the int32 sums [T] of x's rows.
+// The first four also exist with the suffix _int8, for int8 x and weights. In the products more pointers follow from p[5]
+// on. The first are x_scale [T] float32, and scale [N] float32 and sum [N] int32 of each weight row. Then follow int32
+// zeros [T] of x or null, int32 zeros [N] of weight rows or null, and the int32 sums [T] of x's rows.
 #include <algorithm>
 
 #include "gemm/epilogue.h"
