@@ -27,7 +27,9 @@ def case(
 ) -> Case:
     """Return a case.
 
-    contexts: of each row. heads: query heads, KV heads, and their size. sizes: hidden and intermediate size.
+    contexts: context length of each row.
+    heads: numbers of query heads and of KV heads, and their size.
+    sizes: hidden and intermediate size.
     page: tokens of a block of the cache.
     """
     (q_heads, kv_heads, dim), (hidden, inner), rows = heads, sizes, len(contexts)
@@ -87,9 +89,9 @@ def decoder_layers(
 
     residual: [R, H], the embeddings of the tokens.
     layers, caches: weights, and keys and values, of each layer.
-    eps: of the norms.
-    heads: query heads.
-    scale: of attention.
+    eps: epsilon of the norms.
+    heads: number of query heads.
+    scale: factor of the attention scores.
 
     The others are arguments of `qk_norm_rope_kv_write` and `paged_attention`. An implementation returns None for steps
     that it does not take. The caller then calls the kernels of each layer.

@@ -43,6 +43,7 @@ class Scheme:
 
     @property
     def has_zero(self) -> bool:
+        """True if the quantized numbers have zero points."""
         return not self.symmetric if self.scale is None else self.zero is not None
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Case:
     """Shape on which a kernel is tested or timed.
 
     make: builds the kernel's arguments on the CPU from a CPU generator and the dtype of activations and weights.
-    benchmark: for timing, at a real model's size; too large for the tests.
+    benchmark: the shape is for timing, at a real model's size, and too large for the tests.
     tolerance: maximum error of implementations that compute in lower precision than the dtype. 0 allows a few roundings
         of the dtype.
 
@@ -215,6 +215,7 @@ class Timings:
         return [(name, span.begin, span.read()) for name, span in self.spans if isinstance(span, HostSpan | KnownSpan)]
 
     def report(self) -> None:
+        """Pass the seconds of each call to `observe`."""
         for name, span in self.spans:
             self.observe(name, self.phase, self.labels[name], span.read())
         self.spans.clear()

@@ -41,7 +41,7 @@ class ProfileSummary(msgspec.Struct, frozen=True, array_like=True):
 
     steps: number of recorded steps.
     layers: layers of the model.
-    seconds: from the start to the end of the profile.
+    seconds: duration of the profile, from its start to its end.
     step_seconds: sum of the steps' times on the device.
     has_times: False on an emulated device, whose calls have an order and no times.
     device: description of what was recorded, such as "cpu: kernel timers of the runner".

@@ -44,6 +44,7 @@ class W8A8:
 
     @property
     def type(self) -> str:
+        """Type of the numbers as config.json names it: "int" or "float"."""
         return "float" if self.float8 else "int"
 
     @property
@@ -94,6 +95,7 @@ class Quantization:
 
     @property
     def has_float8(self) -> bool:
+        """True if any group of layers is float8."""
         return any(scheme.float8 for _, scheme in self.groups)
 
     def to_json(self) -> dict[str, Any]:

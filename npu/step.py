@@ -82,6 +82,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def is_decode(self) -> bool:
+        """True if the row samples after its only token, which is not the first of the request."""
         return len(self.token_ids) == 1 and self.samples and self.start > 0
 
 
@@ -98,14 +99,17 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens to compute, of all rows."""
         return sum(len(row.token_ids) for row in self.rows)
 
     @property
     def num_decodes(self) -> int:
+        """Number of decode rows."""
         return [row.is_decode for row in self.rows].count(True)
 
     @property
     def phase(self) -> Phase:
+        """"decode" if all rows are decode rows, "prefill" if none is."""
         decodes = self.num_decodes
         return "decode" if decodes == len(self.rows) else "mixed" if decodes else "prefill"
 

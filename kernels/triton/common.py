@@ -19,6 +19,7 @@ def power(number: int) -> int:
 
 
 def within(name: str, value: int, least: int, most: int) -> None:
+    """Raise ValueError unless least <= value <= most. name: name of the value in the message."""
     if not least <= value <= most:
         raise ValueError(f"{name}: {value} is not from {least} to {most}")
 

@@ -104,6 +104,7 @@ programs."""
 
 
 def bucket(rows: int) -> int:
+    """Return the one of BUCKETS that holds a number of rows."""
     return next((b for b in BUCKETS if rows <= b), BUCKETS[-1])
 
 

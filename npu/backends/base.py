@@ -200,7 +200,7 @@ class Backend(ABC):
         """Check versions, environment variables and the host, whether or not the device can be started.
 
         captures: steps are to be captured.
-        ranks: that share a model.
+        ranks: number of ranks that share a model.
         """
         return ()
 

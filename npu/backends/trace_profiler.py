@@ -24,7 +24,7 @@ class TraceProfiler:
     """Running profiler. It records neither shapes nor stacks nor values, so that it has no tokens.
 
     profile: a profiler with `start`, `stop` and `export_chrome_trace`.
-    folder: for its file.
+    folder: folder of the trace's file.
     select: returns the kernels among the trace's events.
     description, names, has_times: see DeviceProfiler.
     """

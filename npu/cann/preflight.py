@@ -25,7 +25,7 @@ def notices(host: Readings, *, captures: bool, ranks: int = 1) -> list[Notice]:
     """Check the host.
 
     captures: steps are captured as graphs.
-    ranks: that share a model.
+    ranks: number of ranks that share a model.
     """
     return [*_versions(host), *environment(host, captures=captures, ranks=ranks), *_processors(host)]
 

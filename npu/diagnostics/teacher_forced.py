@@ -52,7 +52,7 @@ def step_logits(
     """Yield the logits of each step's tokens, [tokens, vocabulary] float32 on the host.
 
     blocks: number of blocks of the cache, which the steps' rows name.
-    cache_dtype: of the cache; None for the weights' dtype.
+    cache_dtype: dtype of the KV cache; None for the weights' dtype.
     """
     cache = KVCache.allocate(model.config, blocks, block_size, cache_dtype or model.weights.norm.dtype, backend)
     for rows in steps:

@@ -46,7 +46,7 @@ class KVCache:
         Writing all pages now keeps page faults out of the steps and shows at start if memory is short. Zeros keep NaN
         out of slots that were never written.
 
-        dtype: of a quantized cache, or the dtype of the activations.
+        dtype: dtype of the activations, or of a quantized cache's values.
         """
         blocks, heads = num_blocks + backend.padding_blocks, config.local.num_kv_heads
         shapes = backend.cache_shapes(blocks, block_size, heads, config.head_dim, dtype)

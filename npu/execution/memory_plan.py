@@ -50,10 +50,12 @@ class HostPlan:
 
     @property
     def needed(self) -> int:
+        """Bytes that the host allocates."""
         return self.weights + self.kv_cache + self.activations + self.staging
 
     @property
     def fits(self) -> bool:
+        """True if the host has the memory."""
         return self.needed <= self.available
 
 
@@ -92,6 +94,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
+        """True if the device has the memory, and the host its part."""
         return self.peak - self.base <= self.available and (self.host is None or self.host.fits)
 
     def grown(self, more: int, block: int) -> MemoryPlan:

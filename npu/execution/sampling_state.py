@@ -45,6 +45,7 @@ class RequestState:
         return self.request.sampling
 
     def withholds_ending(self, position: int) -> bool:
+        """Return True if min_tokens forbids the ending ids at `position`, counted in prompt + output."""
         return bool(self.ending_ids) and position - len(self.request.prompt_ids) < self.sampling.min_tokens
 
     def edits(self, position: int, constrained: bool) -> bool:
@@ -189,5 +190,6 @@ class HostSampling(NamedTuple):
     def set_penalties(
         self, row: int, slot: int, repetition: float, presence: float, frequency: float
     ) -> None:
+        """Set a row's parameters of `penalize`, and its slot of `Penalties`."""
         self.slots[row] = slot
         self.floats[4:, row] = repetition, presence, frequency
