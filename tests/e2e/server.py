@@ -20,6 +20,7 @@ import grpc
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.support.fields import set_field
 
 KV_CACHE_MEMORY = "32MiB"
 """Setting of servers of the built-in model, unless a test has another. The default of 160 MiB takes a fifth of the
@@ -118,12 +119,7 @@ def request(prompt: str | list[int], max_tokens: int = 64, **fields: object) -> 
     for name, value in fields.items():
         for part in (made.sampling, made.stopping, made.output, made.scheduling):
             if name in part.DESCRIPTOR.fields_by_name:
-                if isinstance(value, dict):
-                    getattr(part, name).update(value)
-                elif isinstance(value, (list, tuple)):
-                    getattr(part, name).extend(value)
-                else:
-                    setattr(part, name, value)
+                set_field(part, name, value)
                 break
         else:
             setattr(made, name, value)

@@ -17,6 +17,7 @@ from npuserve.v1 import admin_service_pb2_grpc, inference_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
 from tests.support import fake_engine
 from tests.support.fake_engine import FakeEngine, until
+from tests.support.fields import set_field
 
 KEY = "npuserve-test"
 
@@ -96,10 +97,5 @@ def ask(prompt: str | list[int] = "a", max_tokens: int | None = 5, **fields: obj
     for name, value in fields.items():
         parents = (made, made.sampling, made.stopping, made.output, made.scheduling)
         part = next(parent for parent in parents if name in parent.DESCRIPTOR.fields_by_name)
-        if isinstance(value, dict):
-            getattr(part, name).update(value)
-        elif isinstance(value, (list, tuple)):
-            getattr(part, name).extend(value)
-        else:
-            setattr(part, name, value)
+        set_field(part, name, value)
     return made

@@ -10,6 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from npuserve.v1 import generate_pb2 as pb
+from tests.support.fields import set_field
 
 REQUEST_FIELDS = vllm.GenerateRequest.DESCRIPTOR.fields_by_name
 
@@ -32,12 +33,7 @@ def vllm_request(
         made.sampling_params.max_tokens = max_tokens
     for name, value in fields.items():
         part = made if name in REQUEST_FIELDS else made.sampling_params
-        if isinstance(value, dict):
-            getattr(part, name).update(value)
-        elif isinstance(value, (list, tuple)):
-            getattr(part, name).extend(value)
-        else:
-            setattr(part, name, value)
+        set_field(part, name, value)
     return made
 
 
