@@ -106,6 +106,12 @@ class FakeClient:
         return
 
 
+async def read(stream: Stream, taken: list[list[int]]) -> None:
+    """Append the tokens of each message of the stream to `taken`."""
+    async for outputs in stream:
+        taken.append([token for output in outputs for token in output.token_ids])
+
+
 @pytest.mark.parametrize(("interval", "most", "sizes"), [
     (1, 512, [1] * 11), (4, 512, [1, 4, 4, 2]), (4, 3, [1, 3, 3, 3, 1]), (20, 512, [1, 10])])
 async def test_stream_interval_sets_tokens_per_message(
@@ -117,12 +123,7 @@ async def test_stream_interval_sets_tokens_per_message(
     monkeypatch.setattr(stream_module, "MAX_INTERVAL_SECONDS", 3600.0)
     stream = Stream(FakeClient(interval, most), 0, Record(request(11)))
     taken: list[list[int]] = []
-
-    async def read() -> None:
-        async for outputs in stream:
-            taken.append([token for output in outputs for token in output.token_ids])
-
-    reading = asyncio.ensure_future(read())
+    reading = asyncio.ensure_future(read(stream, taken))
     for token in range(11):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -163,12 +164,7 @@ async def test_stream_wakes_reader_after_max_interval(monkeypatch: pytest.Monkey
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(monotonic=lambda: now))
     stream = Stream(FakeClient(100, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
-
-    async def read() -> None:
-        async for outputs in stream:
-            taken.append([token for output in outputs for token in output.token_ids])
-
-    reading = asyncio.ensure_future(read())
+    reading = asyncio.ensure_future(read(stream, taken))
     for token in range(8):
         stream.push(Output(0, [token]), now)
         await asyncio.sleep(0)
@@ -185,16 +181,12 @@ async def test_stream_interval_first_token_and_disconnect_wake_reader(
     stream = Stream(FakeClient(4, 512), 0, Record(request(11)))
     taken: list[list[int]] = []
 
-    async def read() -> None:
-        async for outputs in stream:
-            taken.append([token for output in outputs for token in output.token_ids])
-
     async def push(*tokens: int) -> None:
         stream.push(Output(0, list(tokens)), time.monotonic())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    reading = asyncio.ensure_future(read())
+    reading = asyncio.ensure_future(read(stream, taken))
     await asyncio.sleep(0)
     for tokens in ((), (), (1,), (2,), (3,)):  # outputs without tokens report log-probabilities of the prompt
         await push(*tokens)
