@@ -12,11 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.utils import floatToGoString
 
 from npuserve.service.supervisor import page_text
 from npuserve.service.supervisor.page_text import PageText
+from tests.service.supervisor.test_metrics_page import samples
 
 BOUNDS = (0.005, 0.25, 1.0, 2.5, 10.0, float("inf"))
 DECLARED = (("calls", "counter", "Calls"), ("seconds", "histogram", 'Time\nin "s" \\'), ("live", "gauge", "Sum"),
@@ -58,11 +58,6 @@ class Process:
             file.close()
             (self._folder / f"{prefix}_{self._pid}.db").unlink()
         self._files.clear()
-
-
-def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
 def expected(folder: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
