@@ -15,11 +15,13 @@ class Block(NamedTuple):
 
 
 class CacheModel:
-    """Cache of one engine. blocks: by hash."""
+    """Cache of one engine. blocks: by hash. payloads: of the first batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, *payloads: bytes) -> None:
         self.blocks: dict[int, Block] = {}
         self.clears = 0
+        for payload in payloads:
+            self.apply(payload)
 
     def apply(self, payload: bytes) -> None:
         """Apply the msgpack array [timestamp, events, rank]."""

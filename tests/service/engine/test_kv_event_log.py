@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from npuserve.service.engine.kv_event_log import KvEventLog, to_hash
 from npuserve.service.ipc.kv_events import Event, encode_batch
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
+from tests.service.scheduling.test_block_manager import hold
 from tests.support.kv_model import CacheModel
-
-
-def hold(blocks: BlockManager, tokens: list[int], salt: str = "") -> BlockTable:
-    """Return a table of `tokens`, all of them computed and registered."""
-    table = BlockTable(salt)
-    assert blocks.allocate(table, len(tokens), blocks.find_prefix(table, tokens))
-    blocks.register(table, tokens, len(tokens))
-    return table
 
 
 def made(num_blocks: int, size: int) -> tuple[BlockManager, KvEventLog]:
@@ -111,11 +104,9 @@ def test_snapshot_is_as_of_its_call() -> None:
     hold(blocks, [1, 2, 3, 4])
     count, parts = log.snapshot(1)
     hold(blocks, [1, 2, 9, 9])
-    model = CacheModel()
     found = list(parts)
     assert count == len(found) == 2
-    for part in found:
-        model.apply(encode_batch((1e10, part, 0)))
+    model = CacheModel(*(encode_batch((1e10, part, 0)) for part in found))
     assert model.prefixes() == {(1, 2), (1, 2, 3, 4)}
     assert model.clears == 1
 
@@ -135,9 +126,7 @@ def test_snapshot_lists_the_parents_that_a_second_request_computed() -> None:
     blocks.register(second, [1, 2, 3, 4, 5, 6], 6)
     blocks.free(first)
     other = hold(blocks, [9, 9, 8, 8, 7, 7])
-    model = CacheModel()
-    for part in log.snapshot(1)[1]:
-        model.apply(encode_batch((1e10, part, 0)))
+    model = CacheModel(*(encode_batch((1e10, part, 0)) for part in log.snapshot(1)[1]))
     assert model.prefixes() == {(1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (9, 9), (9, 9, 8, 8), (9, 9, 8, 8, 7, 7)}
     assert blocks.find_prefix(BlockTable(), [1, 2, 3, 4, 5, 6, 7]) == second.block_ids
     blocks.check_integrity([second, other])

@@ -61,6 +61,12 @@ class Streaming:
         return found
 
 
+def cached(batches: Sequence[ToSubscriber]) -> CacheModel:
+    """Return the cache that the batches, the first of a subscription, describe."""
+    assert all(isinstance(batch, KvEvents) for batch in batches)
+    return CacheModel(*(batch.payload for batch in batches if isinstance(batch, KvEvents)))
+
+
 def numbers(found: Sequence[ToSubscriber]) -> list[int]:
     return [message.sequence for message in found if isinstance(message, KvEvents)]
 
@@ -87,10 +93,7 @@ def test_stream_begins_with_a_snapshot_and_continues_without_a_gap() -> None:
     assert subscribed == KvSubscribed(7, 5, True, FIRST, FIRST)
     assert numbers(batches) == [FIRST, FIRST + 1, FIRST + 2]
     assert [bool(batch.snapshot) for batch in batches if isinstance(batch, KvEvents)] == [True, False, False]
-    model = CacheModel()
-    for batch in batches:
-        assert isinstance(batch, KvEvents)
-        model.apply(batch.payload)
+    model = cached(batches)
     assert model.prefixes() == {(1,), (2,), (3,), (4,)}
     assert model.clears == 1
 
@@ -132,10 +135,7 @@ def test_stream_makes_a_new_snapshot_once_the_last_is_dropped() -> None:
     assert isinstance(subscribed, KvSubscribed)
     assert (subscribed.accepted, subscribed.latest) == (True, last + 1)
     assert numbers(batches) == numbers(one.take(1)) == [last + 1]
-    model = CacheModel()
-    assert isinstance(batches[0], KvEvents)
-    model.apply(batches[0].payload)
-    assert len(model.blocks) == 6
+    assert len(cached(batches).blocks) == 6
 
 
 def test_stream_resumes_at_any_kept_batch() -> None:
@@ -229,10 +229,7 @@ def test_stream_lingers_then_stops_and_continues_with_a_snapshot() -> None:
     assert not one.take(3)[0].accepted  # type: ignore[union-attr]
     batches = one.take(4)[1:]
     assert numbers(batches)[0] == last + 2
-    model = CacheModel()
-    for batch in batches:
-        assert isinstance(batch, KvEvents)
-        model.apply(batch.payload)
+    model = cached(batches)
     assert model.prefixes() == {(1,), (2,), (3,), (4,)}
 
 
