@@ -82,19 +82,13 @@ def test_escapes_and_classes():
     ("start: <call>", "<call>"), ("start: <[257]>", "257"),
     ("start: @other", "@other"), ('start: x\nx[stop="a"]: /.*/', "the option"), ('start: x\nx[max_tokens=3]: /.*/',
         "the option"), ("start: x::_\n", "the parameter"), ('root ::= "a"{٣}', "unexpected '{٣}'"),
-])
-def test_malformed_or_refused_grammar(text: str, message: str):
-    with pytest.raises(ConstraintError, match=message):
-        matcher("grammar", text)
-
-
-@pytest.mark.parametrize(("text", "message"), [
+    # errors of the library have the position in the client's grammar
     ('start: a\na: "x" )\n', r"expecting rule.* at line 2, column 8$"),
     ('start: "a"\n\n\nfoo bar', r" at line 4, column 5$"),
     ("start: a\na: b", r"^unknown name: .* at line 2, column 4$"),
     ("start: A{0,0}", r"cannot be 0.* at line 1, column "),
 ])
-def test_error_of_the_library_has_the_position_in_the_clients_grammar(text: str, message: str):
+def test_malformed_or_refused_grammar(text: str, message: str):
     with pytest.raises(ConstraintError, match=message):
         matcher("grammar", text)
 

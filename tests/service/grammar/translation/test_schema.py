@@ -206,13 +206,6 @@ def test_properties_of_an_answer_have_the_order_of_the_schema() -> None:
     ({"enum": [0.5, 0.75, 1], "multipleOf": 0.25}, ["0.5", "0.75", "1"], ["0.25"]),
     ({**NUMBER, "minimum": 0.5, "maximum": 0.6, "multipleOf": 0.25}, ["0.5"], ["0.25", "0.6"]),
     ({**NUMBER, "multipleOf": 0.05}, ["0.5", "0.05", "0.50"], ["0.51"]),
-])
-def test_multiples_may_have_fewer_decimals(schema: Any, good: list[str], bad: list[str]) -> None:
-    for text in good + bad:
-        assert accepts(matcher("json_schema", schema), text) is (text in good), text
-
-
-@pytest.mark.parametrize(("schema", "good", "bad"), [
     ({**NUMBER, "minimum": 0, "maximum": 0.99}, ["0.9", "0.90", "0.99", "0"], ["1", "0.991", "-0.5"]),
     ({**NUMBER, "maximum": 12.345}, ["12.3", "12.34", "12.340", "12.345", "12"], ["12.35", "12.4", "12.346"]),
     ({"exclusiveMinimum": -7.75}, ["-7.7", "-7.749", '"a"', "[-8.5]"], ["-7.75", "-7.8"]),
@@ -224,7 +217,7 @@ def test_multiples_may_have_fewer_decimals(schema: Any, good: list[str], bad: li
     ({**NUMBER, "maximum": 7.75, "multipleOf": 0.05}, ["7.7", "7.75", "7"], ["7.72"]),
     ({"enum": [0.9, 0.5], "maximum": 0.99}, ["0.9", "0.5"], ["0.8"]),
 ])
-def test_numbers_may_have_fewer_decimals_than_a_bound(schema: Any, good: list[str], bad: list[str]) -> None:
+def test_numbers_may_have_fewer_decimals_than_the_schema(schema: Any, good: list[str], bad: list[str]) -> None:
     for text in good + bad:
         assert accepts(matcher("json_schema", schema), text) is (text in good), text
 
