@@ -36,6 +36,20 @@ def chat(server: Server, monkeypatch: pytest.MonkeyPatch, typed: list[str | type
     return main(["chat", "--target", server.target, *flags])
 
 
+def interrupt_answers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make answers endless until the message "first" was answered, and interrupt each at its first "."."""
+    server.echo.endless = True
+    printed = builtins.print
+
+    def interrupt(*text: object, **options: object) -> None:
+        printed(*text, **options)  # type: ignore[call-overload]
+        if text == (".",):
+            server.echo.endless = "first" not in messages(server, -1)[-1][1]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(builtins, "print", interrupt)
+
+
 def messages(server: Server, index: int) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in server.echo.requests[index].chat.messages]
 
@@ -54,16 +68,7 @@ def test_chat_conversation_grows_until_reset(
 
 
 def test_chat_ctrl_c_stops_only_the_answer(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    server.echo.endless = True
-    printed = builtins.print
-
-    def interrupt(*text: object, **options: object) -> None:
-        printed(*text, **options)  # type: ignore[call-overload]
-        if text == (".",):
-            server.echo.endless = "first" not in messages(server, -1)[-1][1]
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(builtins, "print", interrupt)
+    interrupt_answers(server, monkeypatch)
     assert chat(server, monkeypatch, ["first", "second"]) == 0
     asked = messages(server, 1)
     assert [role for role, _ in asked] == ["user", "assistant", "user"]
@@ -72,15 +77,7 @@ def test_chat_ctrl_c_stops_only_the_answer(server: Server, monkeypatch: pytest.M
 
 
 def test_chat_ctrl_c_cancels_the_call(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.echo.endless = True
-    printed = builtins.print
-
-    def interrupt(*text: object, **options: object) -> None:
-        printed(*text, **options)  # type: ignore[call-overload]
-        if text == (".",):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(builtins, "print", interrupt)
+    interrupt_answers(server, monkeypatch)
     assert chat(server, monkeypatch, ["on and on"]) == 0
     deadline = time.monotonic() + 20
     while not server.echo.ended:
