@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.e2e.gateway.sdk import openai_client
 from tests.e2e.gateway.smg import CHAT_TEMPLATE, Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.server import serving
@@ -29,3 +31,8 @@ def worker() -> Iterator[Worker]:
 def gate(worker: Worker, chat_template: str) -> Iterator[Gateway]:
     with gateway([worker.server.target], "--chat-template", chat_template) as running:
         yield running
+
+
+@pytest.fixture
+def client(gate: Gateway) -> Any:
+    return openai_client(gate)

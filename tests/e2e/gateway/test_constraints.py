@@ -13,7 +13,6 @@ import jsonschema
 import pytest
 
 from tests.e2e.gateway.sdk import openai
-from tests.e2e.gateway.smg import Gateway
 from tests.e2e.gateway.worker import Worker
 
 MODEL = "storyteller"
@@ -32,11 +31,6 @@ TOOLS = [
 ]
 PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}  # type: ignore[index]
 SAMPLINGS = [{"temperature": 0}, *({"temperature": 1.0, "seed": seed} for seed in range(3))]
-
-
-@pytest.fixture
-def client(gate: Gateway) -> Any:
-    return openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def chat(client: Any, **fields: Any) -> Any:

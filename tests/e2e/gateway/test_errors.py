@@ -11,7 +11,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from tests.e2e import brittle
-from tests.e2e.gateway.sdk import openai
+from tests.e2e.gateway.sdk import openai, openai_client
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.worker import LOGGING, Worker
 from tests.e2e.processes import until
@@ -24,12 +24,9 @@ TRIES = 5
 PROMPT = "Once upon a time"
 
 
-def connect(gate: Gateway) -> Any:
-    return openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
 def complete(gate: Gateway, text: str = PROMPT, **fields: Any) -> Any:
-    return connect(gate).completions.create(model=MODEL, prompt=text, **{"temperature": 0, "max_tokens": 8, **fields})
+    fields = {"temperature": 0, "max_tokens": 8, **fields}
+    return openai_client(gate).completions.create(model=MODEL, prompt=text, **fields)
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 
 from npuserve.v1 import generate_pb2 as pb
-from tests.e2e.gateway.sdk import openai
-from tests.e2e.gateway.smg import Gateway
 from tests.e2e.gateway.worker import Worker
 
 PROMPT = "Once upon a time there was a little girl named Lily."
 LONG = PROMPT * 8
 MODEL = "storyteller"
-
-
-@pytest.fixture
-def client(gate: Gateway) -> Any:
-    return openai().OpenAI(base_url=f"{gate.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def chat(client: Any, text: str = PROMPT, max_tokens: int = 40, **fields: Any) -> Any:
