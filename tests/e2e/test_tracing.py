@@ -8,7 +8,8 @@ import pytest
 
 from tests.e2e.brittle import COUNTING
 from tests.e2e.server import request, serving
-from tests.service.rpc.test_tracing import PARENT, SERVER_SPAN, TRACE, Collector
+from tests.service.rpc.test_tracing import PARENT, SERVER_SPAN, TRACE
+from tests.support.collector import Collector
 
 
 @pytest.mark.slow

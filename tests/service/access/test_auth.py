@@ -23,14 +23,9 @@ from npuserve.service.cli.main import main
 from npuserve.service.ipc.messages import Submit
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
-from tests.support.fake_engine import make_folder, until
+from tests.support.fake_engine import until
 from tests.support.front_end import ask, running
 from tests.support.whole_server import whole_server
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 @pytest.fixture

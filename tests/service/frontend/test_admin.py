@@ -23,13 +23,8 @@ from npuserve.service.ipc.profiles import StartProfile, StopProfile
 from npuserve.v1 import admin_service_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.support import front_end
-from tests.support.fake_engine import make_folder, until
+from tests.support.fake_engine import until
 from tests.support.front_end import ask, running
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 async def test_admin_calls_return_documented_results(folder: Path) -> None:

@@ -13,14 +13,9 @@ import pytest
 from npuserve.service.errors import InvalidField, to_wire
 from npuserve.service.ipc.messages import Constraint, Submit
 from npuserve.v1 import generate_pb2 as pb
-from tests.support.fake_engine import EOS, make_folder, until
+from tests.support.fake_engine import EOS, until
 from tests.support.front_end import ask, running
 from tests.support.vllm_engine import engine_stub, join, vllm_request
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 @pytest.mark.parametrize(("fields", "completed"), [

@@ -18,14 +18,9 @@ from npuserve.service.ipc.messages import Cancel, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.frontend.test_response import joined
-from tests.support.fake_engine import EOS, make_folder, until
+from tests.support.fake_engine import EOS, until
 from tests.support.front_end import Running, ask, running
 from tests.support.whole_server import whole_server
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 async def stream(server: Running, message: pb.GenerateRequest) -> list[pb.StreamGenerateResponse]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from npuserve.service.errors import InvalidField, Unavailable, to_wire
 from npuserve.service.logs import JsonFormatter, TextFormatter
 from npuserve.v1 import admin_service_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
-from tests.service.rpc.test_tracing import Collector
+from tests.support.collector import Collector
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import Running, ask, running
 from tests.support.raw_connection import RawConnection
@@ -42,14 +41,6 @@ def folder(tmp_path: Path) -> Path:
     made = make_folder(tmp_path / "counting")
     (made / "chat_template.jinja").write_text(TEMPLATE)
     return made
-
-
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    made = Collector()
-    yield made
-    made.server.stop(None).wait()
 
 
 def struct(**values: object) -> struct_pb2.Struct:

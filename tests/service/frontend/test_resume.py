@@ -20,14 +20,9 @@ from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import Proxy
 from tests.service.frontend.test_response import joined
-from tests.support.fake_engine import make_folder, until
+from tests.support.fake_engine import until
 from tests.support.front_end import ask, running
 from tests.support.whole_server import whole_server
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 async def test_resume_stream_continues_at_offset(folder: Path) -> None:

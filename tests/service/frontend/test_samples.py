@@ -22,14 +22,9 @@ from tests.service.frontend.test_response import joined
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW, codes, text
 from tests.service.ipc.test_engine_client import request
 from tests.service.ipc.test_engine_stream import FakeClient
-from tests.support.fake_engine import EOS, make_folder, until
+from tests.support.fake_engine import EOS, until
 from tests.support.front_end import ask, running
 from tests.support.whole_server import whole_server
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 def by_index(parts: list[pb.StreamGenerateResponse]) -> dict[int, list[pb.StreamGenerateResponse]]:

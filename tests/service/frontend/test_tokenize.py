@@ -16,13 +16,8 @@ from prometheus_client import REGISTRY
 from npuserve.service.ipc.messages import Submit
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2, prompt_pb2, tokenize_pb2
-from tests.support.fake_engine import EOS, INFO, make_folder, until
+from tests.support.fake_engine import EOS, INFO, until
 from tests.support.front_end import running
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 def preparing() -> float:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +20,7 @@ from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.ipc.messages import Timing
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
+from tests.support.collector import Collector
 from tests.support.fake_engine import EOS, make_folder, until
 from tests.support.front_end import ask, running
 from tests.support.vllm_engine import engine_stub, vllm_request
@@ -29,49 +28,6 @@ from tests.support.vllm_engine import engine_stub, vllm_request
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 SERVER_SPAN = "npuserve.v1.InferenceService/StreamGenerate"
-
-
-class Collector:
-    """OTLP collector.
-
-    url: address of its gRPC server.
-    spans: spans received so far.
-    resources: attributes of the spans' resources.
-    """
-
-    def __init__(self) -> None:
-        service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
-        pb = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-        pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-        collector = self
-
-        class Service(service.TraceServiceServicer):  # type: ignore[misc,name-defined]
-            def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
-                for group in request.resource_spans:
-                    collector.resources.append({a.key: a.value.string_value for a in group.resource.attributes})
-                    for scope in group.scope_spans:
-                        collector.spans += scope.spans
-                return pb.ExportTraceServiceResponse()
-
-        self.server = grpc.server(futures.ThreadPoolExecutor(1))
-        service.add_TraceServiceServicer_to_server(Service(), self.server)
-        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.server.start()
-
-
-@pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    made = Collector()
-    yield made
-    made.server.stop(None).wait()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path / "counting")
 
 
 def attributes(span: Any) -> dict[str, Any]:
