@@ -26,18 +26,10 @@ from npuserve.kernels.penalize import penalize
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
-from tests.kernels.comparison import compare
+from tests.kernels.comparison import compare, generator, randn
 from tests.kernels.variants import implementation, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
 def cases() -> Iterator[Any]:

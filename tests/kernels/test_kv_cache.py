@@ -25,13 +25,10 @@ from npuserve.kernels.kv_cache import (
 from npuserve.kernels.native import layout
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Quantized
+from tests.kernels.comparison import randn
 from tests.kernels.variants import ISAS
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def dense(cache: Quantized) -> Tensor:

@@ -31,18 +31,11 @@ from npuserve.kernels.quantized import (
 )
 from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
+from tests.kernels.comparison import generator, randn
 from tests.kernels.variants import ISAS, implementation, variants
 
 DTYPES = (torch.float32, torch.bfloat16)
 ASYMMETRIC = Scheme(symmetric=False)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=generator(seed))
 
 
 def randint8(*shape: int, seed: int = 0) -> Tensor:

@@ -18,17 +18,10 @@ from transformers.generation.logits_process import (
 )
 
 from npuserve.kernels.sample import largest, likeliest, sample
+from tests.kernels.comparison import generator, randn
 from tests.kernels.variants import implementation, variants
 
 Serve = Callable[..., Tensor]
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=generator(seed))
 
 
 @pytest.fixture(params=variants(sample))

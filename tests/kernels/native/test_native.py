@@ -16,6 +16,7 @@ import torch
 from npuserve.kernels import native
 from npuserve.kernels.linear import linear
 from npuserve.kernels.native.packed import PackedWeight
+from tests.kernels.comparison import randn
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
@@ -26,10 +27,6 @@ def lib():
     threads = library.threads
     yield library
     library.set_threads(threads)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def chain(x: torch.Tensor, weights: list[PackedWeight]) -> torch.Tensor:

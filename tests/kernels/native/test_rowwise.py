@@ -18,6 +18,7 @@ from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
+from tests.kernels.comparison import generator
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,10 +45,6 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
 OTHERS = {"paged_attention", "keep_ids", "mask_logits", "penalize", "logprobs"}
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def row_of(x: Tensor | Quantized, row: int) -> Tensor | Quantized:

@@ -12,13 +12,10 @@ from torch import Tensor
 
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.registry import Case
+from tests.kernels.comparison import generator
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Relative and absolute tolerance: a few roundings of the dtype for values of about 1."""
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def compare(launch: ModuleType, arguments: tuple[Any, ...]) -> float:

@@ -29,11 +29,8 @@ from npuserve.kernels.quantized import (
 )
 from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.swiglu import swiglu
+from tests.kernels.comparison import generator
 from tests.kernels.triton.hopper import Launch, compiled
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture

@@ -15,18 +15,11 @@ from npuserve.kernels.greedy import greedy
 from npuserve.kernels.logprobs import logprobs
 from npuserve.kernels.penalize import penalize
 from npuserve.kernels.sample import sample
+from tests.kernels.comparison import generator, randn
 from tests.kernels.triton.hopper import Launch, compiled
 
 LAST = 1 - 2.0**-53
 """Random number that draws the last kept id."""
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=generator(seed))
 
 
 @pytest.fixture
