@@ -160,20 +160,20 @@ class WindowStream:
 
     decode: ids to text; a token's text must depend on at most the WINDOW tokens before it, apart from the other
         characters of a run of single-byte tokens.
-    skipped: ids without text.
+    has_text: whether an id has text.
     prompt: ids before the first one.
 
     A text that ends in U+FFFD may be an unfinished character. It is held back for at most MAX_HELD_TOKENS tokens.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], skipped: frozenset[int], prompt: Sequence[int]):
-        self._decode, self._skipped = decode, skipped
-        self._window = [i for i in prompt if i not in skipped][1 - 2 * WINDOW :]
+    def __init__(self, decode: Callable[[Sequence[int]], str], has_text: Callable[[int], bool], prompt: Sequence[int]):
+        self._decode, self._has_text = decode, has_text
+        self._window = list(filter(has_text, prompt))[1 - 2 * WINDOW :]
         self._done = self._shorten()
         self._held = 0
 
     def feed(self, token_id: int) -> list[Piece]:
-        if token_id in self._skipped:
+        if not self._has_text(token_id):
             return [Piece("", not self._held)]
         self._window.append(token_id)
         text = self._decode(self._window)

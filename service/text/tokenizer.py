@@ -127,7 +127,9 @@ class Tokenizer:
             return ByteLevelStream(lambda i: b"" if i in skipped else self._token_bytes(i))
         token_text = self._fallback_text(skipped)
         if token_text is None or self._byte_fallback is None:
-            return WindowStream(lambda ids: self._fast.decode(ids, False), skipped, prompt_ids)
+            return WindowStream(
+                lambda ids: self._fast.decode(ids, False),
+                lambda i: i not in skipped and self._fast.token(i) is not None, prompt_ids)
         _, stripped, strip = self._byte_fallback
         prompt_has_text = any(token_text(i) != ("", None) for i in prompt_ids)
         return ByteFallbackStream(token_text, stripped, 0 if prompt_has_text else strip)

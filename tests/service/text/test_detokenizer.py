@@ -338,6 +338,12 @@ def test_stop_strings_that_are_empty_are_refused() -> None:
         Detokenizer(tokenizer("words"), skip_special_tokens=True, stop=["a", ""], include_stop=False, min_tokens=0)
 
 
+def test_window_stream_keeps_the_space_after_many_unknown_ids() -> None:
+    once, upon, unknown = 0, 1, 9
+    assert run("word pieces", [[once, *[unknown] * 20, upon]]).text == "once upon"
+    assert run("word pieces", [[upon]], prompt_ids=[once, *[unknown] * 20]).text == " upon"
+
+
 def test_window_stream_decodes_a_bounded_window_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of ids decoded per token does not grow with the answer."""
     made, decoded = tokenizer("words"), []
