@@ -41,7 +41,7 @@ class Parts:
 
     def add_call(self, call: CallDelta) -> None:
         """Append a part of a call, to the last part if it belongs to the same call."""
-        if self.calls and not call.name and self.calls[-1].index == call.index:
+        if self.calls and self.calls[-1].index == call.index:
             last = self.calls[-1]
             self.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
         else:
@@ -123,21 +123,20 @@ class AnswerParser:
 
     def _reasoning(self, text: str, at: int) -> int:
         c = text[at]
-        if self._tag or c == "<":
-            if THINK_END.startswith(self._tag + c):
-                self._tag += c
-                if self._tag == THINK_END:
-                    self._held = self._tag = ""
-                    self._state = self._after_reasoning
-                return at + 1
-            if self._tag:
-                self._emit_reasoning(self._tag)
-                self._tag = ""
-                return at
+        if THINK_END.startswith(self._tag + c):
+            self._tag += c
+            if self._tag == THINK_END:
+                self._held = self._tag = ""
+                self._state = self._after_reasoning
+            return at + 1
+        if self._tag:
+            self._emit_reasoning(self._tag)
+            self._tag = ""
+            return at
         if c == "\n":
             self._held += c if self._has_reasoning_text else ""
             return at + 1
-        end = _end_of_run(text, at + 1)
+        end = _end_of_run(text, at)
         self._emit_reasoning(text[at:end])
         return end
 

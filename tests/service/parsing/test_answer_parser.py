@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -37,7 +38,9 @@ def parse(text: str, reasoning: Reasoning = "possible", form: AnswerFormat = BOT
         parser.feed(text[begin:end])
         parts.add(parser.take())
         if parser.is_clean:  # then the end of the answer adds nothing
-            assert parser.take() == Parts()
+            ended = copy.deepcopy(parser)
+            ended.finish()
+            assert ended.take() == Parts()
     parser.finish()
     parts.add(parser.take())
     return found(parts)
@@ -55,6 +58,10 @@ CASES: dict[str, tuple[str, Found]] = {
     "white space": (" \n", (" \n", "", [])),
     "beginnings of tags": ("a <tool b <tool_cal\n<think", ("a <tool b <tool_cal\n<think", "", [])),
     "half a tag at the end": ("<thi", ("<thi", "", [])),
+    "half a tag at the end after a call": (call() + "\n<tool", ("<tool", "", [F])),
+    "white space in a tag": ("<thi nk>", ("<thi nk>", "", [])),
+    "line feed in a tag after reasoning": ("<think>a</think>\n<tool\n_call>", ("<tool\n_call>", "a", [])),
+    "white space in a tag after a call": (call() + "\n<tool _call>", ("<tool _call>", "", [F])),
     "end tags in content": ("a</think>b</tool_call>c", ("a</think>b</tool_call>c", "", [])),
     "reasoning": ("<think>\nI think\n\nso\n</think>\n\nYes\n\nno", ("Yes\n\nno", "I think\n\nso", [])),
     "reasoning after white space": ("\n<think>a</think>b", ("b", "a", [])),
@@ -110,6 +117,9 @@ CASES: dict[str, tuple[str, Found]] = {
         '<tool_call>\n{"arguments": {}}\n</tool_call>', "", [])),
     "empty call": ("<tool_call>\n</tool_call>\n" + call(), ("<tool_call>\n</tool_call>", "", [F])),
     "tag twice": ("<tool_call>\n" + call(), ("<tool_call>", "", [F])),
+    "tag twice without a call": ("a\n<tool_call>\n<tool_call>\nb", ("a\n<tool_call>\n<tool_call>\nb", "", [])),
+    "end tag is missing and no call follows": (
+        call()[:-len("\n</tool_call>")] + "\n<tool_call>\nb", ("<tool_call>\nb", "", [F])),
     "XML": ("<tool_call>\n<function=f>\n</tool_call>", ("<tool_call>\n<function=f>\n</tool_call>", "", [])),
     "prose about tags": ("Use <tool_call> and </tool_call>.", ("Use <tool_call> and </tool_call>.", "", [])),
 }
