@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.client import ClientError, Conflict, NotFound, Overloaded, ServerError, StreamLost, Unavailable
-from npuserve.client.attempts import MIN_BACKOFF_SECONDS, MIN_JITTER, Attempts, Retries
+from npuserve.client.attempts import MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS, MIN_JITTER, Attempts, Retries
 from npuserve.client.errors import KINDS
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import TEXT, WHOLE, parts, sample_parts
@@ -196,7 +197,8 @@ def test_on_failure_server_without_streams_ends_after_patience(monkeypatch: pyte
     assert clock[0] <= 3.0
 
 
-def test_accept_message_without_tokens_keeps_consecutive_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_accept_message_with_tokens_ends_consecutive_failures(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     attempt = Attempts(pb.GenerateRequest(text="x"), Retries(None, 3.0))
@@ -204,12 +206,12 @@ def test_accept_message_without_tokens_keeps_consecutive_failures(monkeypatch: p
     def call() -> None:
         attempt.next_call()
         attempt.read_metadata((("x-resume-token", "t"),))
-        attempt.accept(pb.StreamGenerateResponse(offset=0))
+        attempt.accept(pb.StreamGenerateResponse(offset=attempt.tokens, num_tokens=tokens))
         clock[0] += attempt.on_failure(failure(S.UNAVAILABLE))
 
-    with pytest.raises(Unavailable):
+    with contextlib.nullcontext() if tokens else pytest.raises(Unavailable):
         repeat(call)
-    assert clock[0] <= 3.0
+    assert (clock[0] > 3.0) == bool(tokens)
 
 
 def repeat(call: Callable[[], None]) -> None:
@@ -254,6 +256,8 @@ def test_on_failure_duplicate_of_own_request_id_is_transient() -> None:
         attempt.on_failure(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
     attempt.next_call()
     attempt.on_failure(failure(S.ALREADY_EXISTS, reason="DUPLICATE_REQUEST"))
+    with pytest.raises(Conflict):
+        attempt.on_failure(failure(S.ALREADY_EXISTS))
 
 
 @pytest.mark.parametrize("offset", [0, 2, 7])
@@ -340,6 +344,11 @@ def test_backoff_beyond_patience_or_deadline_raises_at_once(
     with pytest.raises(Overloaded) as raised:
         Retries(timeout, patience).backoff(error)
     assert raised.value is error
+
+
+def test_backoff_before_the_deadline_with_endless_patience_never_ends() -> None:
+    retries, error = Retries(1e8, math.inf), failure(S.UNAVAILABLE)
+    assert all(retries.backoff(error) <= MAX_BACKOFF_SECONDS for _ in range(2000))
 
 
 def test_backoff_patience_counts_consecutive_failures(monkeypatch: pytest.MonkeyPatch) -> None:

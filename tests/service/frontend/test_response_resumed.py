@@ -142,6 +142,16 @@ def test_response_resumed_after_any_message_is_whole(kind: str, data: st.DataObj
     assert got[-1].finish == last.finish
 
 
+def test_response_resumed_at_the_end_of_a_stop_string_has_no_text() -> None:
+    made = tokenizer("byte level")
+    ids = made.encode("once upon")
+    ask = CheckedRequest(Request("r", [5], 9, 0.0, SamplingParams()), ("pon",), False, True, False)
+    call = Call(ask, made, ids, "length", offset=len(ids))
+    call.read(len(ids))
+    [part] = call.parts
+    assert (part.text, part.offset, part.num_tokens, part.finish.matched_stop) == ("", len(ids), 0, "pon")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_response_resumed_at_any_token_is_whole(kind: str, data: st.DataObject) -> None:

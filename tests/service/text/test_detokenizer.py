@@ -302,6 +302,7 @@ def test_stop_strings_with_several_matches_take_the_first_end_then_the_longest()
     """The stop string with the first end is matched; the longest one if several end there."""
     for stops, text, matched in [
         (["bcd", "bc"], "a", "bc"), (["cd", "abcd", "bcd"], "", "abcd"), (["d", "ab"], "", "ab"),
+        (["abcx", "bc"], "a", "bc"), (["abcx", "bcd"], "a", "bcd"),
     ]:
         ids = ids_of_bytes("byte level", b"abcd")
         for chunks in ([ids], [[i] for i in ids]):
@@ -315,6 +316,12 @@ def test_min_tokens_ignores_stop_strings_that_end_earlier() -> None:
     assert run("byte level", [ids], stop=["XX"], min_tokens=2) == ("a", 3, "XX", 3)
     assert run("byte level", [ids], stop=["XX"], min_tokens=3) == ("aXXb", 6, "XX", 6)
     assert run("byte level", [ids], stop=["XX"], min_tokens=6, include_stop=True) == ("aXXbXXc", 7, None, None)
+
+
+def test_min_tokens_ignored_stop_string_may_begin_another() -> None:
+    for chunks in ([ids := ids_of_bytes("byte level", b"abc")], [[i] for i in ids]):
+        answer = run("byte level", chunks, stop=["ab", "bc"], min_tokens=2)
+        assert (answer.text, answer.matched_stop) == ("a", "bc")
 
 
 def test_stop_strings_do_not_match_skipped_special_tokens() -> None:
