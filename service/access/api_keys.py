@@ -129,7 +129,6 @@ def save_tables(path: str, tables: dict[str, dict[str, Any]]) -> None:
             _copy_access(target, file.fileno())
             file.flush()
             os.fsync(file.fileno())  # before the rename: a power failure may leave an empty file otherwise
-            file.close()
             os.replace(file.name, target)
         except OSError:
             os.unlink(file.name)

@@ -11,7 +11,7 @@ import pytest
 
 from npuserve.service.access import api_keys as keys
 from npuserve.service.access.caller import Caller, Limits
-from npuserve.service.config import ConfigError
+from npuserve.service.config import ConfigError, ServerConfig
 
 HASH, OTHER = hashlib.sha256(b"one").hexdigest(), hashlib.sha256(b"two").hexdigest()
 
@@ -49,6 +49,7 @@ def test_keys_empty_file_accepts_no_key(file: Path) -> None:
     (f'[x]\nsha256 = "{HASH}"\nadmin = 1', "x.admin: must be true or false"),
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = -1', r"x.max_requests: must be a whole number in \[0, 1048576\]"),
     (f'[x]\nsha256 = "{HASH}"\nmax_requests = true', "x.max_requests: must be a whole number"),
+    (f'[x]\nsha256 = "{HASH}"\nmax_requests = 1.5', "x.max_requests: must be a whole number"),
     (f'[x]\nsha256 = "{HASH}"\nlimit = 1',
      "x.limit: no such field; the fields are admin, max_priority, max_requests, min_priority, sha256"),
     (f'[x]\nsha256 = "{HASH}"\nmin_priority = -101', r"x.min_priority: must be a whole number in \[-100, 100\]"),
@@ -60,6 +61,28 @@ def test_keys_invalid_file_names_fault(file: Path, text: str, error_text: str) -
     file.write_text(text)
     with pytest.raises(ConfigError, match=error_text):
         keys.read(str(file))
+
+
+@pytest.mark.parametrize(("limits", "expected"), [
+    (Limits(), (4, (0, 100))),
+    (Limits(0, -7, 7), (0, (-7, 7))),
+    (Limits(min_priority=5, max_priority=5), (4, (5, 5))),
+    (Limits(max_priority=-10), (4, (-10, -10))),
+    (Limits(min_priority=50), (4, (50, 100))),
+])
+def test_limits_of_a_key_replace_those_of_the_server(
+    file: Path, limits: Limits, expected: tuple[int, tuple[int, int]]
+) -> None:
+    values = {name: value for name, value in vars(limits).items() if value is not None}
+    keys.save_tables(str(file), {"a": {"sha256": hashlib.sha256(b"key").hexdigest(), **values}})
+    caller = keys.read(str(file)).find("key")
+    assert caller == Caller("a", limits)
+    assert caller.limits.within(ServerConfig(model="m", max_requests_per_client=4)) == expected
+
+
+def test_limits_of_a_key_above_those_of_the_server() -> None:
+    config = ServerConfig(model="m", max_priority=10)
+    assert Limits(min_priority=50).within(config)[1] == (50, 50)
 
 
 def test_keys_find_compares_every_digest(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

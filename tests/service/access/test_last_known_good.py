@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from npuserve.service import metrics
 from npuserve.service.access import api_keys
 from npuserve.service.access.file_reloader import FileReloader
 from npuserve.service.access.last_known_good import LastKnownGoodFile
@@ -28,12 +29,15 @@ def first_value(file: LastKnownGoodFile[str], folder: Path) -> str:
     return FileReloader("api_keys", [str(folder / "file")], file.read, file.read_copy).value
 
 
-def test_last_known_good_copy_is_read_only_at_first_read(tmp_path: Path) -> None:
+def test_last_known_good_copy_is_read_only_at_first_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("good 1")
     assert make_file(tmp_path).read() == "good 1"
     (tmp_path / "file").write_text("bad")
-    later = make_file(tmp_path)
+    later, count = make_file(tmp_path), metrics.settings_not_read_total.labels("api_keys")
+    before = count._value.get()
     assert first_value(later, tmp_path) == "good 1"
+    assert count._value.get() == before + 1
+    assert caplog.messages == ["not read, the last good one stays"]
     with pytest.raises(ConfigError, match="/file: not good"):
         later.read()
     (tmp_path / "file").write_text("good 2")
@@ -42,6 +46,23 @@ def test_last_known_good_copy_is_read_only_at_first_read(tmp_path: Path) -> None
     assert first_value(make_file(tmp_path), tmp_path) == "good 2"
     assert {path.name for path in tmp_path.iterdir()} == {"copy"}
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("later", ["bad", None])
+def test_last_known_good_keeps_no_copy_of_a_file_that_changes_meanwhile(tmp_path: Path, later: str | None) -> None:
+    file = tmp_path / "file"
+    file.write_text("good")
+
+    def read_and_change(path: str) -> str:
+        text = read(path)
+        file.unlink()
+        if later:
+            file.write_text(later)
+        return text
+
+    known = LastKnownGoodFile("api_keys", str(file), tmp_path / "copy", read_and_change)
+    assert known.read() == "good"
+    assert {path.name for path in tmp_path.iterdir()} == ({"file"} if later else set())
 
 
 @pytest.mark.parametrize("copy", [True, False])
