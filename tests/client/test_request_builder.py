@@ -32,7 +32,8 @@ def test_build_request_takes_each_form_of_prompt() -> None:
     assert [(m.role, m.content) for m in chat.chat.messages] == [("user", "hi"), ("tool", "4")]
     assert chat.chat.template_args["enable_thinking"] is False
     given = pb.GenerateRequest(text="a")
-    assert build_request(given, {"max_tokens": 3}).stopping.max_tokens == 3
+    assert build_request(given, {"max_tokens": 3}) == pb.GenerateRequest(
+        text="a", stopping=pb.StoppingParams(max_tokens=3))
     assert given == pb.GenerateRequest(text="a")
 
 

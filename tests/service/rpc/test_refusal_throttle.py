@@ -37,6 +37,11 @@ def test_refusal_throttle_work_is_limited_to_its_share() -> None:
     assert throttle.delay("b") == 0.0
 
 
+def test_refusal_throttle_without_rate_delays_nothing() -> None:
+    throttle = RefusalThrottle(0, Clock())
+    assert not any(throttle.delay("a", work=1.0) for _ in range(2 * BURST))
+
+
 def test_refusal_throttle_addresses_are_independent() -> None:
     throttle = RefusalThrottle(100, Clock())
     for _ in range(BURST + 50):

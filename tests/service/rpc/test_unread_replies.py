@@ -43,3 +43,10 @@ def test_unread_replies_total_is_bounded_and_each_client_may_have_one() -> None:
         replied(unread, "bob", 1)
     large.end()
     replied(unread, "bob", 1)
+
+
+def test_unread_replies_of_ended_calls_leave_nothing() -> None:
+    unread = UnreadReplies(100)
+    for call in [replied(unread, owner, 1) for owner in ("alice", "alice", "bob")]:
+        call.end()
+    assert not unread._bytes
