@@ -31,6 +31,16 @@ def test_from_rpc_reads_details() -> None:
     assert (error.reason, error.retry_seconds, error.message) == ("QUEUE_FULL", 0.25, "text")
 
 
+def test_from_rpc_reads_the_first_field_and_no_reason_of_another_domain() -> None:
+    info, bad, empty = any_pb2.Any(), any_pb2.Any(), any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(domain="googleapis.com", reason="RATE_LIMIT_EXCEEDED"))
+    bad.Pack(error_details_pb2.BadRequest(field_violations=[
+        error_details_pb2.BadRequest.FieldViolation(field=name) for name in ("prompt", "n")]))
+    empty.Pack(error_details_pb2.BadRequest())
+    error = from_rpc(rpc_error(grpc.StatusCode.INVALID_ARGUMENT, packed(info, bad, empty)))
+    assert (error.reason, error.field, error.retry_seconds) == ("", "prompt", None)
+
+
 @pytest.mark.parametrize("details", [
     b"\xff\xff\xff",
     packed(any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff")),
