@@ -77,8 +77,8 @@ class Vocabulary:
         For 152,000 tokens it takes 0.9 s of processor time, and holds the GIL for 0.6 s of it. So call it before the
         engine serves requests.
 
-        size: vocabulary size of the model, at least the tokenizer's. Ids above the tokenizer's are never allowed, and
-            neither are tokens of more than MAX_TOKEN_BYTES.
+        size: vocabulary size of the model. Ids above the tokenizer's are never allowed, and neither are tokens of more
+            than MAX_TOKEN_BYTES.
         end_ids: tokens that end an answer, such as eos_token_id of generation_config.json.
 
         Raises UnsupportedVocabulary if the bytes of the tokens are unknown or there is no end token.

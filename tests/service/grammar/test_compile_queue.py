@@ -42,8 +42,13 @@ def test_client_has_a_limit_of_running_constraints() -> None:
     assert queue.take() is None
     queue.add(rule("a"), "one")
     assert queue.take() == (rule("a"), "one")
+    queue.add(rule("f4"), "flood")
     queue.end("flood")
     assert queue.take() == (rule("f3"), "flood")
+    assert queue.take() is None
+    for client in ("flood", "flood", "one"):
+        queue.end(client)
+    assert not queue._running
 
 
 def test_constraint_of_two_clients_is_taken_once_at_the_earlier_turn() -> None:
@@ -55,6 +60,9 @@ def test_constraint_of_two_clients_is_taken_once_at_the_earlier_turn() -> None:
     assert rule("shared") in queue
     assert take_all(queue) == ["f1", "shared", "f2"]
     assert rule("shared") not in queue
+    for client in ("one", "two"):
+        queue.add(rule("shared"), client)
+    assert take_all(queue) == ["shared"]
 
 
 def test_full_queue_is_refused() -> None:
@@ -70,3 +78,10 @@ def test_full_queue_is_refused() -> None:
         queue.add(rule("c"), "c")
     queue.clear()
     assert queue.take() is None
+
+
+def test_queue_of_one_takes_one_constraint() -> None:
+    queue = CompileQueue(1)
+    queue.add(rule("a"), "one")
+    with pytest.raises(CompilerFull):
+        queue.add(rule("b"), "two")

@@ -99,8 +99,43 @@ def test_forced_tokens_are_the_tokenizers_own(tokenizer: Tokenizer, request: pyt
 
 def test_first_token_beyond_the_model_is_unknown():
     data = VocabularyData([b"a", b"b", b""], {"<end>": 2}, [2])
-    vocabulary = Vocabulary(data, lambda text: [1] if text == "b" else [7])
+    vocabulary = Vocabulary(data, lambda text: [1] if text == "b" else [3])
     assert (vocabulary.first_token(b"b"), vocabulary.first_token(b"ab")) == (1, None)
+
+
+def test_first_token_is_unknown_if_the_following_text_may_change_it():
+    tokens = [b"bcd", b"x", b"ab", b"a", b"b", b""]
+    vocabulary = Vocabulary(VocabularyData(tokens, {"<end>": 5}, [5]), lambda text: [tokens.index(text[:2].encode())])
+    assert vocabulary.first_token(b"abx") == 2
+    for text in (b"ab", b"abc"):  # "bcd" may follow "a"
+        assert vocabulary.first_token(text) is None
+    assert vocabulary.first_token(b"x") == 1
+    assert vocabulary.first_token(b"a") is None  # "ab" may follow
+
+
+def test_first_token_of_other_text_is_unknown():
+    vocabulary = Vocabulary(VocabularyData([b" a", b"a", b""], {"<end>": 2}, [2]), lambda text: [0] if text else [])
+    assert vocabulary.first_token(b" a") == 0
+    assert vocabulary.first_token(b"a") is None  # the tokenizer adds a space
+    assert vocabulary.first_token(b"\xe6") is None  # no character, and so no token
+
+
+def test_first_token_is_no_special_token():
+    made = Tokenizer(FastTokenizer(train()))
+    vocabulary = Vocabulary.from_tokenizer(made, made.vocabulary_size, [max(made.special_ids)])
+    [special] = made.encode("<|im_end|>", add_special_tokens=False)
+    assert special in vocabulary.special_ids
+    assert vocabulary.first_token(b"<|im_end|>") is None
+
+
+def test_model_may_have_fewer_ids_than_the_tokenizer():
+    made = Tokenizer(FastTokenizer(train()))
+    first = min(made.special_ids)
+    for size in (first, first + 1):
+        vocabulary = Vocabulary.from_tokenizer(made, size, [0, *made.special_ids])
+        assert (vocabulary.size, len(vocabulary.data.tokens)) == (size, size)
+        assert sorted(vocabulary.end_ids) == [0, *range(first, size)]
+        assert sorted(vocabulary.data.special.values()) == [*range(first, size)]
 
 
 @pytest.mark.parametrize("size", [31, 32, 33])
