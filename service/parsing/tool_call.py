@@ -73,7 +73,7 @@ class ToolCallScanner:
     def finish(self) -> None:
         """End the text: a part of a tag that is not complete belongs to the arguments."""
         held, self._tag = self._tag, ""
-        if self.is_call and self._step == self._value and self._key == "arguments":
+        if self._step == self._value and self._key == "arguments":
             self.arguments += held
 
     def _feed_character(self, c: str) -> None:

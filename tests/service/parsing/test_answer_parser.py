@@ -83,6 +83,13 @@ CASES: dict[str, tuple[str, Found]] = {
         '<tool_call>\n{"id": [{"name": "no"}], "name": "f", "x": 1.5, "arguments": {"a": 1}, "y": "}"}\n</tool_call>',
         ("", "", [F])),
     "keys twice": (call(arguments='{"a": 1}, "name": "g", "arguments": {}'), ("", "", [F])),
+    "name twice": ('<tool_call>{"name": "f", "name": 1, "arguments": {"a": 1}}</tool_call>', ("", "", [F])),
+    "tag and quote in a key": (
+        '<tool_call>{"</tool_call>\\"": 1, "name": "f", "arguments": {"a": 1}}</tool_call>', ("", "", [F])),
+    "comma at the end": ('<tool_call>{"name": "f",}</tool_call>', ("", "", [("f", "{}")])),
+    "arguments are missing": (
+        '<tool_call>{"name": "f", "arguments": }</tool_call>',
+        ('<tool_call>{"name": "f", "arguments": }</tool_call>', "", [])),
     "other key than arguments": (
         '<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>',
         ('<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>', "", [])),
@@ -93,14 +100,26 @@ CASES: dict[str, tuple[str, Found]] = {
         "", "", [("f", '{"b":  1e3,"ü":"\\u00fc\\"}"}')])),
     "arguments are a string": (call(arguments='"{\\"a\\": 1}"'), ("", "", [("f", '"{\\"a\\": 1}"')])),
     "arguments are null": (call(arguments="null"), ("", "", [("f", "null")])),
+    "arguments are null and a space": (call(arguments="null "), ("", "", [("f", "null")])),
+    "arguments in several lines": (call(arguments='{\n  "a": [\n    1\n  ]\n}'), (
+        "", "", [("f", '{\n  "a": [\n    1\n  ]\n}')])),
+    "line feed in a string": (call(arguments='{"a": "x\ny"}'), ("", "", [("f", '{"a": "x\ny"}')])),
     "tags in arguments": (call(arguments='{"a": "</tool_call><tool_call><think>"}'), (
         "", "", [("f", '{"a": "</tool_call><tool_call><think>"}')])),
+    "escaped tag in arguments": (call(arguments='{"a": "\\</tool_call>"}'), (
+        "", "", [("f", '{"a": "\\</tool_call>"}')])),
     "escaped name": (call('\\u0066\\"'), ("", "", [('f"', F[1])])),
     "arguments are cut": (CUT, ("", "", [("f", '{"a": [1, "x')])),
     "tag is cut": (call()[:-3], ("", "", [F])),
     "cut in a line of a string": (CUT + "\n</tool", ("", "", [("f", '{"a": [1, "x\n</tool')])),
+    "cut in a line of another value": (
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}, "x": [1\n</tool', ("", "", [F])),
+    "string is not closed before an empty line": (CUT + "\n\n</tool_call>b", ("b", "", [("f", '{"a": [1, "x\n')])),
     "string is not closed": (CUT + "\n</tool_call>\n" + call("g"), ("", "", [("f", '{"a": [1, "x'), ("g", F[1])])),
     "braces are not closed": (call(arguments='{"a": [1'), ("", "", [("f", '{"a": [1}')])),
+    "braces are not closed in the line of the tag": (
+        '<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>b', ("b", "", [("f", '{"a": [1')])),
+    "other tag after the object": (call()[:-len("</tool_call>")] + "<b>", ("<b>", "", [F])),
     "outer brace is missing": ('<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>b', ("b", "", [F])),
     "end tag is missing": (call()[:-len("\n</tool_call>")] + "\n" + call("g"), ("", "", [F, ("g", F[1])])),
     "arguments without quotes": (call(arguments="{a: 'b'}"), ("", "", [("f", "{a: 'b'}")])),
@@ -110,6 +129,9 @@ CASES: dict[str, tuple[str, Found]] = {
     "name only is cut": ('<tool_call>\n{"name": "f", "argu', ('<tool_call>\n{"name": "f", "argu', "", [])),
     "name is no string": (call().replace('"f"', "1") + "b", (call().replace('"f"', "1") + "b", "", [])),
     "name is empty": (call(""), (call(""), "", [])),
+    "name is empty after arguments": ('<tool_call>{"arguments": {"a": 1}, "name": ""}</tool_call>', (
+        '<tool_call>{"arguments": {"a": 1}, "name": ""}</tool_call>', "", [])),
+    "empty object": ("<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", "", [])),
     "name is a surrogate": (call("\\ud800"), (call("\\ud800"), "", [])),
     "name is not closed": ('<tool_call>\n{"name": "f\n</tool_call>b', (
         '<tool_call>\n{"name": "f\n</tool_call>b', "", [])),
