@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from npuserve.service.grammar import mask_threads
-from npuserve.service.grammar.mask_threads import FAST_SECONDS, Lexer, MaskThreads
+from npuserve.service.grammar.mask_threads import FAST_SECONDS, MAX_THREADS, Lexer, MaskThreads
 
 
 class Waiting:
@@ -75,6 +75,22 @@ def test_slow_lexer_holds_up_no_other(num_slow: int) -> None:
         answer.release.set()
     threads.wait()
     assert made[20:] == slow
+
+
+def test_threads_start_when_none_is_idle_up_to_the_maximum() -> None:
+    made: list[Waiting] = []
+    threads = MaskThreads(77)
+    for _ in range(3):
+        threads.prepare([Waiting(Lexer(), made)], math.inf)
+    assert threads._num_threads == 1
+    held = [Waiting(Lexer(), made, is_held=True) for _ in range(MAX_THREADS + 1)]
+    for answer in held:
+        threads.prepare([answer], 0.0)
+    assert threads._num_threads == MAX_THREADS
+    for answer in held:
+        answer.release.set()
+    threads.wait()
+    assert len(made) == 3 + len(held)
 
 
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
