@@ -11,8 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from npuserve.client import AsyncClient, Cancelled, Client
+from npuserve.client import AsyncClient, Cancelled, Client, ServerError
 from npuserve.service import errors
+from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import Proxy, serving
 from tests.support.fake_engine import until
 
@@ -105,6 +106,55 @@ async def test_task_and_stream_cancelled_together_raise_cancelled_error() -> Non
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+
+class OneMessageCall:
+    """Call of a thread that receives one message, and nothing more until it is cancelled."""
+
+    def __init__(self, client: Client, offset: int = 0) -> None:
+        self.cancelled = threading.Event()
+        self._messages = iter([pb.StreamGenerateResponse(offset=offset, num_tokens=1)])
+        client.call = lambda *arguments: self  # type: ignore[method-assign]
+
+    def __next__(self) -> pb.StreamGenerateResponse:
+        for message in self._messages:
+            return message
+        assert self.cancelled.wait(20)
+        raise StopIteration
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def initial_metadata(self) -> tuple[()]:
+        return ()
+
+
+def test_stream_cancelled_by_another_thread_cancels_its_call() -> None:
+    with Client("127.0.0.1:1") as client:
+        call, stream = OneMessageCall(client), client.stream("x")
+        assert next(stream).num_tokens == 1
+        thread = threading.Thread(target=stream.cancel)
+        thread.start()
+        with pytest.raises(Cancelled):
+            next(stream)
+        thread.join()
+        assert call.cancelled.is_set()
+
+
+def test_stream_left_early_cancels_its_call() -> None:
+    with Client("127.0.0.1:1") as client:
+        call = OneMessageCall(client)
+        with client.stream("x") as stream:
+            next(stream)
+        assert call.cancelled.is_set()
+
+
+def test_stream_with_a_wrong_message_cancels_its_call() -> None:
+    with Client("127.0.0.1:1") as client:
+        call, stream = OneMessageCall(client, offset=5), client.stream("x")
+        with pytest.raises(ServerError, match="a message at token 5 where 0 was next"):
+            next(stream)
+        assert call.cancelled.is_set()
 
 
 async def test_unary_call_cancelled_by_the_server_is_retried() -> None:
