@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -353,11 +352,10 @@ def test_stream_times_of_its_tokens(resumed: bool) -> None:
     def observed() -> list[float]:
         return [metrics.time_to_first_token_seconds._sum.get(), metrics.inter_token_latency_seconds._sum.get()]
 
-    client: Any = SimpleNamespace(max_buffered_tokens=9, stream_interval=1, send=lambda message: True)
-    stream = Stream(client, 1, Record(Request("r", [1, 2], 9, 100.0)), resumed)
+    stream = Stream(FakeClient(1, 9), 1, Record(Request("r", [1, 2], 9, 100.0)), resumed)
     metrics.flush()
     before = observed()
-    stream.started(Started(1, 0), 103.0)
+    stream.on_started(Started(1, 0), 103.0)
     for token, now in enumerate((104.0, 104.5, 106.0)):
         stream.push(Output(1, [token]), now)
     metrics.flush()
@@ -372,7 +370,7 @@ async def test_stream_taken_over_is_not_resumable() -> None:
         engine.hold.clear()
         stream = client.submit(build_request("r", 0, 10, "t"))
         assert not stream.is_resumable
-        stream.accept()
+        stream.on_accepted()
         assert stream.is_resumable
         stream.push(Output(stream.key, error=("TakenOver", "elsewhere", 0.0)), 0.0)
         with pytest.raises(TakenOver):
@@ -391,17 +389,3 @@ async def test_engine_client_cancelled_resume_cancels_request() -> None:
         await until(lambda: engine.got(Cancel))
         assert engine.live == 0
         assert client._streams == {}
-
-
-async def test_engine_client_engine_death_fails_resume() -> None:
-    async with connected() as (client, engine):
-        assert engine._task
-        engine._task.cancel()
-        await asyncio.sleep(0.01)
-        resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
-        await asyncio.sleep(0.01)
-        await engine.die()
-        with pytest.raises(Unavailable):
-            await resuming
-        with pytest.raises(Unavailable, match="restarting"):
-            await client.resume("t", 0, "me", None)
