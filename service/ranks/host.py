@@ -63,9 +63,11 @@ class Host:
         received = list[int]()
 
         def handle(number: int, _: object = None) -> None:
-            if number != signal.SIGHUP or not received:  # never a second signal, see the supervisor
-                signals.put(None)  # no lock that the interrupted code may have
+            # SIGHUP is not counted, see the supervisor. Python handles it before a SIGTERM of the same moment.
             received.append(number)
+            is_second = number != signal.SIGHUP and sum(one != signal.SIGHUP for one in received) > 1
+            if is_second or len(received) == 1:
+                signals.put(None)  # no lock that the interrupted code may have
 
         for number in (signal.SIGTERM, signal.SIGINT, *(() if is_hangup_ignored() else (signal.SIGHUP,))):
             signal.signal(number, handle)

@@ -89,7 +89,7 @@ def test_ranks_of_a_group_that_has_ended_wait_for_the_next(
 def test_second_signal_ends_a_host_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the first one its ranks run until the group ends. SIGHUP is no second one."""
+    """After the first one its ranks run until the group ends. SIGHUP is neither: systemd may send it with SIGTERM."""
     handlers: dict[int, Callable[[int], None]] = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", READY))
@@ -98,8 +98,8 @@ def test_second_signal_ends_a_host_at_once(
         world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
         running = thread.submit(host.Host(ServerConfig(tensor_parallel_size=2), Path(), world).run)
         until(lambda: "rank is ready" in caplog.text)
-        handlers[signal.SIGHUP](signal.SIGHUP)
-        handlers[signal.SIGHUP](signal.SIGHUP)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            handlers[number](number)
         try:
             assert not wait([running], 0.5).done
         finally:
