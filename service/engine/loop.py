@@ -136,7 +136,7 @@ class Engine:
         self._on_idle = on_idle
 
     def stop(self) -> None:
-        """End `run` after the steps in flight are applied. Safe to call from a signal handler."""
+        """End `run` after the steps in flight are applied. Safe to call from any thread."""
         self._is_stopping = True
 
     def run(self) -> None:

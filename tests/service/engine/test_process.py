@@ -1,4 +1,4 @@
-"""Parts of the engine process: the streams that a server kept when it stopped, and the profiler."""
+"""Parts of the engine process: the order to stop, the streams that a server kept when it stopped, and the profiler."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import hashlib
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.engine.process import load_streams, open_profiler
+from npuserve.service.engine.process import StopOrder, load_streams, open_profiler
 from npuserve.service.ipc.resumable_streams import FILE
 from tests.support.fake_engine import INFO
 
 NO_UTF8 = b"\x92\xa2\xff\xff\x90"
+
+
+@pytest.mark.parametrize("steps", [("give", "attach"), ("attach", "give")])
+def test_stop_order_before_or_after_the_load_stops_the_engine(steps: tuple[str, str]) -> None:
+    stops: list[str] = []
+    engine: Any = SimpleNamespace(stop=lambda: stops.append("stopped"))
+    order = StopOrder()
+    for step in steps:
+        assert not stops
+        order.give() if step == "give" else order.attach(engine)
+    assert stops == ["stopped"]
 
 
 @pytest.mark.parametrize(
