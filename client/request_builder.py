@@ -28,7 +28,18 @@ TEXTS = (str, bytes, bytearray, memoryview)
 """Sequences that are not accepted as lists of values."""
 
 
-class Options(TypedDict, total=False):
+class PromptOptions(TypedDict, total=False):
+    """Options of `generate` that the token ids of the prompt depend on."""
+
+    model: str
+    parse_special_tokens: bool
+    # chat prompts only
+    template_args: Mapping[str, Any]
+    tools: Sequence[str | Mapping[str, Any]]
+    tool_choice: ToolChoice
+
+
+class Options(PromptOptions, total=False):
     """Fields of GenerateRequest and its nested messages, by name.
 
     generate.proto documents ranges and defaults. The server's default replaces an absent option. A `json_schema` is a
@@ -37,9 +48,7 @@ class Options(TypedDict, total=False):
     """
 
     request_id: str
-    model: str
     n: int
-    parse_special_tokens: bool
     # sampling
     temperature: float
     top_p: float
@@ -75,10 +84,6 @@ class Options(TypedDict, total=False):
     priority: int
     bypass_prefix_cache: bool
     cache_salt: str
-    # chat prompts only
-    template_args: Mapping[str, Any]
-    tools: Sequence[str | Mapping[str, Any]]
-    tool_choice: ToolChoice
 
 
 def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -122,14 +127,23 @@ def build_resume(resume_token: str, token_offset: int) -> pb.ResumeStreamRequest
     return request
 
 
-def build_tokenize(prompt: str | Sequence[Mapping[str, Any]]) -> tokenize_pb2.TokenizeRequest:
+def build_tokenize(
+    prompt: str | Sequence[Mapping[str, Any]], options: PromptOptions
+) -> tokenize_pb2.TokenizeRequest:
     """Return the request for the token ids of a text or chat. Raise TypeError or ValueError as `build_request` does."""
-    request = build_request(prompt, {})
-    if request.HasField("token_ids"):
+    for name in options:
+        if name not in PromptOptions.__annotations__:
+            raise TypeError(f"{name}: not an option of tokenize")
+    request = build_request(prompt, options)  # type: ignore[arg-type]
+    if isinstance(prompt, pb.GenerateRequest) or request.HasField("token_ids"):
         raise TypeError("prompt: must be a text or a chat")
-    if isinstance(prompt, str):
-        return tokenize_pb2.TokenizeRequest(text=request.text)
-    return tokenize_pb2.TokenizeRequest(chat=request.chat)
+    found = tokenize_pb2.TokenizeRequest()
+    for field, value in request.ListFields():
+        if isinstance(value, prompt_pb2.Chat):
+            found.chat.CopyFrom(value)
+        else:
+            setattr(found, field.name, value)
+    return found
 
 
 def build_detokenize(token_ids: Sequence[int]) -> tokenize_pb2.DetokenizeRequest:

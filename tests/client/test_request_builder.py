@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
-from npuserve.client.request_builder import Options, build_detokenize, build_request, build_resume
+from npuserve.client.request_builder import (
+    Options,
+    PromptOptions,
+    build_detokenize,
+    build_request,
+    build_resume,
+    build_tokenize,
+)
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import prompt_pb2
+from npuserve.v1 import prompt_pb2, tokenize_pb2
 
 
 def test_options_are_all_fields_of_the_request() -> None:
@@ -140,6 +147,31 @@ def test_build_request_option_none_is_absent() -> None:
 def test_build_detokenize_value_of_another_type_raises_type_error(token_ids: Any) -> None:
     with pytest.raises(TypeError, match=r"^token_ids: must be a sequence"):
         build_detokenize(token_ids)
+
+
+def test_build_tokenize_has_all_options_of_the_prompt() -> None:
+    options: PromptOptions = {
+        "model": "m", "parse_special_tokens": False, "template_args": {"enable_thinking": False},
+        "tools": [{"name": "f"}], "tool_choice": "none"}
+    assert options.keys() == PromptOptions.__annotations__.keys()
+    request = build_request([{"role": "user", "content": "x"}], Options(**options))
+    assert build_tokenize([{"role": "user", "content": "x"}], options) == tokenize_pb2.TokenizeRequest(
+        model="m", parse_special_tokens=False, chat=request.chat)
+
+
+def test_build_tokenize_text_may_be_empty() -> None:
+    assert build_tokenize("", {"tools": None}).WhichOneof("prompt") == "text"  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), [
+    ("x", {"max_tokens": 1}, "max_tokens: not an option of tokenize"),
+    ("x", {"tools": []}, "tools: needs a chat"),
+    ([1], {}, "prompt: must be a text or a chat"),
+    (pb.GenerateRequest(text="x", n=2), {}, "prompt: must be a text or a chat"),
+])
+def test_build_tokenize_unsuitable_argument_raises_type_error(prompt: Any, options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        build_tokenize(prompt, options)
 
 
 LONE = "a\ud800b"

@@ -89,6 +89,7 @@ def test_tool_results_are_part_of_the_next_prompt(client: Client, script: Callab
     script("<think>\nGood.\n</think>\n\nIt is sunny.")
     last = client.generate(messages, tools=TOOLS, parse_output=True)
     assert parts(last) == ("It is sunny.", "Good.", [])
+    assert len(client.tokenize(messages, tools=TOOLS).token_ids) == last.finish.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("text", TEXTS)
