@@ -138,6 +138,8 @@ class MaskThreads:
             self._awaited = set()
 
     def _prepare(self, answer: Answer) -> None:
+        if answer.is_prepared:  # a thread has prepared it since `prepare` checked
+            return
         began = time.perf_counter()
         answer.prepare(self._size)
         answer.lexer.seconds = max(time.perf_counter() - began, DECAY * answer.lexer.seconds)

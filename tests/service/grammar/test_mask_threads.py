@@ -93,6 +93,18 @@ def test_threads_start_when_none_is_idle_up_to_the_maximum() -> None:
     assert len(made) == 3 + len(held)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["fast", "slow"])
+def test_answer_that_a_thread_has_just_prepared_is_not_prepared_again(seconds: float) -> None:
+    class Late(Waiting):
+        checks = iter([False])
+        is_prepared = property(lambda self: next(self.checks, True), lambda self, value: None)
+
+    threads, lexer, made = MaskThreads(77), Lexer(), []
+    lexer.seconds = seconds
+    threads.prepare([Late(lexer, made)], math.inf)
+    assert (made, lexer.in_use, threads._unfinished) == ([], False, set())
+
+
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 def test_prepared_answers_need_no_thread(seconds: float) -> None:
     threads, answer = MaskThreads(77), Waiting(Lexer(), [])
