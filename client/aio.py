@@ -14,7 +14,7 @@ from npuserve.client import channel, request_builder
 from npuserve.client.answer import Answer, sample_count
 from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, malformed_message, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
-from npuserve.client.request_builder import Options, Prompt, PromptOptions
+from npuserve.client.request_builder import Options, Prompt, TokenizeOptions
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -162,7 +162,8 @@ class AsyncClient:
         return response
 
     async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, Any]], timeout: float | None = None, **options: Unpack[PromptOptions]
+        self, prompt: str | Sequence[Mapping[str, Any]], timeout: float | None = None,
+        **options: Unpack[TokenizeOptions],
     ) -> tokenize_pb2.TokenizeResponse:
         """Return the token ids of a text or a chat; see Client.tokenize."""
         request = request_builder.build_tokenize(prompt, options)

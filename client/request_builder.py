@@ -39,6 +39,12 @@ class PromptOptions(TypedDict, total=False):
     tool_choice: ToolChoice
 
 
+class TokenizeOptions(PromptOptions, total=False):
+    """Fields of TokenizeRequest and Chat, by name."""
+
+    add_special_tokens: bool
+
+
 class Options(PromptOptions, total=False):
     """Fields of GenerateRequest and its nested messages, by name.
 
@@ -128,16 +134,18 @@ def build_resume(resume_token: str, token_offset: int) -> pb.ResumeStreamRequest
 
 
 def build_tokenize(
-    prompt: str | Sequence[Mapping[str, Any]], options: PromptOptions
+    prompt: str | Sequence[Mapping[str, Any]], options: TokenizeOptions
 ) -> tokenize_pb2.TokenizeRequest:
     """Return the request for the token ids of a text or chat. Raise TypeError or ValueError as `build_request` does."""
     for name in options:
-        if name not in PromptOptions.__annotations__:
+        if name not in TokenizeOptions.__annotations__:
             raise TypeError(f"{name}: not an option of tokenize")
-    request = build_request(prompt, options)  # type: ignore[arg-type]
+    shared: Any = {name: value for name, value in options.items() if name in PromptOptions.__annotations__}
+    request = build_request(prompt, shared)
     if isinstance(prompt, pb.GenerateRequest) or request.HasField("token_ids"):
         raise TypeError("prompt: must be a text or a chat")
-    found = tokenize_pb2.TokenizeRequest()
+    with _named_errors("add_special_tokens"):
+        found = tokenize_pb2.TokenizeRequest(add_special_tokens=options.get("add_special_tokens"))
     for field, value in request.ListFields():
         if isinstance(value, prompt_pb2.Chat):
             found.chat.CopyFrom(value)

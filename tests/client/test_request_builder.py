@@ -12,7 +12,6 @@ import pytest
 
 from npuserve.client.request_builder import (
     Options,
-    PromptOptions,
     build_detokenize,
     build_request,
     build_resume,
@@ -149,14 +148,16 @@ def test_build_detokenize_value_of_another_type_raises_type_error(token_ids: Any
         build_detokenize(token_ids)
 
 
-def test_build_tokenize_has_all_options_of_the_prompt() -> None:
-    options: PromptOptions = {
+def test_build_tokenize_has_all_fields() -> None:
+    shared: dict[str, Any] = {
         "model": "m", "parse_special_tokens": False, "template_args": {"enable_thinking": False},
         "tools": [{"name": "f"}], "tool_choice": "none"}
-    assert options.keys() == PromptOptions.__annotations__.keys()
-    request = build_request([{"role": "user", "content": "x"}], Options(**options))
-    assert build_tokenize([{"role": "user", "content": "x"}], options) == tokenize_pb2.TokenizeRequest(
-        model="m", parse_special_tokens=False, chat=request.chat)
+    found = build_tokenize(CHAT, {**shared, "add_special_tokens": True})
+    assert found == tokenize_pb2.TokenizeRequest(
+        model="m", parse_special_tokens=False, add_special_tokens=True, chat=build_request(CHAT, shared).chat)
+    fields = {*tokenize_pb2.TokenizeRequest.DESCRIPTOR.fields_by_name, *prompt_pb2.Chat.DESCRIPTOR.fields_by_name}
+    assert {*shared, "add_special_tokens"} == fields - {"text", "chat", "messages"}
+    assert not build_tokenize("x", {}).HasField("add_special_tokens")
 
 
 def test_build_tokenize_text_may_be_empty() -> None:
@@ -166,6 +167,7 @@ def test_build_tokenize_text_may_be_empty() -> None:
 @pytest.mark.parametrize(("prompt", "options", "message"), [
     ("x", {"max_tokens": 1}, "max_tokens: not an option of tokenize"),
     ("x", {"tools": []}, "tools: needs a chat"),
+    ("x", {"add_special_tokens": "no"}, "add_special_tokens: .*"),
     ([1], {}, "prompt: must be a text or a chat"),
     (pb.GenerateRequest(text="x", n=2), {}, "prompt: must be a text or a chat"),
 ])
