@@ -137,6 +137,26 @@ async def test_malformed_reflection_request_ends_only_its_stream(tmp_path: Path,
         assert failed.value.details() == "file_by_filename: must be valid UTF-8"
 
 
+async def test_request_that_is_parsed_without_memory_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def parse(deserializer: object, data: bytes) -> None:
+        raise MemoryError
+
+    async with running(make_folder(tmp_path / "m")) as server:
+        reflection = server.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()
+        with monkeypatch.context() as patch:
+            patch.setattr(request_parser, "parse", parse)
+            await reflection.write(b"")
+            for call in (server.inference.Generate(ask()), reflection.read()):
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await call
+                assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert failed.value.details() == "the front end has no memory for the request"
+        assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
+    assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
 def test_parse_names_the_second_of_two_messages() -> None:
     good, bad = b"\x0a\x06\x0a\x04user", b"\x0a\x07\x0a\x02ok\x12\x01\xff"
     data = b"\x2a" + bytes([len(good + bad)]) + good + bad
