@@ -1,4 +1,4 @@
-"""Private folder of the supervisor, and removal of the folders of killed supervisors."""
+"""Private folder of the supervisor, its check, and removal of the folders of killed supervisors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from pathlib import Path
 
 from npuserve.service.config import ConfigError
 
+MIN_FREE_BYTES = 16 << 20
+"""Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
 PREFIX = "npuserve-"
+SOCKET = "engine.sock"
+"""Socket in the folder that the engine binds."""
+MAX_SOCKET_PATH = 100
+"""Maximum length of the socket's path."""
 LOCK = "supervisor.lock"
 """File in the folder that the supervisor locks while it runs."""
 
@@ -37,6 +43,15 @@ def private_folder() -> Iterator[Path]:
         if lock >= 0:
             stack.callback(os.close, lock)
         yield Path(name)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder has too little space, or too long a path for the engine's socket."""
+    if len(f"{folder}/{SOCKET}") > MAX_SOCKET_PATH:
+        raise ConfigError(f"TMPDIR: {folder} is too long for a socket's path of {MAX_SOCKET_PATH} characters")
+    if (free := shutil.disk_usage(folder).free) < MIN_FREE_BYTES:
+        missing = f"{free >> 10} KiB free; {MIN_FREE_BYTES >> 20} MiB are needed"
+        raise ConfigError(f"TMPDIR: {folder.parent} has {missing}")
 
 
 def _lock_new(folder: Path) -> int:

@@ -61,7 +61,7 @@ class RunEnd:
     code: exit code, negative for a signal; the error if no process could be started.
     seconds: length of the run, without the time for which it hung.
     is_hung: whether it was killed because it hung.
-    was_ready: whether it was ready and did not hang.
+    was_ready: whether it was ready, even if it hung later.
     is_killer_found: whether the request that crashed the earlier runs was found and ended.
     """
 
@@ -82,10 +82,18 @@ class RunEnd:
 
 
 class RestartPolicy:
-    """Restart policy of one child. It counts failed starts, crashes and attempts during a repair."""
+    """Restart policy of one child. It counts failed starts, crashes and attempts during a repair.
 
-    def __init__(self, restarts: Restarts):
+    join_seconds: maximum time that the child waits for the ranks of other hosts; 0 if there are none.
+
+    is_group_incomplete: whether the last run waited in vain for these ranks, after the server was ready. There is no
+        restart then: the server ends, so that all hosts are started again together.
+    """
+
+    def __init__(self, restarts: Restarts, join_seconds: float = 0.0):
+        self.is_group_incomplete = False
         self._restarts = restarts
+        self._join_seconds = join_seconds
         self._failed_starts = 0
         self._crashes = 0
         self._repair_attempts = 0
@@ -101,7 +109,9 @@ class RestartPolicy:
         was_server_ready: whether the server was ready before, so that its configuration and model are valid. Then a
             child that is unusable or cannot be started is retried without limit, until the cause is repaired.
         """
-        if end.code == EXIT_NODE_FAULT:
+        is_late = 0 < self._join_seconds <= end.seconds and not end.was_ready
+        self.is_group_incomplete = was_server_ready and is_late and end.why in ("hung", "unusable")
+        if self.is_group_incomplete or end.code == EXIT_NODE_FAULT:
             return None
         if end.seconds >= self._restarts.healthy or end.is_killer_found:
             self._failed_starts = self._crashes = self._repair_attempts = 0
@@ -112,7 +122,7 @@ class RestartPolicy:
             if isinstance(end.code, int) or not is_transient(end.code):
                 return None
         self._repair_attempts = 0
-        if end.was_ready:
+        if end.was_ready and not end.is_hung:
             self._failed_starts, self._crashes = 0, self._crashes + 1
         else:
             self._failed_starts += 1

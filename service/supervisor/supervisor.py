@@ -1,8 +1,9 @@
 """Supervisor of one server, the parent process of `npuserve serve`.
 
-1. It creates a private folder for the engine's socket and the metrics files (private_folder.py). It spawns the front
-   ends, then the engine (child_process.py). It imports neither grpc nor torch, and never forks. A further process
-   downloads a model from the hub. Front ends answer health checks meanwhile; they and the engine then get its folder.
+1. It creates a private folder for the engine's socket and the metrics files (private_folder.py), then the metrics page
+   (metrics_page.py). It spawns the front ends, then the engine (child_process.py). It imports neither grpc nor torch,
+   and never forks. A further process downloads a model from the hub. Front ends answer health checks meanwhile; they
+   and the engine then get its folder.
 2. Each child reads one JSON line on stdin, which stays open for orders, and reports events as JSON lines on stdout
    (ipc/child.py). Front ends report their port, and all children report that they are ready. When the supervisor dies,
    the kernel kills the children.
@@ -24,11 +25,11 @@ import contextlib
 import logging
 import os
 import resource
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from npuserve.service import clock, logs, probe, settings
@@ -37,10 +38,10 @@ from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
 from npuserve.service.ranks.host import MAX_MEMORY_REUSES, Host
 from npuserve.service.ranks.processes import create_shared_memory
-from npuserve.service.ranks.world import JOIN_SECONDS, join_seconds, local_ranks, read_world
+from npuserve.service.ranks.world import join_seconds, local_ranks, read_world
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
-from npuserve.service.supervisor.private_folder import private_folder
+from npuserve.service.supervisor.private_folder import SOCKET, check_folder, private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
 from npuserve.service.supervisor.watchdog import MIN_LOAD_SECONDS, Watchdog
 from npuserve.service.text.model_folder import fetch, local, resolve, served_as
@@ -51,8 +52,6 @@ FRONTEND = (sys.executable, "-m", "npuserve.service.frontend.process")
 ENGINE = (sys.executable, "-m", "npuserve.service.engine.process")
 ENGINE_STOP_SECONDS = 10.0
 """Seconds from the order to stop to SIGKILL of the engine. A step must fit."""
-MIN_FREE_BYTES = 16 << 20
-"""Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
 MIN_OPEN_FILES, MIN_OPEN_FILES_PER_FRONTEND = 88, 8
 """Minimum limit of open files, for the supervisor: pipes and metrics files of its children, scrapers, and the start of
 a child."""
@@ -100,9 +99,10 @@ class Supervisor:
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
         self._config = config
-        self._has_other_hosts = read_world(config, os.environ) is not None  # with ranks of the model
+        self._join_seconds = join_seconds(config) if read_world(config, os.environ) else 0.0  # 0: no other hosts
         self._model = local(config.model)  # None until it is downloaded
         self._port = config.port
+        self._name = ""  # name of the model for clients; known once it is downloaded
         self._commands = (frontend, engine)
         self._restarts = restarts
         self._tasks: dict[ChildProcess, asyncio.Task[int]] = {}  # of the children that were started
@@ -114,6 +114,12 @@ class Supervisor:
         self._drain_seconds = config.drain_seconds
         self._start_date = clock.unix_time()
         self._started = self._start_began = time.monotonic()
+        # Created by `run`, before it starts a child.
+        self._exit_code: asyncio.Future[int]  # of the server; done once it has to end
+        self._frontends: list[ChildProcess]
+        self._engine: ChildProcess
+        self._watchdog: Watchdog
+        self._page: MetricsPage
 
     @property
     def address(self) -> str:
@@ -130,17 +136,16 @@ class Supervisor:
             loop.add_signal_handler(number, self.stop)
         if not process_control.is_hangup_ignored():
             loop.add_signal_handler(signal.SIGHUP, self.drain, self._config.drain_seconds)
-        self._exit_code: asyncio.Future[int] = loop.create_future()
-        with private_folder() as self._folder:
-            self._create_children()
+        self._exit_code = loop.create_future()
+        with private_folder() as folder:
+            _check_addresses(self._config)
+            check_folder(folder)
+            self._create_parts(folder)
             process_control.adopt_orphans()
-            tasks: list[asyncio.Task[None]] = []
+            for child in self._frontends if self._port else self._frontends[:1]:
+                self._start(child)
+            tasks = [asyncio.create_task(self._start_engine()), asyncio.create_task(self._watch())]
             try:
-                for child in self._frontends if self._port else self._frontends[:1]:
-                    self._start(child)
-                await asyncio.sleep(0)  # spawn the front ends before the slow import of the metrics page
-                self._page = MetricsPage(self._folder, self._config, self._processes)
-                tasks = [asyncio.create_task(self._start_engine()), asyncio.create_task(self._watch())]
                 code = await self._exit_code
                 clean = await self._drain(0.0 if code else self._drain_seconds)
                 self._page.close()
@@ -169,20 +174,15 @@ class Supervisor:
             logs.event(log, "stopping", drain_seconds=seconds)
             self._finish(0)
 
-    def _create_children(self) -> None:
-        _check_addresses(self._config)
-        socket = f"{self._folder}/engine.sock"
-        if len(socket) > 100:
-            raise ConfigError(f"TMPDIR: {self._folder} is too long for a socket's path of 100 characters")
-        if (free := shutil.disk_usage(self._folder).free) < MIN_FREE_BYTES:
-            missing = f"{free >> 10} KiB free; {MIN_FREE_BYTES >> 20} MiB are needed"
-            raise ConfigError(f"TMPDIR: {self._folder.parent} has {missing}")
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self._folder)}
+    def _create_parts(self, folder: Path) -> None:
+        """Create the children, which are not started yet, their watchdog and the metrics page. Raises ConfigError."""
+        socket = f"{folder}/{SOCKET}"
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
 
         def frontend(index: int) -> ChildProcess:
             return ChildProcess(f"frontend-{index}", self._commands[0], environment, lambda: {
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
-                "heartbeat": True, "folder": self._model and str(self._model), "last_good": str(self._folder),
+                "heartbeat": True, "folder": self._model and str(self._model), "last_good": str(folder),
                 "start_date": self._start_date, "started": self._started,
             }, self._on_event)
 
@@ -195,8 +195,8 @@ class Supervisor:
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
         }, self._on_event, [memory, *others] if memory >= 0 else [])
         self._watchdog = Watchdog(
-            self._config, self._engine, self._tasks.keys,
-            JOIN_SECONDS if self._has_other_hosts else MIN_LOAD_SECONDS)
+            self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
+        self._page = MetricsPage(folder, self._config, self._processes)
 
     def _processes(self) -> dict[str, int]:
         """Return name -> pid of the running children. Called by the thread of the metrics page."""
@@ -205,17 +205,15 @@ class Supervisor:
     async def _start_engine(self) -> None:
         """Download the model if needed, send its folder to the front ends, and start the engine."""
         config = self._config
-        if self._model is None:
-            try:
+        try:
+            if self._model is None:
                 self._model = await fetch(config.model)
-            except Exception as error:
-                if not self._exit_code.done():
-                    self._exit_code.set_exception(error)
-                return
-            for child in self._frontends:
-                child.order(folder=str(self._model))
-        self._name = served_as(self._model, config.model, config.served_name)
-        self._start(self._engine)
+                for child in self._frontends:
+                    child.order(folder=str(self._model))
+            self._name = served_as(self._model, config.model, config.served_name)
+            self._start(self._engine)
+        except Exception as error:
+            self._finish(error)
 
     def _on_event(self, child: ChildProcess, event: dict[str, Any]) -> None:
         """Handle an event of a child.
@@ -262,11 +260,8 @@ class Supervisor:
 
     def _start(self, child: ChildProcess) -> None:
         def ended(task: asyncio.Task[int]) -> None:
-            if not task.cancelled() and (error := task.exception()):
-                if not self._exit_code.done():
-                    self._exit_code.set_exception(error)
-            elif not task.cancelled():
-                self._finish(task.result())
+            if not task.cancelled():
+                self._finish(task.exception() or task.result())
 
         if not self._exit_code.done():
             self._tasks[child] = asyncio.create_task(self._supervise(child))
@@ -274,39 +269,28 @@ class Supervisor:
 
     async def _supervise(self, child: ChildProcess) -> int:
         """Run and restart a child until it must not be restarted. Return the server's exit code."""
-        policy, kind = RestartPolicy(self._restarts), "engine" if child is self._engine else "frontend"
+        is_engine = child is self._engine
+        policy = RestartPolicy(self._restarts, self._join_seconds if is_engine else 0.0)
         while True:
             end = await self._run_child(child)
             if child.stopping.is_set():
                 return 0
             self._page.forget(child.pid)
-            is_loaded = child.ready_event is not None
             child.ready_event = None
-            if child is self._engine:
+            if is_engine:
                 for frontend in self._frontends:  # they report ready again once the next engine is
                     frontend.ready_event = None
             pause = policy.pause(end, self.ready.is_set())
-            if (self._has_other_hosts and child is self._engine and self.ready.is_set() and not is_loaded
-                    and end.why in ("hung", "unusable") and end.seconds >= join_seconds(self._config)):
-                logs.event(log, "the group is not complete again, giving up", level=logging.ERROR, why=end.why)
-                return UNUSABLE
-            error = end.code if isinstance(end.code, BaseException) else None
-            if pause is None and error:
-                raise ConfigError(f"{child.name} cannot be started: {error}") from error
-            if pause is None and end.code in (UNUSABLE, EXIT_NODE_FAULT):
-                return int(end.code)
             if pause is None:
-                logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=end.code,
-                           deaths=policy.deaths)
-                return 1
-            self._page.failed(kind, end.why)
+                return self._give_up(child, end, policy)
+            self._page.failed("engine" if is_engine else "frontend", end.why)
             logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why, pause=pause,
-                       **{"error": str(error)} if error else {"code": end.code})
+                       **{"error": str(end.code)} if end.why == "not_started" else {"code": end.code})
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.stopping.wait(), pause)
                 return 0
             self._start_began = time.monotonic()
-            if child is self._engine:
+            if is_engine:
                 if policy.deaths >= MAX_MEMORY_REUSES:
                     self._shared_weights = None
                 self._page.engine_restarted()
@@ -315,17 +299,36 @@ class Supervisor:
         try:
             code = await child.run()
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
-            await asyncio.sleep(0)  # at the start of the server: until `run` has made the metrics page
             return RunEnd(error)
         silence = child.silence if child.is_hung else 0.0
         seconds = time.monotonic() - child.started_at - silence
         is_killer_found, child.is_killer_found = child.is_killer_found, False
-        was_ready = child.ready_event is not None and not child.is_hung
-        return RunEnd(code, seconds, child.is_hung, was_ready, is_killer_found)
+        return RunEnd(code, seconds, child.is_hung, child.ready_event is not None, is_killer_found)
 
-    def _finish(self, code: int) -> None:
-        if not self._exit_code.done():
-            self._exit_code.set_result(code)
+    def _give_up(self, child: ChildProcess, end: RunEnd, policy: RestartPolicy) -> int:
+        """Log why a child is not restarted, unless it reported that. Return the server's exit code.
+
+        Raises ConfigError if the child cannot be started.
+        """
+        if isinstance(end.code, BaseException):
+            raise ConfigError(f"{child.name} cannot be started: {end.code}") from end.code
+        if policy.is_group_incomplete:
+            logs.event(log, "the group is not complete again, giving up", level=logging.ERROR, why=end.why)
+            return UNUSABLE
+        if end.code in (UNUSABLE, EXIT_NODE_FAULT):
+            return end.code
+        logs.event(log, f"{child.name} keeps dying, giving up", level=logging.ERROR, code=end.code,
+                   deaths=policy.deaths)
+        return 1
+
+    def _finish(self, end: int | BaseException) -> None:
+        """End the server with an exit code or an exception, unless it is ending."""
+        if self._exit_code.done():
+            return
+        if isinstance(end, BaseException):
+            self._exit_code.set_exception(end)
+        else:
+            self._exit_code.set_result(end)
 
     async def _watch(self) -> None:
         """Run the watchdog. Stop the server if a child cannot be killed."""

@@ -49,6 +49,33 @@ def test_restart_policy_healthy_run_resets_crashes() -> None:
     assert pauses(*runs, was_server_ready=True) == [0.5, 1, 0.5, 1, 1, None]
 
 
+HUNG_LOAD, UNUSABLE_LOAD = RunEnd(-9, 600, is_hung=True), RunEnd(UNUSABLE, 600)
+
+
+@pytest.mark.parametrize("end", [HUNG_LOAD, UNUSABLE_LOAD])
+def test_restart_policy_group_that_does_not_join_again_is_final(end: RunEnd) -> None:
+    policy = RestartPolicy(RESTARTS, join_seconds=600)
+    assert policy.pause(end, was_server_ready=True) is None
+    assert policy.is_group_incomplete
+
+
+@pytest.mark.parametrize(("end", "join_seconds", "was_server_ready"), [
+    (HUNG_LOAD, 0, True), (UNUSABLE_LOAD, 0, True), (HUNG_LOAD, 600, False), (HUNG_LOAD, 601, True),
+    (RunEnd(-9, 600), 600, True), (RunEnd(-9, 600, is_hung=True, was_ready=True), 600, True),
+    (RunEnd(NO_MEMORY), 600, True)])
+def test_restart_policy_other_ends_of_a_group_are_restarted(
+    end: RunEnd, join_seconds: float, was_server_ready: bool
+) -> None:
+    """No other hosts; the first load; an earlier end; a death; a hang of a complete group; no process."""
+    policy = RestartPolicy(RESTARTS, join_seconds)
+    assert policy.pause(end, was_server_ready) == 1
+    assert not policy.is_group_incomplete
+
+
+def test_restart_policy_hang_after_ready_is_a_failed_start() -> None:
+    assert pauses(*[RunEnd(-9, is_hung=True, was_ready=True)] * 3, was_server_ready=True) == [1, 2, None]
+
+
 @pytest.mark.parametrize(("end", "why"), [
     (RunEnd(-9), "died"), (RunEnd(-9, is_hung=True), "hung"), (RunEnd(UNUSABLE), "unusable"),
     (RunEnd(NO_MEMORY), "not_started")])
