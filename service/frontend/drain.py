@@ -13,10 +13,14 @@ Each phase has a time limit (ipc/child.py).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
+from npuserve.service import logs
 from npuserve.service.frontend.server import Servers
 from npuserve.service.ipc import child
+
+log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 0.2
 """Minimum length of a drain: time to refuse calls that are arriving, and to send NOT_SERVING to health watchers."""
@@ -54,9 +58,12 @@ class Drain:
         await self._servers.stop(child.STOP_SECONDS)
 
     async def _move_clients(self) -> None:
-        self._servers.connections.close_idle(self._servers.port)
-        # `stop` ends both servers before this grace period does.
-        await self._servers.replace(self._left() + child.FRONTEND_STOP_SECONDS)
+        try:
+            self._servers.connections.close_idle(self._servers.port)
+            # `stop` ends both servers before this grace period does.
+            await self._servers.replace(self._left() + child.FRONTEND_STOP_SECONDS)
+        except Exception as error:  # running calls continue
+            logs.bug(log, "clients cannot move to other connections", error)
 
     def _left(self) -> float:
         """Return the seconds until the drain's end."""

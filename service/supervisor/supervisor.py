@@ -331,8 +331,13 @@ class Supervisor:
             self._exit_code.set_result(end)
 
     async def _watch(self) -> None:
-        """Run the watchdog. Stop the server if a child cannot be killed."""
-        stuck = await self._watchdog.run(self._page)
+        """Run the watchdog, again after an unexpected exception. Stop the server if a child cannot be killed."""
+        stuck = None
+        while stuck is None:
+            try:
+                stuck = await self._watchdog.run(self._page)
+            except Exception as error:
+                logs.bug(log, "watchdog: failed, starting again", error)
         logs.event(log, f"{stuck.name} cannot be killed, giving up", level=logging.CRITICAL, pid=stuck.pid)
         self._finish(EXIT_NODE_FAULT)
 

@@ -65,3 +65,25 @@ async def test_drain_without_calls_closes_connections_before_the_server_stops(
         monkeypatch.setattr(front_end.frontend._servers, "stop", stop_once_closed)
         await front_end.frontend.stop(60)
         front_end.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+
+
+async def test_drain_whose_clients_cannot_move_logs_the_exception_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has it while a call still runs, which ends as usual."""
+
+    async def replace(grace_seconds: float) -> None:
+        raise ValueError("bug")
+
+    async with running(make_folder(tmp_path / "m")) as front_end:
+        monkeypatch.setattr(front_end.frontend._servers, "replace", replace)
+        front_end.engine.hold.clear()
+        stream = front_end.inference.StreamGenerate(ask("a", 2))
+        await until(lambda: front_end.engine.live == 1)
+        stopping = asyncio.ensure_future(front_end.frontend.stop(60))
+        front_end.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        await until(lambda: "clients cannot move to other connections" in caplog.messages)
+        assert front_end.engine.live == 1
+        front_end.engine.hold.set()
+        assert "".join([part.text async for part in stream]) == "bc"
+        await stopping

@@ -11,8 +11,10 @@ import pytest
 
 from npuserve.service.config import ServerConfig
 from npuserve.service.ipc import process_control
+from npuserve.service.ipc.child import EXIT_NODE_FAULT
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
+from npuserve.service.supervisor.supervisor import Supervisor
 from npuserve.service.supervisor.watchdog import MIN_START_SECONDS, Watchdog
 
 
@@ -88,3 +90,23 @@ def test_watchdog_front_end_with_heartbeats_may_wait_for_the_engine(watch: Calla
     with pytest.raises(asyncio.CancelledError):
         watch(FakeChild("engine"), front, 5.0)
     assert not front.is_hung
+
+
+async def test_supervisor_watchdog_that_fails_is_logged_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The second run finds a child that cannot be killed, which ends the server."""
+    runs: list[Exception | ChildProcess] = [ValueError("bug"), FakeChild("engine")]
+
+    class FailingWatchdog:
+        async def run(self, page: object) -> ChildProcess:
+            if isinstance(found := runs.pop(0), Exception):
+                raise found
+            return found
+
+    supervisor = Supervisor(ServerConfig())
+    supervisor._watchdog, supervisor._page = cast(Watchdog, FailingWatchdog()), cast(MetricsPage, cast(Any, FakePage()))
+    supervisor._exit_code = asyncio.get_running_loop().create_future()
+    await supervisor._watch()
+    assert supervisor._exit_code.result() == EXIT_NODE_FAULT
+    failed, stuck = caplog.records
+    assert (failed.message, stuck.message) == ("watchdog: failed, starting again", "engine cannot be killed, giving up")
+    assert failed.__dict__["fields"]["exception_type"] == "ValueError"
