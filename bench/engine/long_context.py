@@ -42,7 +42,7 @@ from npuserve.service.ranks.load import load_model
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_path import resolve
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.in_flight import LaunchedStep

@@ -55,7 +55,7 @@ from npuserve.service.arguments import number
 from npuserve.service.cli.bench.load import Load, Outcome
 from npuserve.service.cli.bench.report import latencies
 from npuserve.service.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, read_trace
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_path import resolve
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 

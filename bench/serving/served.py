@@ -33,7 +33,7 @@ from npuserve.service.ipc.messages import Request
 from npuserve.service.ranks.load import load_model
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_path import resolve
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 

@@ -199,7 +199,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.npu.model.loader import check_weights
     from npuserve.npu.model.shard import Shard
     from npuserve.npu.model.storage import choose_kernels
-    from npuserve.service.text.model_folder import resolve
+    from npuserve.service.text.model_path import resolve
 
     folder = resolve(config.model)
     found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}

@@ -24,7 +24,7 @@ from npuserve.npu.large_import import import_torch
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
 from npuserve.service.ipc.process_control import is_hangup_ignored
-from npuserve.service.text.model_folder import expand, resolve
+from npuserve.service.text.model_path import expand, resolve
 
 if TYPE_CHECKING:
     from npuserve.npu.quantize.w8a8 import QuantizationResult

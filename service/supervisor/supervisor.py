@@ -44,7 +44,8 @@ from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import SOCKET, check_folder, private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
 from npuserve.service.supervisor.watchdog import MIN_LOAD_SECONDS, Watchdog
-from npuserve.service.text.model_folder import fetch, local, resolve, served_as
+from npuserve.service.text.model_folder import served_as
+from npuserve.service.text.model_path import fetch, local, resolve
 
 log = logging.getLogger(__name__)
 

@@ -1,34 +1,21 @@
-"""A model's folder: finding or downloading it, and the contents that a front end needs.
-
-    python -m npuserve.service.text.model_folder NAME      downloads a model; started by `fetch`
-"""
+"""Contents of a model's folder that a front end needs: tokenizer, names, end tokens and sampling defaults."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import stat
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from npuserve.npu import storyteller
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.model.folder import check_downloaded, check_links
-from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
-from npuserve.service.ipc import child, process_control
 
 if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
 
 BUILT_IN = "storyteller"
 MAX_ID = 1 << 31
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
 
 
 class Range(NamedTuple):
@@ -74,85 +61,6 @@ class ModelFolder:
     tokenizer: Tokenizer | None = None
     path: Path = Path("/")
     config: dict[str, Any] = field(default_factory=dict)
-
-
-def resolve(model: str) -> Path:
-    """Return the folder of the built-in model (""), of a path, or of a hub name, which is downloaded if necessary.
-
-    Must not be called while an event loop runs. Raises ConfigError, in one sentence, if there is no such model.
-    """
-    return local(model) or asyncio.run(fetch(model))
-
-
-def local(model: str) -> Path | None:
-    """Return the folder of the built-in model ("") or of a path; None for a hub name.
-
-    Raises ConfigError for a file, and for a path that cannot be read.
-    """
-    if not model:
-        return storyteller.FOLDER
-    path = expand("model", model)
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: it has a NUL
-        mode = 0
-    except OSError as error:
-        raise ConfigError(f"model: {model} cannot be read: {error.strerror}") from error
-    if stat.S_ISDIR(mode):
-        return path
-    if mode:
-        raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
-    if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
-        raise ConfigError(f"model: there is no folder {model}{_similar_folder(path)}")
-    return None
-
-
-def expand(setting: str, path: str) -> Path:
-    """Return a path with `~` and `~user` replaced by the home directory. Raises ConfigError if that is unknown."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{setting}: {path}: the home directory is unknown; give an absolute path") from None
-
-
-async def fetch(model: str) -> Path:
-    """Return the folder of a hub name, downloading it if necessary. Can be cancelled. Raises ConfigError.
-
-    The hub's client downloads in threads that the interpreter joins at exit, even while they wait for the hub. So the
-    download runs in a child process, which is killed on cancellation and ends with its parent.
-    """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "npuserve.service.text.model_folder", model, start_new_session=True,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout
-    try:
-        output = await process.stdout.read()
-        code = await process.wait()
-    finally:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-    try:
-        report = msgspec.json.decode(output.rstrip().rpartition(b"\n")[2], type=dict[str, str])
-    except msgspec.MsgspecError:
-        raise ConfigError(
-            f"model: {model} cannot be downloaded from the hub: its download ended with code {code}") from None
-    if report["event"] == "failed":
-        raise ConfigError(report["error"])
-    return Path(report["folder"])
-
-
-def _similar_folder(path: Path) -> str:
-    """Return a hint with a folder whose name is similar to the first part of `path` that does not exist."""
-    while not path.parent.is_dir():
-        path = path.parent
-    try:
-        folders = [beside.name for beside in path.parent.iterdir() if beside.is_dir()]
-    except OSError:
-        return ""
-    found = similar(path.name, folders)
-    return f" (did you mean {path.parent / found}?)" if found else ""
 
 
 def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
@@ -238,44 +146,3 @@ def _defaults(generation: dict[str, Any]) -> dict[str, float]:
             value = int(value)
         found[name] = value
     return found
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub import errors as hub
-
-    hint = _similar_folder(Path(model))
-    if constants.HF_HUB_CACHE.startswith("~"):
-        raise ConfigError(f"model: {model} is no folder here{hint} and cannot be downloaded from the hub: the home "
-                          "directory is unknown; set HF_HOME to a folder for downloads")
-    try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
-    except hub.GatedRepoError as error:
-        raise ConfigError(f"model: {model} is gated; accept its terms on the hub and set HF_TOKEN") from error
-    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
-        raise ConfigError(f"model: {model} is neither a folder here{hint} nor a model on the hub") from error
-    except hub.LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"model: {model} is no folder here{hint}, was not downloaded before, and the hub cannot be reached "
-            "(offline?); give a folder, or set HF_ENDPOINT to a mirror") from error
-    except Exception as error:  # the hub's client raises the exceptions of its transport
-        if isinstance(error, OSError) and error.filename:
-            raise ConfigError(f"model: {model} cannot be downloaded from the hub: {error.filename}: {error.strerror}; "
-                              "HF_HOME sets the folder of downloads") from error
-        kind = type(error).__name__
-        raise ConfigError(
-            f"model: {model} is no folder here{hint} and cannot be downloaded from the hub ({kind})") from error
-
-
-def main() -> int:
-    process_control.die_with_parent()
-    child.listen()
-    try:
-        child.report("found", folder=str(_download(sys.argv[1])))
-    except ConfigError as error:
-        child.report("failed", error=str(error))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -96,7 +96,7 @@ def test_serve_with_a_git_lfs_pointer_names_the_file(folder: Path, file: str) ->
 
 @pytest.mark.slow
 def test_serve_with_a_mistyped_folder_suggests_the_right_one(folder: Path) -> None:
-    """Other names: tests/service/text/test_model_folder.py."""
+    """Other names: tests/service/text/test_model_path.py."""
     assert refused(str(folder.with_name("modle"))) == (
         f"model: there is no folder {folder.with_name('modle')} (did you mean {folder}?)")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.text.model_folder import HUB_FILES
+from npuserve.service.text.model_path import HUB_FILES
 from tests.helm.chart import Object, needs_helm, pod, render
 
 pytestmark = needs_helm

@@ -32,7 +32,7 @@ from npuserve.service.cli.acceptance.report import Finding, guarded
 from npuserve.service.cli.acceptance.sizes import check_sizes
 from npuserve.service.cli.acceptance.variants import check_variants
 from npuserve.service.config import ServerConfig
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_path import resolve
 
 MAX_SOAK_MINUTES = 7 * 24 * 60.0
 

@@ -14,7 +14,7 @@ from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.cli.acceptance.kernels import supports_dtype
 from npuserve.service.cli.acceptance.model import check_tokens
 from npuserve.service.cli.acceptance.report import Finding, guarded
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_path import resolve
 
 if TYPE_CHECKING:
     from npuserve.npu.backends.base import Backend

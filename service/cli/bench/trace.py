@@ -16,7 +16,7 @@ from pathlib import Path
 
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.text.model_folder import resolve
+from npuserve.service.text.model_path import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

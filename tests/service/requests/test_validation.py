@@ -12,7 +12,8 @@ from npuserve.service.errors import InvalidField
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import prompt_token_ids
 from npuserve.service.requests.validation import CheckedRequest
-from npuserve.service.text.model_folder import ModelFolder, open_folder, resolve
+from npuserve.service.text.model_folder import ModelFolder, open_folder
+from npuserve.service.text.model_path import resolve
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2, tokenize_pb2
 from tests.support.fake_engine import EOS, INFO, make_folder
