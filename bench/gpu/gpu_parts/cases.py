@@ -60,8 +60,8 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
         yield "sample", sample._case(tokens, vocabulary, 0, top_k=20, top_p=0.95)
     for tokens in (*rows, many):
         for scheme in ("", "int8", *(FLOAT8 if tokens in (*few, many) else ())):
-            yield "rms_norm", norm._rms_norm_case(tokens, hidden, scheme)
-            yield "add_rms_norm", norm._add_rms_norm_case(tokens, hidden, scheme)
+            yield "rms_norm", norm._case(1, tokens, hidden, scheme)
+            yield "add_rms_norm", norm._case(2, tokens, hidden, scheme)
             if scheme:
                 yield "quantize", quantize._quantize_case(tokens, width, scheme)
         yield "swiglu", swiglu._case(tokens, inner)
