@@ -108,7 +108,6 @@ class StepPipeline:
         self._depth = depth
         self._clock = clock
         self._steps: deque[StepInFlight] = deque()  # the oldest first
-        self._vocabulary = vocabulary
         self._masks = MaskThreads(vocabulary, wake)
         self._mask_seconds = mask_seconds
         self._constrained: list[Sequence] = []  # of the step that was planned last, until it is sampled
@@ -206,7 +205,7 @@ class StepPipeline:
     def _with_forced(self, made: Progress) -> Progress:
         """Append the forced tokens that follow a request's progress, if they are known."""
         matcher = made.sequence.matcher
-        if matcher is None or matcher.lexer.in_use or not matcher.has_forced or not made.token_ids:
+        if matcher is None or matcher.lexer.in_use or not matcher.forced_run or not made.token_ids:
             return made
         return self._scheduler.append_forced(made)
 
@@ -223,7 +222,7 @@ class StepPipeline:
             if sequence.is_preparing:
                 sequence.defer()
                 metrics.deferred_rows_total.inc()
-            elif (mask := sequence.matcher.mask(self._vocabulary)) is not None:
+            elif (mask := sequence.matcher.mask()) is not None:
                 masks[sequence.id] = mask
         metrics.constrained_tokens_total.inc(len(masks))
         self._runner.sample(self._steps[-1].handle, masks)

@@ -8,7 +8,8 @@ The loop itself fills the masks of grammars that were fast so far: to hand one o
 grammar that was slow, or is new, is for the threads. The library releases the GIL while it computes a mask.
 
 All matchers of one compiled grammar share its lexer, which has a lock. So the loop uses no matcher of a lexer `in_use`:
-it would wait for the lock. Only one of the threads uses a lexer at a time, so a slow grammar holds up its own answers.
+it would wait for the lock. Only the loop gives answers to the threads, so a lexer that it finds not in use stays so.
+Only one of the threads uses a lexer at a time, so a slow grammar holds up its own answers.
 The answers of one lexer are prepared in the order in which they were given, so that none waits for a later one.
 """
 
@@ -78,10 +79,11 @@ class MaskThreads:
         self._on_late = on_late
         lock = threading.Lock()
         self._submitted, self._prepared = threading.Condition(lock), threading.Condition(lock)
-        self._queue: list[Answer] = []
-        self._active: set[Lexer] = set()
-        self._unfinished: set[Answer] = set()
-        self._awaited: set[Answer] = set()
+        # The lock guards these, and the changes of Lexer.jobs.
+        self._queue: list[Answer] = []  # given to the threads, and not taken yet
+        self._active: set[Lexer] = set()  # of the answers that the threads have taken
+        self._unfinished: set[Answer] = set()  # in the queue or taken
+        self._awaited: set[Answer] = set()  # the unfinished ones for which `prepare` waits
         self._num_threads = 0
 
     def prepare(self, answers: Iterable[Answer], seconds: float) -> None:

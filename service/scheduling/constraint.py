@@ -37,20 +37,25 @@ allowed tokens are beginnings of one text. The search takes half as long as a ma
 
 
 class AnswerMatcher:
-    """Matcher of one answer.
+    """Matcher of one answer, and what follows the tokens so far.
 
-    After each token the answer is prepared (mask_threads.py): its forced tokens, or else its mask, are computed. Until
-    then, and while its lexer is in use, its request gets no row.
+    forced_run      what follows                         mask
+    None            unknown: `prepare` computes it       none yet
+    []              no token is forced                   of the library
+    [a, b, c]       these tokens are forced              a alone; [b, c] follow after a
 
-    lexer: of the grammar.
+    Nothing follows an error or an end token, and there is no mask. A row waits until the answer is prepared and its
+    lexer is not in use (mask_threads.py).
+
+    lexer: of the grammar. Only the thread that may use it calls `prepare`, and the loop calls the rest.
     is_complete: the answer may end here.
     has_ended: the last token was one of `end_ids`, after which nothing follows. Where the constraint allows no other
         token, an end token follows nevertheless, as in an answer without a constraint.
     error: failure that ends the request when its next token arrives; None for none.
     """
 
-    __slots__ = ("_bits", "_compilation", "_constraint", "_end_ids", "_has_mask", "_is_discarded", "_is_prepared",
-                 "_matcher", "_run", "_unforced", "error", "has_ended", "is_complete", "lexer")
+    __slots__ = ("_bits", "_compilation", "_constraint", "_end_ids", "_is_discarded", "_matcher", "_unforced", "error",
+                 "forced_run", "has_ended", "is_complete", "lexer")
 
     def __init__(self, request: Request, compilation: Compilation, end_ids: Container[int]):
         """Begin before the first token of a request with a constraint.
@@ -65,41 +70,47 @@ class AnswerMatcher:
         self._unforced = request.stop_token_ids.union(request.sampling.logit_bias)
         self._compilation = compilation
         self._matcher = compilation.matcher()
+        self._bits: npt.NDArray[np.int32] | None = None  # the last mask
+        self._is_discarded = False
         self.lexer = compilation.lexer
-        self._run: list[int] | None = None  # the forced tokens that follow; None if they are not known
-        self._bits: npt.NDArray[np.int32] | None = None
-        self._has_mask = self._is_prepared = self._is_discarded = False
+        self.forced_run: list[int] | None = None
         self.is_complete = self._matcher.is_complete
         self.has_ended = False
         self.error: ServeError | None = None
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `mask` and `forced` are known for the tokens so far, so that they take no time."""
-        return self._is_prepared or bool(self._run)
-
-    @property
-    def has_forced(self) -> bool:
-        """Whether forced tokens follow; False if that is not known yet."""
-        return bool(self._run)
+        """Whether it is known what follows."""
+        return self.forced_run is not None or self.error is not None or self.has_ended
 
     def prepare(self, size: int) -> None:
-        """Compute the mask of the next token over `size` ids, and the forced tokens. In the thread of the masks."""
-        if self._is_discarded:
+        """Compute what follows, for a vocabulary of `size` ids. In any thread, while no other uses the lexer."""
+        if self._is_discarded or self.is_prepared:
             return
         try:
             if self._bits is None:
                 self._bits = np.zeros(-(-size // 32), np.int32)
-            self._has_mask = self.fill(self._bits)
+            self._matcher.fill(self._bits)
+            words = np.count_nonzero(self._bits)
+            if not words:
+                logs.event(log, "a constraint allows no token", level=logging.ERROR, kind=self._constraint.kind)
+                self.error = InternalError(f"{self._constraint.kind}: no token may follow")
+            else:
+                run = self._matcher.forced(self._bits) if words <= MAX_FORCED_WORDS else []
+                self.forced_run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
         except BaseException as error:  # a panic of a library in Rust is no Exception; the thread must not end
-            self._has_mask, self.error = False, self._failure(error)
-        self._is_prepared = True
+            self.error = self._failure(error)
 
-    def mask(self, size: int) -> npt.NDArray[np.int32] | None:
-        """Return the mask of the next token, valid until the next call; None if there is none. Once prepared."""
-        if not self._is_prepared:
-            self.prepare(size)
-        return self._bits if self._has_mask else None
+    def mask(self) -> npt.NDArray[np.int32] | None:
+        """Return the mask of the next token, valid until the next `prepare` or `mask`; None if nothing follows. The
+        answer must be prepared."""
+        if self.error is not None or self.has_ended:
+            return None
+        assert self._bits is not None
+        if self.forced_run:
+            self._bits.fill(0)
+            self._bits.view(np.uint32)[self.forced_run[0] // 32] = 1 << self.forced_run[0] % 32
+        return self._bits
 
     def discard(self) -> None:
         """Compute nothing more: the request has ended."""
@@ -109,8 +120,8 @@ class AnswerMatcher:
         """Append a token. Sets `error` if that fails. Nothing after an error."""
         if self.error is not None:
             return
-        self._run = self._run[1:] or None if self._run and self._run[0] == token_id else None
-        self._is_prepared = False
+        run = self.forced_run
+        self.forced_run = run[1:] or None if run and run[0] == token_id else None
         try:
             if self._matcher.advance(token_id):
                 self.has_ended = token_id in self._end_ids
@@ -121,56 +132,16 @@ class AnswerMatcher:
         except Exception as error:
             self.error = self._failure(error)
 
-    def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
-        """Return the run of forced tokens that follows; [] for none. Sets `error` if that fails.
-
-        mask: see `forced` of grammar/matcher.py.
-        """
-        if self.error is not None or self.has_ended:
-            return []
-        if self._run is None:
-            try:
-                run = self._matcher.forced(mask)
-                if self._unforced:
-                    run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
-                self._run = run
-            except Exception as error:
-                self.error = self._failure(error)
-                return []
-        return self._run
-
     def take_forced(self, least: int, most: int) -> list[int]:
-        """Advance over the run of forced tokens that follows, at most `most`, if these are at least `least`. Return
-        them. The matcher must be prepared."""
-        run, count = self.forced()[:most], 0
-        for token_id in run if len(run) >= least else ():
+        """Advance over the forced tokens that follow, at most `most`, if these are at least `least`. Return them."""
+        run = (self.forced_run or [])[:most]
+        if len(run) < least:
+            return []
+        for count, token_id in enumerate(run):
             self.advance(token_id)
             if self.error is not None:
-                break
-            count += 1
-        return run[:count]
-
-    def fill(self, bits: npt.NDArray[np.int32]) -> bool:
-        """Write the mask of the next token. Return False if there is none; `error` is set if that fails."""
-        if self.error is not None or self.has_ended:
-            return False
-        if not self._run:
-            try:
-                self._matcher.fill(bits)
-            except Exception as error:
-                self.error = self._failure(error)
-                return False
-            words = np.count_nonzero(bits)
-            if not words:
-                logs.event(log, "a constraint allows no token", level=logging.ERROR, kind=self._constraint.kind)
-                self.error = InternalError(f"{self._constraint.kind}: no token may follow")
-                return False
-            if words > MAX_FORCED_WORDS:
-                self._run = []
-        if run := self.forced(bits):
-            bits.fill(0)
-            bits.view(np.uint32)[run[0] // 32] = 1 << run[0] % 32
-        return self.error is None
+                return run[:count]
+        return run
 
     def _failure(self, error: BaseException) -> ServeError:
         if isinstance(error, MatcherError):

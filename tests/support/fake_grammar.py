@@ -143,6 +143,12 @@ def answer_matcher(request: Request, vocabulary: int, end_ids: frozenset[int]) -
     return AnswerMatcher(request, FakeCompilation(request.constraint, vocabulary, end_ids, done=True), end_ids)
 
 
+def next_mask(matcher: AnswerMatcher, vocabulary: int) -> npt.NDArray[np.int32] | None:
+    """Return the mask of the next token; None if nothing follows."""
+    matcher.prepare(vocabulary)
+    return matcher.mask()
+
+
 def allowed(token_id: int, mask: npt.NDArray[np.int32] | None) -> bool:
     """Return whether a mask allows a token; None allows all."""
     return mask is None or bool(int(mask[token_id // 32]) >> token_id % 32 & 1)

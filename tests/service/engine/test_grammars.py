@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from npuserve.npu import storyteller
@@ -21,7 +20,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
-from tests.support.fake_grammar import FakeCompiler
+from tests.support.fake_grammar import FakeCompiler, allowed, next_mask
 
 CHOICES = Constraint("choices", '["yes", "no"]')
 
@@ -62,10 +61,10 @@ def test_build_compiler_matches_answers_of_the_tokenizer() -> None:
             time.sleep(0.01)
         assert compilation.error is None
         matcher = AnswerMatcher(request(), compilation, end_ids)
-        mask = np.zeros(-(-size // 32), np.int32)
         for token in (*folder.tokenizer.encode("yes", add_special_tokens=False), min(folder.eos_token_ids)):
-            assert matcher.fill(mask)
-            assert int(mask[token // 32]) >> token % 32 & 1
+            mask = next_mask(matcher, size)
+            assert mask is not None
+            assert allowed(token, mask)
             matcher.advance(token)
         assert matcher.error is None
         assert (matcher.has_ended, matcher.is_complete) == (True, True)

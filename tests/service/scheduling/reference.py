@@ -12,7 +12,7 @@ import numpy.typing as npt
 from npuserve.npu.step import PENDING, NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.constraint import AnswerMatcher
-from tests.support.fake_grammar import answer_matcher, first_allowed
+from tests.support.fake_grammar import answer_matcher, first_allowed, next_mask
 
 VOCABULARY = 7
 END_IDS = frozenset([6])
@@ -38,10 +38,9 @@ def answer_alone(request: Request) -> tuple[list[int], FinishReason]:
     """Return all tokens of the answer, and the reason of its end."""
     tokens, num_prompt = [*request.prompt_ids, *request.output_ids], len(request.prompt_ids)
     matcher = matcher_of(request)
-    mask = np.zeros(1, np.int32) if matcher else None
     while True:
-        if matcher and mask is not None:
-            assert matcher.fill(mask)
+        mask = next_mask(matcher, VOCABULARY) if matcher else None
+        assert mask is not None or not matcher
         tokens.append(next_token(tokens, num_prompt, request.sampling, mask))
         if matcher:
             matcher.advance(tokens[-1])

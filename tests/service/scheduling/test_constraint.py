@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from npuserve.npu.step import SamplingParams
@@ -13,7 +12,7 @@ from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.sequence import State
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, answer_alone
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
-from tests.support.fake_grammar import FakeCompilation, allowed, answer_matcher
+from tests.support.fake_grammar import FakeCompilation, allowed, answer_matcher, next_mask
 
 LONG = Constraint("regex", "3")
 SHORT = Constraint("regex", "5 4")
@@ -38,29 +37,32 @@ def seeded(prompt: list[int], length: int) -> SamplingParams:
 
 
 def test_matcher_ends_at_an_end_token() -> None:
-    made, mask = matcher("3 2"), np.zeros(1, np.int32)
+    made = matcher("3 2")
     while not made.has_ended:
-        assert made.fill(mask)
+        mask = next_mask(made, VOCABULARY)
+        assert mask is not None
         made.advance(next(token for token in range(VOCABULARY) if allowed(token, mask)))
     assert made.error is None
     assert made.is_complete
-    assert not made.fill(mask)
+    assert next_mask(made, VOCABULARY) is None
 
 
 def test_matcher_refuses_a_token_with_an_internal_error() -> None:
-    made, mask = matcher(), np.zeros(1, np.int32)
-    assert made.fill(mask)
+    made = matcher()
+    mask = next_mask(made, VOCABULARY)
+    assert mask is not None
     made.advance(next(token for token in range(VOCABULARY) if not allowed(token, mask)))
     assert isinstance(made.error, InternalError)
-    assert not made.fill(mask)
+    assert next_mask(made, VOCABULARY) is None
 
 
 def test_matcher_beyond_its_limits_names_the_field() -> None:
-    made, mask = matcher("heavy 3"), np.zeros(1, np.int32)
+    made = matcher("heavy 3")
     for _ in range(2):
-        assert made.fill(mask)
+        mask = next_mask(made, VOCABULARY)
+        assert mask is not None
         made.advance(next(token for token in range(VOCABULARY) if allowed(token, mask)))
-    assert not made.fill(mask)
+    assert next_mask(made, VOCABULARY) is None
     assert isinstance(made.error, InvalidField)
     assert made.error.message == "regex: cannot be followed within limits: too many items"
 
@@ -69,7 +71,7 @@ def test_matcher_without_any_token_fails() -> None:
     compilation = FakeCompilation(LONG, VOCABULARY, END_IDS, done=True)
     made = AnswerMatcher(under(), compilation, END_IDS)
     compilation.made[0].fill = lambda bits: bits.fill(0)  # type: ignore[method-assign]
-    assert not made.fill(np.zeros(1, np.int32))
+    assert next_mask(made, VOCABULARY) is None
     assert isinstance(made.error, InternalError)
 
 
@@ -81,7 +83,7 @@ def test_matcher_failure_of_the_library_is_an_internal_error() -> None:
         raise RuntimeError("bug")
 
     compilation.made[0].fill = broken  # type: ignore[method-assign]
-    assert not made.fill(np.zeros(1, np.int32))
+    assert next_mask(made, VOCABULARY) is None
     assert isinstance(made.error, InternalError)
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField
 from npuserve.service.grammar.errors import MatcherError
 from npuserve.service.ipc.messages import Constraint, Request
+from npuserve.service.scheduling.constraint import AnswerMatcher
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness
 from tests.service.scheduling.test_constraint import LONG, matcher
 from tests.support.fake_grammar import allowed, answer_matcher
 
 FORCED = Constraint("regex", "forced 3")
+
+
+def forced(made: AnswerMatcher) -> list[int]:
+    """Return the forced tokens that follow."""
+    made.prepare(VOCABULARY)
+    return made.forced_run or []
 
 
 @pytest.mark.parametrize("min_forced", [0, 1, 2, 3])
@@ -45,7 +51,7 @@ def with_run(prompt: list[int], max_tokens: int, length: int) -> Constraint:
         request = Request("r", prompt, max_tokens, 0.0, constraint=constraint)
         made, runs = answer_matcher(request, VOCABULARY, END_IDS), []
         for token in answer_alone(request)[0]:
-            runs.append(len(made.forced()))
+            runs.append(len(forced(made)))
             made.advance(token)
         if max(runs) == length and runs.count(length) == 1 and 1 < runs.index(length) < len(runs) - length:
             return constraint
@@ -101,26 +107,25 @@ def test_chunk_of_forced_tokens_comes_before_older_prompts() -> None:
 
 
 def test_mask_of_a_forced_token_has_one_bit() -> None:
-    mask = np.full(1, -1, np.int32)
     for text in ("forced 3", "forced 5", "forced 8"):
         made = matcher(text)
         for _ in range(12):
-            run = list(made.forced())
-            assert made.fill(mask)
+            run, mask = forced(made), made.mask()
+            assert mask is not None
             found = [token for token in range(VOCABULARY) if allowed(token, mask)]
             if run:
                 assert found == run[:1]
             made.advance(found[0])
-            assert made.forced()[: len(run[1:])] == run[1:]
+            assert forced(made)[: len(run[1:])] == run[1:]
 
 
 def test_run_ends_before_tokens_that_the_request_changes() -> None:
-    run = next(run for key in range(99) if len(run := matcher(f"forced {key}").forced()) > 3 and len({*run[:3]}) == 3)
-    text = next(f"forced {key}" for key in range(99) if matcher(f"forced {key}").forced() == run)
+    run = next(run for key in range(99) if len(run := forced(matcher(f"forced {key}"))) > 3 and len({*run[:3]}) == 3)
+    text = next(f"forced {key}" for key in range(99) if forced(matcher(f"forced {key}")) == run)
     for fields in (
         {"stop_token_ids": frozenset(run[2:3])}, {"sampling": SamplingParams(logit_bias={run[2]: 1.0})}
     ):
-        assert matcher(text, **fields).forced() == run[:2]
+        assert forced(matcher(text, **fields)) == run[:2]
 
 
 def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
@@ -132,7 +137,7 @@ def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
         raise MatcherError("too many items")
 
     assert broken.matcher
-    broken.matcher._run = None
+    broken.matcher.forced_run = None
     broken.matcher._matcher.forced = exceed  # type: ignore[method-assign]
     harness.collect()
     assert broken.num_generated_tokens == 1
