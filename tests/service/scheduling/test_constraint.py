@@ -45,6 +45,7 @@ def test_matcher_ends_at_an_end_token() -> None:
     assert made.error is None
     assert made.is_complete
     assert next_mask(made, VOCABULARY) is None
+    assert made.error is None
 
 
 def test_matcher_refuses_a_token_with_an_internal_error() -> None:
@@ -53,7 +54,7 @@ def test_matcher_refuses_a_token_with_an_internal_error() -> None:
     assert mask is not None
     made.advance(next(token for token in range(VOCABULARY) if not allowed(token, mask)))
     assert isinstance(made.error, InternalError)
-    assert next_mask(made, VOCABULARY) is None
+    assert (made.is_prepared, next_mask(made, VOCABULARY), made._compilation.is_worn) == (True, None, False)
 
 
 def test_matcher_beyond_its_limits_names_the_field() -> None:
@@ -65,6 +66,7 @@ def test_matcher_beyond_its_limits_names_the_field() -> None:
     assert next_mask(made, VOCABULARY) is None
     assert isinstance(made.error, InvalidField)
     assert made.error.message == "regex: cannot be followed within limits: too many items"
+    assert made._compilation.is_worn
 
 
 def test_matcher_without_any_token_fails() -> None:
@@ -75,16 +77,27 @@ def test_matcher_without_any_token_fails() -> None:
     assert isinstance(made.error, InternalError)
 
 
-def test_matcher_failure_of_the_library_is_an_internal_error() -> None:
+@pytest.mark.parametrize("method", ["fill", "forced", "advance"])
+def test_matcher_failure_of_the_library_is_an_internal_error(method: str) -> None:
     compilation = FakeCompilation(LONG, VOCABULARY, END_IDS, done=True)
     made = AnswerMatcher(under(), compilation, END_IDS)
 
-    def broken(bits: object) -> None:
+    def broken(argument: object) -> None:
         raise RuntimeError("bug")
 
-    compilation.made[0].fill = broken  # type: ignore[method-assign]
-    assert next_mask(made, VOCABULARY) is None
+    setattr(compilation.made[0], method, broken)
+    made.prepare(VOCABULARY)
+    made.advance(0)
     assert isinstance(made.error, InternalError)
+    assert made.error.message == "regex: the matcher failed"
+    assert next_mask(made, VOCABULARY) is None
+
+
+def test_discarded_matcher_computes_nothing() -> None:
+    made = matcher()
+    made.discard()
+    made.prepare(VOCABULARY)
+    assert not made.is_prepared
 
 
 # The wait for the grammar

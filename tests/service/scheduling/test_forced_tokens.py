@@ -10,11 +10,11 @@ from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField
 from npuserve.service.grammar.errors import MatcherError
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.constraint import AnswerMatcher
+from npuserve.service.scheduling.constraint import MAX_FORCED_WORDS, AnswerMatcher
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness
 from tests.service.scheduling.test_constraint import LONG, matcher
-from tests.support.fake_grammar import allowed, answer_matcher
+from tests.support.fake_grammar import FakeMatcher, allowed, answer_matcher
 
 FORCED = Constraint("regex", "forced 3")
 
@@ -126,6 +126,50 @@ def test_run_ends_before_tokens_that_the_request_changes() -> None:
         {"stop_token_ids": frozenset(run[2:3])}, {"sampling": SamplingParams(logit_bias={run[2]: 1.0})}
     ):
         assert forced(matcher(text, **fields)) == run[:2]
+
+
+def test_run_is_not_known_after_another_token() -> None:
+    made = matcher("forced 3")
+    first = forced(made)[0]
+    made.advance(next(token for token in range(VOCABULARY) if token != first and made._matcher.allows(token)))  # type: ignore[attr-defined]
+    assert (made.error, made.forced_run) == (None, None)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_forced_text_is_not_looked_for_where_many_tokens_are_allowed(more: int) -> None:
+    made = matcher("forced 3")
+    words = MAX_FORCED_WORDS + more
+    made._matcher.fill = lambda bits: bits.__setitem__(slice(words), 1)  # type: ignore[method-assign]
+    made._matcher.forced = lambda mask: [5, 6]  # type: ignore[method-assign]
+    made.prepare(32 * words + 32)
+    assert made.forced_run == ([] if more else [5, 6])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_failure_within_a_run_ends_the_request_after_the_tokens_before(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constraint = with_run([1, 2], 12, 4)
+    harness, whole = SchedulerHarness(depth=depth, min_forced=4), SchedulerHarness()
+    broken, right = harness.add([1, 2], 12, constraint=constraint), whole.add([1, 2], 12, constraint=constraint)
+    whole.finish()
+    assert broken.matcher
+    library, advance = broken.matcher._matcher, FakeMatcher.advance
+    left: list[int] = []  # forced tokens after each token
+
+    def exceed(self: FakeMatcher, token_id: int) -> bool:
+        if self is library and broken.matcher:
+            left.append(len(broken.matcher.forced_run or ()))
+            if left[-3:] == [3, 2, 1]:
+                raise MatcherError("too many items")
+        return advance(self, token_id)
+
+    monkeypatch.setattr(FakeMatcher, "advance", exceed)
+    harness.finish()
+    assert isinstance(harness.failed[broken.id], InvalidField)
+    assert harness.scheduler.forced_tokens == 2
+    made = harness.tokens[broken.id]
+    assert made == whole.tokens[right.id][: len(made)]
 
 
 def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
