@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from npuserve.npu.step import Step, StepResult
-from npuserve.service.engine.pipeline import StepPipeline
+from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -83,6 +83,28 @@ def test_pipeline_oldest_step_began_when_the_device_ended_the_one_before() -> No
     pipeline.launch(pipeline.plan().step)
     pipeline.collect()
     assert pipeline.oldest_began == 13.0
+
+
+def test_pipeline_oldest_step_began_no_later_than_the_host_collected_the_one_before() -> None:
+    pipeline, runner = pipeline_of(2, 3)
+    runner.device_seconds = 10.0
+    pipeline._clock = iter([1.0, 3.0, 4.0, 5.0, 8.0]).__next__  # planned and launched, twice; collected
+    for _ in range(2):
+        pipeline.launch(pipeline.plan().step)
+    pipeline.collect()
+    assert pipeline.oldest_began == 8.0
+
+
+@pytest.mark.parametrize(("expected_seconds", "waits"), [(0.0, 1), (0.015, 1), (0.04, 2), (0.06, 3), (1.0, 3)])
+def test_pipeline_waits_for_masks_for_half_of_its_step_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, expected_seconds: float, waits: int
+) -> None:
+    monkeypatch.setattr(Scheduler, "expected_seconds", expected_seconds)
+    pipeline, seconds = pipeline_of(1)[0], list[float]()
+    pipeline._mask_seconds = MASK_WAIT_SECONDS
+    pipeline._masks.prepare = lambda answers, limit: seconds.append(limit)  # type: ignore[method-assign]
+    pipeline._prepare([])
+    assert seconds == [waits * MASK_WAIT_SECONDS]
 
 
 def test_pipeline_times_are_those_of_its_clock() -> None:

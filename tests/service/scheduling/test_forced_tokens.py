@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.step import SamplingParams, StepResult
 from npuserve.service.errors import InvalidField
 from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.grammar.mask_threads import Answer
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.constraint import MAX_FORCED_WORDS, AnswerMatcher
-from tests.service.scheduling.reference import END_IDS, VOCABULARY, answer_alone
+from npuserve.service.scheduling.sequence import State
+from tests.service.scheduling.reference import END_IDS, VOCABULARY, Mask, answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness
 from tests.service.scheduling.test_constraint import LONG, matcher
 from tests.support.fake_grammar import FakeMatcher, allowed, answer_matcher
@@ -170,6 +173,68 @@ def test_failure_within_a_run_ends_the_request_after_the_tokens_before(
     assert harness.scheduler.forced_tokens == 2
     made = harness.tokens[broken.id]
     assert made == whole.tokens[right.id][: len(made)]
+
+
+def test_no_run_is_appended_while_its_grammar_is_in_use() -> None:
+    harness = SchedulerHarness(min_forced=4)
+    sequence = harness.add([1, 2], 12, constraint=with_run([1, 2], 12, 4))
+    assert sequence.matcher
+    lexer, prepare, is_launch = sequence.matcher.lexer, harness.pipeline._masks.prepare, itertools.cycle([True, False])
+
+    def prepare_others_too(answers: Iterable[Answer], seconds: float) -> None:
+        prepare(answers, seconds)
+        lexer.jobs = 0 if next(is_launch) else 1
+
+    harness.pipeline._masks.prepare = prepare_others_too  # type: ignore[method-assign]
+    while harness.live:
+        lexer.jobs = 0
+        harness.tick()
+    assert harness.scheduler.forced_tokens == 0
+    harness.check_answer(sequence)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_masks_are_those_of_tokens_that_are_taken(is_cancelled: bool) -> None:
+    """Not of a request that has ended, nor in place of the first token of an appended run."""
+    harness, skipped = SchedulerHarness(depth=2), []
+    sequences = {one.id: one for one in (harness.add([1, number], 12, constraint=FORCED) for number in range(8))}
+    sample, prepare = harness.device.sample, harness.pipeline._masks.prepare
+
+    def checked_sample(handle: StepResult, masks: Mapping[int, Mask]) -> None:
+        assert all(sequences[key].state is not State.ENDED and sequences[key].num_pending_tokens for key in masks)
+        skipped.extend(harness.device.unsampled[1].keys() - masks.keys())  # type: ignore[index]
+        sample(handle, masks)
+
+    def checked_prepare(answers: Iterable[Answer], seconds: float) -> None:
+        answers = list(answers)
+        assert not any(one.matcher in answers for one in sequences.values() if one.state is State.ENDED)
+        prepare(answers, seconds)
+
+    harness.device.sample = checked_sample  # type: ignore[method-assign]
+    harness.pipeline._masks.prepare = checked_prepare  # type: ignore[method-assign]
+    if is_cancelled:
+        harness.plan()
+        harness.plan()
+        harness.cancel(sequences[0])
+        harness.collect()
+    harness.finish()
+    assert skipped
+    for sequence in [*sequences.values()][is_cancelled:]:
+        harness.check_answer(sequence)
+
+
+def test_run_at_the_beginning_follows_the_first_token_after_the_prompt() -> None:
+    """The reports of the prompt's chunks are progress, too."""
+    text = next(text for key in range(99) if len(forced(matcher(text := f"forced {key}"))) > 3)
+    harness = SchedulerHarness(budget=4)
+    sequence = harness.add(
+        [1] * 12, 8, constraint=Constraint("regex", text), sampling=SamplingParams(prompt_logprobs=0))
+    for _ in range(2):
+        harness.tick()
+    assert (len(harness.prompt_logprobs[sequence.id]), harness.tokens[sequence.id]) == (8, [])
+    harness.finish()
+    assert harness.scheduler.forced_tokens
+    harness.check_answer(sequence)
 
 
 def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
