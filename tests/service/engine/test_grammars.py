@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.npu import storyteller
+from npuserve.service.engine import grammars as grammars_module
 from npuserve.service.engine.grammars import RETRY_SECONDS, BuiltCompiler, Grammars, PendingGrammar
 from npuserve.service.engine.process import build_compiler
 from npuserve.service.errors import NoTokenizer, QueueFull, Unavailable
@@ -20,7 +21,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
-from tests.support.fake_grammar import FakeCompiler, allowed, next_mask
+from tests.support.fake_grammar import FakeCompiler, FakeMatcher, allowed, next_mask
 
 CHOICES = Constraint("choices", '["yes", "no"]')
 
@@ -158,4 +159,55 @@ def test_failed_compiler_ends_the_request_with_unavailable() -> None:
     assert ended is sequence
     assert isinstance(error, Unavailable)
     assert (error.message, len(grammars)) == ("choices: the process was killed", 0)
+    grammars.close()
+
+
+def test_replay_is_in_parts_and_waits_for_a_grammar_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of an earlier engine have 3 tokens each, and a poll advances over 2 tokens."""
+    monkeypatch.setattr(grammars_module, "REPLAYED_TOKENS", 2)
+    rule, end_ids, output = Constraint("regex", "3"), frozenset({2}), list[int]()
+    state = FakeMatcher(rule.text, 9, end_ids)
+    for _ in range(3):
+        output.append(next(token for token in range(9) if token not in end_ids and state.allows(token)))
+        assert state.advance(output[-1])
+    scheduler, compiler = new_scheduler(), FakeCompiler(9, end_ids)
+    grammars, waiting = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, end_ids)), list[PendingGrammar]()
+    for number in range(2):
+        pending = grammars.pending(Request(
+            f"r{number}", [1], 9, 0.0, constraint=rule, output_ids=output, prior=PriorProgress(accepted=True)))
+        assert pending
+        if not waiting:
+            submit_and_build(grammars, pending)
+        grammars.watch(scheduler.add(pending.request, (b"f", number), 0.0).sequence, pending)
+        waiting.append(pending)
+
+    def poll(in_use: int = 0) -> tuple[int, list[int], bool]:
+        """Return the number of queued requests, the replayed tokens of each, and whether the replay continues."""
+        compiler.submit(rule).lexer.jobs = in_use
+        grammars._is_due = True
+        return len(grammars.poll()), [pending.num_replayed for pending in waiting], grammars.is_replaying
+
+    assert poll(in_use=1) == (0, [0, 0], False)
+    assert waiting[0].matcher is None
+    assert poll() == (0, [2, 0], True)
+    assert poll(in_use=1) == (0, [2, 0], False)
+    assert poll() == (1, [3, 1], True)
+    assert poll() == (1, [3, 3], False)
+    grammars.close()
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_request_paused_while_its_grammar_compiles_is_not_in_quarantine(is_paused: bool) -> None:
+    """Others run while its reader is slow."""
+    scheduler, compiler = new_scheduler(), FakeCompiler(9, frozenset({2}))
+    grammars = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, {2}))
+    pending = grammars.pending(Request("r", [1], 9, 0.0, constraint=Constraint("regex", "3")))
+    assert pending
+    sequence = scheduler.add(pending.request, (b"f", 1), 0.0).sequence
+    submit_and_build(grammars, pending)
+    grammars.watch(sequence, pending, (1, 4))
+    if is_paused:
+        scheduler.pause(sequence.id)
+    assert len(grammars.poll()) == 1
+    assert bool(scheduler.quarantine) == (not is_paused)
     grammars.close()
