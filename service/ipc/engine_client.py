@@ -177,7 +177,7 @@ class EngineClient:
     def fail_all(self, error: ServeError) -> None:
         """End every stream with the error."""
         for stream in list(self._streams.values()):
-            stream.end(copy.copy(error))  # the traceback of each refers to the frames of one call
+            stream.fail(copy.copy(error))  # the traceback of each refers to the frames of one call
 
     async def abort(self, request_id: str, client: str = "", service: str | None = None) -> int:
         """Abort the call of this id and return the number of calls that have it. With several, none is aborted.
@@ -353,7 +353,7 @@ class EngineClient:
     async def _restore(self, connection: EngineConnection, waiting: list[Stream]) -> None:
         """Send the state from before this connection to the engine, then new requests and the deferred messages."""
         for stream in waiting:
-            stream.resubmit()
+            stream.on_reconnect()
         self._unanswered.update((stream.key, time.monotonic()) for stream in waiting if stream.is_live)
         accepted = [stream for stream in waiting if stream.is_accepted]
         if count := sum(stream.is_live for stream in accepted):

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from enum import Enum
 from typing import Protocol
 
 from npuserve.service import metrics
@@ -46,6 +47,36 @@ class StreamClient(Protocol):
     def remove(self, stream: Stream) -> None: ...
 
 
+class State(Enum):
+    """Where a stream is in its life. Methods of Stream make the transitions.
+
+        RUNNING ──push──► PAUSED ──read──► RUNNING
+        RUNNING, PAUSED ──on_disconnect──► DISCONNECTED ──push──► RUNNING
+        any of them ──push──► FINISHED, or FAILED with an error of the engine
+        any of them ──fail──► FAILED
+        any of them ──close, check_reader──► CLOSED
+
+    A stream begins in RUNNING, or in FINISHED if it is resumed after its finish. Once `stop` was called, a lost engine
+    leads to FINISHED.
+    """
+
+    RUNNING = "running"
+    """Waits for outputs of the engine."""
+    PAUSED = "paused"
+    """The engine computes no tokens, because the reader has more than max_buffered_tokens unread."""
+    DISCONNECTED = "disconnected"
+    """The engine is lost, and the next one has sent no output yet."""
+    FINISHED = "finished"
+    """Has a finish, which the reader may not have taken yet."""
+    FAILED = "failed"
+    """Ended by an error. No later call can resume it."""
+    CLOSED = "closed"
+    """The reader left or was cancelled before the finish. A later call may resume it."""
+
+
+_ENDED = State.FINISHED, State.FAILED, State.CLOSED
+
+
 class Stream:
     """Async iterator over lists of outputs, each holding everything since the last. Raises the error that ended the
     stream. `close` it in any case.
@@ -54,7 +85,7 @@ class Stream:
     buffered: number of unread tokens.
     first_token, last_token: arrival times, time.monotonic() seconds; None before. first_token stays None in a resumed
         stream, since another call has sent its first token.
-    slow: error of a reader that was cancelled for being slow; None otherwise.
+    slow: error of a reader that was cancelled for being slow, also after the finish has arrived; None otherwise.
     is_accepted: whether the engine has queued the request, so that the client knows its resume token.
     """
 
@@ -66,20 +97,18 @@ class Stream:
         self.buffered = 0
         self.slow: SlowReader | None = None
         self.is_accepted = resumed
+        self._client = client
+        self._is_resumed = resumed
+        self._state = State.FINISHED if record.finish else State.RUNNING
+        self._error: ServeError | None = None  # in the states FAILED and CLOSED
+        self._keep: int | None = None  # tokens of the answer once a stop string was found
+        has_outputs = record.token_ids or record.prompt_logprobs or record.finish
+        self._outputs = [record.as_output(key)] if has_outputs else []  # unread
+        self._enough = min(client.stream_interval, client.max_buffered_tokens)  # unread tokens that wake the reader
+        self._waiter: asyncio.Future[None] | None = None
         self._reader: asyncio.Task[object] | None = None
         self._processing: float | None = None  # seconds for which the reader processes outputs, see `check_reader`
         self._last_read: float | None = None  # when the reader last took tokens
-        self._is_disconnected = False  # from its engine: no output follows until the next engine
-        self._paused = False
-        self._client = client
-        self._resumed = resumed
-        has_outputs = record.token_ids or record.prompt_logprobs or record.finish
-        self._outputs = [record.as_output(key)] if has_outputs else []
-        self._error: ServeError | None = None
-        self._ended = record.finish is not None
-        self._waiter: asyncio.Future[None] | None = None
-        self._keep: int | None = None
-        self._closed = False
         # Under the current engine: launch of its first step, arrival of its first token.
         self._first_step: float | None = None
         self._first_arrival: float | None = None
@@ -91,7 +120,7 @@ class Stream:
     @property
     def is_live(self) -> bool:
         """Return whether further outputs may arrive."""
-        return not self._ended
+        return self._state not in _ENDED
 
     @property
     def is_waiting(self) -> bool:
@@ -101,7 +130,7 @@ class Stream:
     @property
     def is_resumable(self) -> bool:
         """Return whether a later call can resume the stream."""
-        return bool(self.request.resume_token) and self.is_accepted and (self._error is None or self._closed)
+        return bool(self.request.resume_token) and self.is_accepted and self._state is not State.FAILED
 
     def __aiter__(self) -> AsyncIterator[list[Output]]:
         self._reader = asyncio.current_task()
@@ -112,7 +141,7 @@ class Stream:
         while not self._due(time.monotonic()):
             if self._error:
                 raise self._error
-            if self._ended:
+            if self._state is State.FINISHED:
                 raise StopAsyncIteration
             await self._wait()
         outputs, self._outputs = self._outputs, []
@@ -120,10 +149,9 @@ class Stream:
         if self.buffered:
             self._last_read = time.monotonic()
             self.buffered = 0
-        if self._paused:
-            self._paused = False
-            if not self._ended:
-                self._client.send(Unpause(self.key))
+        if self._state is State.PAUSED:
+            self._state = State.RUNNING
+            self._client.send(Unpause(self.key))
         return outputs
 
     async def wait_until_accepted(self) -> None:
@@ -145,10 +173,7 @@ class Stream:
             self._processing += every
             return
         self.slow = SlowReader(f"the client took nothing for {seconds:g} s")
-        if not self._ended:
-            self._client.send(Cancel(self.key))
-            self._closed = True
-            self.end(self.slow)
+        self._cancel(self.slow)
         self._reader.cancel()
 
     def suspend_check(self) -> None:
@@ -164,7 +189,7 @@ class Stream:
 
         Call it at most once, and not after the finish was read.
         """
-        if not self._ended:
+        if self.is_live:
             self._keep = keep
             if not self._client.send(Cancel(self.key, keep)):
                 self._finish()
@@ -175,17 +200,13 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Call it when nobody reads the stream any more."""
-        if not self._ended:
-            self._client.send(Cancel(self.key))
-            self._closed = True
-            self.end(Unavailable("the request was closed"))
+        self._cancel(Unavailable("the request was closed"))
         self._client.remove(self)
 
-    def end(self, error: ServeError | None) -> None:
-        """End the stream. Outputs that arrived before can still be read."""
-        if not self._ended:
-            self._ended, self._error = True, error
-            self._wake()
+    def fail(self, error: ServeError) -> None:
+        """End the stream with an error. Outputs that arrived before can still be read."""
+        if self.is_live:
+            self._end(State.FAILED, error)
 
     def on_accepted(self) -> None:
         """Record that the engine has queued the request."""
@@ -200,13 +221,15 @@ class Stream:
 
     def push(self, output: Output, now: float) -> None:
         """Add an output that arrived at `now`."""
-        if self._ended:
-            return
-        self._is_disconnected = False
+        if self._state is not State.RUNNING:
+            if self._state in _ENDED:
+                return
+            if self._state is State.DISCONNECTED:
+                self._state = State.RUNNING
         if output.token_ids:
             if self.last_token is not None:
                 INTER_TOKEN.observe(now - self.last_token)
-            elif not self._resumed:
+            elif not self._is_resumed:
                 self.first_token = now
                 metrics.time_to_first_token_seconds.observe(now - self.request.arrival)
             self.last_token = now
@@ -214,31 +237,44 @@ class Stream:
                 self._first_arrival = now
             self.buffered += len(output.token_ids)
         if output.error:
-            self.end(from_wire(output.error))
+            self.fail(from_wire(output.error))
             return
         self.record.add(output)
         self._outputs.append(output)
         if output.finish:
-            self.end(None)
+            self._end(State.FINISHED)
             return
         if self._due(now):
             self._wake()
-        if self.buffered > self._client.max_buffered_tokens and not self._paused:
-            self._paused = self._client.send(Pause(self.key))
+        if self.buffered > self._client.max_buffered_tokens and self._state is State.RUNNING:
+            self._state = State.PAUSED
+            self._client.send(Pause(self.key))
 
     def on_disconnect(self) -> None:
         """Handle the loss of the engine. If a stop string was found, the answer ends here."""
-        self._is_disconnected = True
-        if not self._ended and self._keep is not None:
+        if not self.is_live:
+            return
+        if self._keep is not None:
             self._finish()
-        elif self._due(time.monotonic()):
+            return
+        self._state = State.DISCONNECTED
+        if self._due(time.monotonic()):
             self._wake()
 
-    def resubmit(self) -> None:
-        """Prepare the record for the next engine."""
+    def on_reconnect(self) -> None:
+        """Add the phases under the lost engine to the record, before the next engine gets it."""
         self.record.timing = self._timing()
         self._first_step = self._first_arrival = None
-        self._paused = False
+
+    def _cancel(self, error: ServeError) -> None:
+        """Cancel the request unless it has ended."""
+        if self.is_live:
+            self._client.send(Cancel(self.key))
+            self._end(State.CLOSED, error)
+
+    def _end(self, state: State, error: ServeError | None = None) -> None:
+        self._state, self._error = state, error
+        self._wake()
 
     def _finish(self) -> None:
         """Finish the answer at the stop string, in place of the engine."""
@@ -262,9 +298,7 @@ class Stream:
         """Return whether to deliver the available outputs to the reader."""
         if not self._outputs:
             return False
-        enough = min(self._client.stream_interval, self._client.max_buffered_tokens)
-        more_comes = not (self._ended or self._is_disconnected)
-        return (self.buffered >= enough or not more_comes or self._last_read is None
+        return (self.buffered >= self._enough or self._state is not State.RUNNING or self._last_read is None
                 or now - self._last_read >= MAX_INTERVAL_SECONDS)
 
     async def _wait(self) -> None:

@@ -94,7 +94,7 @@ async def test_engine_client_concurrent_streams_get_own_outputs() -> None:
 async def test_stream_unread_outputs_are_one_list() -> None:
     async with connected() as (client, _):
         stream = client.submit(request(8))
-        await until(lambda: stream._ended)
+        await until(lambda: not stream.is_live)
         assert stream.buffered == 8
         batches = [outputs async for outputs in stream]
         assert [[output.token_ids for output in outputs] for outputs in batches] == [[[i] for i in range(1, 9)]]
@@ -270,7 +270,7 @@ async def test_stream_stop_waits_for_finish() -> None:
 async def test_stream_stop_returns_finish_sent_before() -> None:
     async with connected() as (client, engine):
         stream = client.submit(request(3))
-        await until(lambda: stream._ended)
+        await until(lambda: not stream.is_live)
         finish = await stream.stop(1)
         assert (finish.reason, finish.generated_tokens) == ("length", 3)
         assert engine.got(Cancel) == []
@@ -321,7 +321,7 @@ async def test_engine_client_unread_streams_of_one_client_take_half() -> None:
         streams = []
         for i in range(share):
             streams.append(client.submit(request(1, f"slow{i}", "slow")))
-            await until(lambda: streams[-1]._ended)  # the engine is idle
+            await until(lambda: not streams[-1].is_live)  # the engine is idle
         refused = metrics.queue_rejections_total.labels("client_limit")._value.get()
         with pytest.raises(QueueFull, match=r"client limit: the front end holds 8 requests of this client"):
             client.submit(request(client="slow"))

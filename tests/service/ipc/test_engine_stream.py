@@ -361,7 +361,7 @@ def test_stream_times_of_its_tokens(resumed: bool) -> None:
     metrics.flush()
     assert [now - then for now, then in zip(observed(), before, strict=True)] == [0.0 if resumed else 4.0, 2.0]
     assert stream.first_token == (None if resumed else 104.0)
-    stream.resubmit()
+    stream.on_reconnect()
     assert stream.record.timing == Timing(3.0, [1.0], 2.0, 0.0, 0.0, 106.0)
 
 
