@@ -106,7 +106,6 @@ class KvSubscription:
             self._ended.set_result(None)
         if not self._accepted.done():
             self._accepted.set_exception(error)
-            self._accepted.exception()  # its reader may have left
         self._changed.set()
 
     def _report_read(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Callable
 
 import pytest
 
@@ -82,6 +84,7 @@ async def test_subscription_that_is_too_slow_ends_with_the_gap_after_what_was_re
     assert await subscription.next(1) == KvEvents(1, 1, 1, b"")
     front.all.receive(KvEventsLost(1, 1, 4, 7))
     front.all.receive(KvEvents(1, 1, 7, b""))  # after the end
+    front.all.on_disconnect()
     for _ in range(2):
         with pytest.raises(EventsLost, match="batches 2 to 6 are lost"):
             await subscription.next(1)
@@ -129,6 +132,30 @@ async def test_subscription_write_returns_when_sent_and_raises_the_error_of_the_
     assert never.cancelled()
 
 
+async def test_subscription_write_that_fails_when_cancelled_is_not_logged() -> None:
+    """gRPC raises an error of its own from the send of a call that ends."""
+    front = Front()
+    subscription = await front.subscribe()
+    logged: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
+
+    async def send() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionError("the call has ended") from None
+
+    writing = asyncio.ensure_future(subscription.write(send()))
+    await asyncio.sleep(0)
+    front.all.close(Unavailable("the server is draining"))
+    with pytest.raises(Unavailable, match="draining"):
+        await writing
+    await asyncio.sleep(0)
+    del subscription, writing  # their error refers to the frame that has the task of the send
+    gc.collect()
+    assert logged == []
+
+
 async def test_subscriptions_end_with_the_engine_and_continue_with_the_next() -> None:
     front = Front()
     subscription = await front.subscribe()
@@ -138,6 +165,8 @@ async def test_subscriptions_end_with_the_engine_and_continue_with_the_next() ->
     for call in (subscription.next(1), waiting):
         with pytest.raises(EventsLost, match="the engine restarts"):
             await call
+    front.all.unsubscribe(subscription)
+    assert front.sent == [SubscribeKvEvents(1, 0), SubscribeKvEvents(2, 0)]  # the next engine does not know it
     front.is_connected = False
     with pytest.raises(Unavailable, match="not connected"):
         await front.all.subscribe(0)
@@ -168,11 +197,16 @@ async def test_subscriptions_of_a_server_without_kv_events_are_refused() -> None
     assert front.sent == []
 
 
-async def test_subscription_whose_caller_leaves_is_ended() -> None:
+@pytest.mark.parametrize("event", [
+    lambda front: None, lambda front: front.all.receive(KvSubscribed(1, 1, True, 1, 9)),
+    lambda front: front.all.receive(KvSubscribed(1, 1, False, 1, 9))], ids=["none", "accepted", "refused"])
+async def test_subscription_whose_caller_leaves_is_ended(event: Callable[[Front], None]) -> None:
+    """The engine's reply may arrive before the caller's task runs again."""
     front = Front()
     waiting = asyncio.ensure_future(front.all.subscribe(0))
     await asyncio.sleep(0)
     waiting.cancel()
+    event(front)
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert front.sent == [SubscribeKvEvents(1, 0), UnsubscribeKvEvents(1)]
