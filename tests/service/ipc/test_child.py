@@ -24,7 +24,8 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize(("sent", "said"), [
-    (b"", b""), (b'{"a": 1}\n', b"{'a': 1}\n"), (b'{"a": 1}\n{"b": 2}\n', b"{'a': 1}\n{'b': 2}\n")])
+    (b"", b""), (b'{"a": 1}\n', b"{'a': 1}\n"), (b'{"a": 1}\n{"b": 2}\n', b"{'a': 1}\n{'b': 2}\n"),
+    (b'{}\n{"b": %s2}\n' % (b" " * (1 << 17)), b"{}\n{'b': 2}\n")], ids=["nothing", "arguments", "order", "long_order"])
 def test_child_dead_parent_ends_child(sent: bytes, said: bytes) -> None:
     """The child sees only the end of file if the parent died before the child requested a signal from the kernel."""
     done = subprocess.run([sys.executable, "-c", CHILD], input=sent, capture_output=True, timeout=60)
