@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,14 @@ def test_child_dead_parent_ends_child(sent: bytes, said: bytes) -> None:
     """The child sees only the end of file if the parent died before the child requested a signal from the kernel."""
     done = subprocess.run([sys.executable, "-c", CHILD], input=sent, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_child_asks_the_kernel_to_die_with_its_parent() -> None:
+    script = ("import ctypes; from npuserve.service.ipc import child; child.read_arguments(dict); "
+              "found = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(found)); print(found.value)")
+    done = subprocess.run([sys.executable, "-c", script], input=b"{}\n", capture_output=True, timeout=60, check=True)
+    assert int(done.stdout) == signal.SIGKILL
 
 
 @pytest.mark.parametrize(("error", "transient"), [
@@ -99,6 +108,15 @@ def test_heartbeat_full_pipe_never_blocks(pipe: int, monkeypatch: pytest.MonkeyP
     received = read(pipe) + read(pipe)
     assert set(received) == {ord("x")}
     heartbeat.beat()
+    assert read(pipe) == LINE
+
+
+def test_heartbeat_without_proc_is_sent(pipe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(child.os, "open", fail)
+    Heartbeat().beat()
     assert read(pipe) == LINE
 
 

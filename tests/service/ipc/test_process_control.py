@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,20 @@ print(reaped, own.wait())
 """).split() == ["40", "7"]
 
 
+def test_orphan_reaper_reaps_what_was_a_zombie_at_two_calls(tmp_path: Path) -> None:
+    """Until then another thread may wait for it. Its name looks like the fields that follow a name in /proc."""
+    name = tmp_path / "a) R b"
+    name.symlink_to(shutil.which("cat") or "/bin/cat")
+    assert run(f"""
+import subprocess
+child, reaper = subprocess.Popen([{str(name)!r}], stdin=subprocess.PIPE), OrphanReaper()
+running = reaper.reap(())
+child.stdin.close()
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+print(running, [reaper.reap(()) for _ in range(3)])
+""") == "0 [0, 1, 0]\n"
+
+
 def slice_and_nice() -> tuple[float, int]:
     attributes = ctypes.create_string_buffer(SLICE_ATTRIBUTES.size)
     number = GET_ATTRIBUTES[platform.machine()]
@@ -91,6 +107,11 @@ def test_request_slice_applies_to_thread_and_its_threads_only() -> None:
     asked = (SLICE_SECONDS, os.getpriority(os.PRIO_PROCESS, 0))
     assert in_a_thread(asking) == [(asked, [asked], before)]
     assert slice_and_nice() == before != asked
+
+
+def test_request_slice_keeps_another_scheduling_policy() -> None:
+    assert run("os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)); "
+               "print(request_slice(), os.sched_getscheduler(0) == os.SCHED_BATCH)").split() == ["False", "True"]
 
 
 def test_request_slice_unsupported_system_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
