@@ -293,7 +293,6 @@ class EngineClient:
             case Outputs():
                 self._on_outputs(message)
             case messages.Ready(epoch=epoch, model=model):
-                self._on_disconnect()
                 self._connection, self.epoch, self.model_info = connection, epoch, model
                 self._deferred = []
                 waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)

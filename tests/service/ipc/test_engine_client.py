@@ -146,20 +146,6 @@ async def test_engine_client_engine_death_fails_calls() -> None:
             await call
 
 
-async def test_engine_client_engine_death_fails_resume() -> None:
-    async with connected() as (client, engine):
-        assert engine._task
-        engine._task.cancel()
-        await asyncio.sleep(0.01)
-        resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
-        await asyncio.sleep(0.01)
-        await engine.die()
-        with pytest.raises(Unavailable):
-            await resuming
-        with pytest.raises(Unavailable, match="restarting"):
-            await client.resume("t", 0, "me", None)
-
-
 async def test_engine_client_message_of_earlier_epoch_is_dropped() -> None:
     async with connected(epoch=7) as (client, engine):
         engine.hold.clear()

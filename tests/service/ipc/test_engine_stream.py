@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
+from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service import metrics
-from npuserve.service.errors import StreamNotFound, TakenOver, Unavailable
+from npuserve.service.errors import TakenOver, Unavailable
 from npuserve.service.ipc import engine_client as client_module
 from npuserve.service.ipc import engine_stream as stream_module
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
-    MAX_RESTORE_BYTES,
     Cancel,
     Finish,
     Output,
@@ -27,12 +26,9 @@ from npuserve.service.ipc.messages import (
     Request,
     Restore,
     Started,
-    Submit,
     Timing,
-    encode,
 )
-from tests.service.ipc.test_engine_client import connected, ids_of, request
-from tests.support import fake_engine
+from tests.service.ipc.test_engine_client import connected, request
 from tests.support.fake_engine import FakeEngine, until
 
 
@@ -80,16 +76,6 @@ def test_stream_engine_deaths_lose_and_repeat_nothing(deaths: list[int], batch: 
 
 async def all_outputs(stream: Stream) -> list[Output]:
     return [output async for outputs in stream for output in outputs]
-
-
-async def test_engine_client_restore_is_in_order_of_arrival() -> None:
-    async with connected() as (client, engine):
-        engine.hold.clear()
-        late, early = time.monotonic(), time.monotonic() - 10
-        streams = [client.submit(Request(name, [0], 3, at)) for name, at in (("late", late), ("early", early))]
-        await until(lambda: all(stream.is_accepted for stream in streams))
-        await restart_engine(engine, client)
-        assert [r.request.request_id for _, r in engine.got(Restore)[-1].live] == ["early", "late"]
 
 
 class FakeClient:
@@ -208,7 +194,7 @@ async def test_stream_lost_connection_keeps_cached_tokens() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
-        stream.on_started(fake_engine.Started(stream.key, 4), time.monotonic())
+        stream.on_started(Started(stream.key, 4), time.monotonic())
         await engine.die()
         await until(lambda: client.state == "down")
         engine.start()  # same epoch
@@ -238,78 +224,6 @@ async def test_stream_stop_during_engine_death_ends_answer() -> None:
         assert other is stream
         stream.close()
         assert engine.got(Cancel) == []
-
-
-async def test_engine_client_restores_resumable_streams() -> None:
-    async with fake_engine.engine(delay=0.001) as engine:
-        client = EngineClient(engine.address, resume_seconds=60.0)
-        client.start()
-        await until(lambda: client.state == "ready")
-        done, left = client.submit(build_request("done", 0, 3, "d")), client.submit(build_request("left", 0, 500, "l"))
-        plain = client.submit(build_request("plain", 0, 500))
-        assert len(await ids_of(done)) == 3
-        await until(lambda: len(left.record.token_ids) > 3)
-        for stream in (done, left, plain):
-            stream.close()
-        await restart_engine(engine, client)
-        ended = engine.got(Restore)[-1].ended
-        assert [(record.token, record.is_finished) for record in ended] == [("d", True), ("l", False)]
-        assert msgspec.msgpack.decode(ended[1].data, type=Record).token_ids == left.record.token_ids
-        await client.close()
-
-
-async def test_engine_client_restore_is_split_and_new_requests_follow() -> None:
-    async with fake_engine.engine() as engine:
-        old: list[Stream] = []
-        new: list[Stream] = []
-
-        def changed(state: str) -> None:
-            """Submit and close requests when the second engine is ready, before the restore."""
-            if state == "ready" and old:
-                new.append(client.submit(request(5, "new")))
-                old[11].close()
-
-        engine.hold.clear()
-        client = EngineClient(engine.address, changed, resume_seconds=60.0)
-        client.start()
-        await until(lambda: client.state == "ready")
-        old += [client.submit(Request(f"old {i}", [0] * 9000, 3, float(i), client=f"{i}")) for i in range(12)]
-        for i in range(40):
-            client._records.end(Record(build_request(f"ended {i}", 0, 3, f"t{i}"), [1] * 9000), time.monotonic())
-        await until(lambda: engine.live == 12)
-        await engine.die()
-        await until(lambda: client.state == "down")
-        engine.received.clear()
-        engine.start()
-        await until(lambda: engine.got(Submit))
-        parts = engine.got(Restore)
-        assert [record.request.request_id for part in parts for _, record in part.live] == [
-            f"old {i}" for i in range(11)]
-        assert [one.token for part in parts for one in part.ended] == [f"t{i}" for i in range(40)]
-        assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-        assert len(parts) > 5
-        assert max(len(encode(part)) for part in parts) < MAX_RESTORE_BYTES + 50_000
-        assert engine.received.index(parts[-1]) < engine.received.index(engine.got(Submit)[0])
-        engine.hold.set()
-        for stream in [*old[:11], *new]:
-            assert len(await ids_of(stream)) == stream.request.max_tokens
-            stream.close()
-        await client.close()
-
-
-async def test_engine_client_resume_continues_stream() -> None:
-    async with connected(delay=0.001) as (client, engine):
-        record = Record(build_request("r", 0, 10, "t"))
-        record.add(Output(1, [2, 3, 4]))
-        engine.records["t"] = record
-        stream = await client.resume("t", 1, "me", None)
-        assert await ids_of(stream) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-        assert stream.first_token is None
-        stream.close()
-        with pytest.raises(StreamNotFound):
-            await client.resume("u", 0, "me", None)
-        assert client._resuming == {}
-        assert client._streams == {}
 
 
 async def test_stream_resumed_within_the_prompt_repeats_its_logprobs() -> None:
@@ -352,7 +266,8 @@ def test_stream_times_of_its_tokens(resumed: bool) -> None:
     def observed() -> list[float]:
         return [metrics.time_to_first_token_seconds._sum.get(), metrics.inter_token_latency_seconds._sum.get()]
 
-    stream = Stream(FakeClient(1, 9), 1, Record(Request("r", [1, 2], 9, 100.0)), resumed)
+    client: Any = SimpleNamespace(max_buffered_tokens=9, stream_interval=1, send=lambda message: True)
+    stream = Stream(client, 1, Record(Request("r", [1, 2], 9, 100.0)), resumed)
     metrics.flush()
     before = observed()
     stream.on_started(Started(1, 0), 103.0)
@@ -376,16 +291,3 @@ async def test_stream_taken_over_is_not_resumable() -> None:
         with pytest.raises(TakenOver):
             await stream.__anext__()
         assert not stream.is_resumable
-
-
-async def test_engine_client_cancelled_resume_cancels_request() -> None:
-    async with connected() as (client, engine):
-        engine.hold.clear()
-        record = Record(build_request("r", 0, 10, "t"))
-        engine.records["t"] = record
-        resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
-        await asyncio.sleep(0)
-        resuming.cancel()
-        await until(lambda: engine.got(Cancel))
-        assert engine.live == 0
-        assert client._streams == {}
