@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service import metrics
-from npuserve.service.errors import TakenOver, Unavailable
+from npuserve.service.errors import QueueFull, TakenOver, Unavailable
 from npuserve.service.ipc import engine_client as client_module
 from npuserve.service.ipc import engine_stream as stream_module
 from npuserve.service.ipc.engine_client import EngineClient
@@ -22,11 +22,13 @@ from npuserve.service.ipc.messages import (
     Cancel,
     Finish,
     Output,
+    Pause,
     Record,
     Request,
     Restore,
     Started,
     Timing,
+    Unpause,
 )
 from tests.service.ipc.test_engine_client import connected, request
 from tests.support.fake_engine import FakeEngine, until
@@ -278,6 +280,56 @@ def test_stream_times_of_its_tokens(resumed: bool) -> None:
     assert stream.first_token == (None if resumed else 104.0)
     stream.on_reconnect()
     assert stream.record.timing == Timing(3.0, [1.0], 2.0, 0.0, 0.0, 106.0)
+    stream.on_started(Started(1, 2), 107.0)  # the next engine has the prompt in its cache
+    assert stream.record.cached_tokens == 0
+    stream.on_reconnect()
+    assert stream.record.timing == Timing(3.0, [1.0], 2.0, 0.0, 0.0, 106.0)
+    stream.on_started(Started(1, 2), 108.0)
+    for now in (110.0, 111.0):
+        stream.push(Output(1, [7]), now)
+    stream.on_reconnect()
+    assert stream.record.timing == Timing(5.0, [1.0, 2.0], 3.0, 0.0, 0.0, 111.0)
+
+
+async def test_stream_wait_until_accepted_ends_before_any_output() -> None:
+    stream = Stream(FakeClient(1, 512), 0, Record(request(11)))
+    waiting = asyncio.ensure_future(stream.wait_until_accepted())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.on_accepted()
+    await asyncio.wait_for(waiting, 10)
+    refused = Stream(FakeClient(1, 512), 0, Record(request(11)))
+    waiting = asyncio.ensure_future(refused.wait_until_accepted())
+    await asyncio.sleep(0)
+    refused.push(Output(0, error=("QueueFull", "full", 0.0)), time.monotonic())
+    with pytest.raises(QueueFull):
+        await asyncio.wait_for(waiting, 10)
+
+
+async def test_stream_reader_catches_up_and_is_paused_again() -> None:
+    """Each pause is sent once. A lost engine knows of no pause, and gets no Unpause."""
+    sent: list[object] = []
+    client: Any = FakeClient(1, 2)
+    client.send = lambda message: sent.append(type(message))
+    stream = Stream(client, 0, Record(request(99)))
+    for _ in range(2):
+        stream.push(Output(0, [1, 2]), 0.0)
+        assert sent == []
+        for _ in range(2):
+            stream.push(Output(0, [3]), 0.0)
+        assert sent == [Pause]
+        await stream.__anext__()
+        assert sent == [Pause, Unpause]
+        sent.clear()
+    stream.push(Output(0, [1, 2, 3]), 0.0)
+    stream.on_disconnect()
+    await stream.__anext__()
+    stream.push(Output(0, [4, 5, 6]), 0.0)
+    assert sent == [Pause, Pause]
+    stream.close()
+    stream.push(Output(0, [7]), 0.0)
+    assert stream.buffered == 3
+    assert stream.record.token_ids[-1] == 6
 
 
 async def test_stream_taken_over_is_not_resumable() -> None:
