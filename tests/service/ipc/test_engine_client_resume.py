@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +25,7 @@ from npuserve.service.ipc.messages import (
     Submit,
     encode,
 )
+from npuserve.service.ipc.resumable_streams import Records
 from tests.service.ipc.test_engine_client import connected, ids_of, request
 from tests.service.ipc.test_engine_stream import build_request, restart_engine
 from tests.support import fake_engine
@@ -96,12 +99,30 @@ async def test_engine_client_restore_is_split_and_new_requests_follow() -> None:
         await client.close()
 
 
+async def test_engine_client_restore_ends_with_its_connection() -> None:
+    """It waits until the engine reads, which a dead engine never does."""
+    written: list[object] = []
+    connection: Any = SimpleNamespace(write=written.append, drained=asyncio.Event().wait)
+    client = EngineClient("")
+    client._deferred = [Cancel(1)]
+    client._restoring = asyncio.ensure_future(client._restore(connection, []))
+    await asyncio.sleep(0)
+    assert [type(message) for message in written] == [Restore]
+    client._on_disconnect()
+    await asyncio.wait([client._restoring], timeout=10)
+    assert client._restoring.cancelled()
+    assert len(written) == 1
+
+
 async def test_engine_client_resume_continues_stream() -> None:
     async with connected(delay=0.001) as (client, engine):
         record = Record(build_request("r", 0, 10, "t"))
         record.add(Output(1, [2, 3, 4]))
         engine.records["t"] = record
+        client._records = Records(60.0)
+        client._records.end(Record(record.request, [2]), time.monotonic())  # of its last reader, here
         stream = await client.resume("t", 1, "me", None)
+        assert client._records.ended(time.monotonic()) == []
         assert await ids_of(stream) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
         assert stream.first_token is None
         stream.close()
