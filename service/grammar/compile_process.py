@@ -3,13 +3,14 @@
     python -m npuserve.service.grammar.compile_process      started by `CompileProcess`, reads stdin
 
 A constraint comes from a client. A hostile one may need minutes, gigabytes, or more stack than there is, which ends a
-process. So a child process translates and compiles it first, under a limit of memory and timers of the kernel, whose
-signals have no handler and end the process. One timer counts processor time, so that the load of the machine does not
-decide. The other one counts real time and is MAX_WALL_RATIO times longer. The engine compiles again what a child
-compiled within the limits; that takes the same time, releases the GIL, and runs in a thread with a larger stack.
+process. So a child process translates and compiles it first, under a limit of memory and a timer of the kernel, whose
+signal has no handler and ends the process. The timer counts processor time, so that neither the load of the machine nor
+a stopped process decides. The engine compiles again what a child compiled within the limits; that takes the same time,
+releases the GIL, and runs in a thread with a larger stack.
 
-A process that ends by another signal, such as SIGKILL of the kernel without memory, or that is stopped says nothing
-about its constraint. Another process compiles the constraint once more.
+A process that ends by another signal, such as SIGKILL of the kernel without memory, says nothing about its constraint.
+Neither does one that takes MAX_WALL_RATIO times the limit in real time, which is killed. Another process compiles the
+constraint once more.
 
 Messages are a length of 4 bytes and msgpack.
 """
@@ -42,12 +43,10 @@ from npuserve.service.ipc.messages import Constraint
 
 COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
 MAX_WALL_RATIO = 10
-"""Real time of a compilation, as a multiple of its limit of processor time."""
+"""Real time of a compilation after which its process is killed, as a multiple of its limit of processor time."""
 MAX_START_SECONDS = 60.0
-MARGIN_SECONDS = 5.0
-"""Time beyond the limit of real time after which a process is killed. A stopped process receives no timer's signal."""
-LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGALRM, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL)
-"""Signals that end a process whose constraint exceeds a limit: the timers', and the ones without stack or memory."""
+LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL)
+"""Signals that end a process whose constraint exceeds a limit: the timer's, and the ones without stack or memory."""
 BASE_BYTES = 64 << 10
 """Estimated memory of the smallest compiled constraint."""
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -123,7 +122,7 @@ class CompileProcess:
 
     def _reply(self, constraint: Constraint) -> bytes:
         """Return the process's reply. Raise ConstraintError if a limit ended it, CompilerFailed for another reason."""
-        process, seconds = self._running(), MAX_WALL_RATIO * self._start.seconds + MARGIN_SECONDS
+        process, seconds = self._running(), MAX_WALL_RATIO * self._start.seconds
         reply = _exchange(process, msgspec.msgpack.encode(constraint), seconds)
         if reply is not None:
             return reply
@@ -251,7 +250,7 @@ def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint)
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGPIPE):  # SIGPIPE: the engine has ended
+    for number in (signal.SIGPROF, signal.SIGPIPE):  # SIGPIPE: the engine has ended
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin: BinaryIO = sys.stdin.buffer
@@ -267,13 +266,11 @@ def main() -> int:
     while (data := _read(stdin)) is not None:
         constraint = msgspec.msgpack.decode(data, type=Constraint)
         signal.setitimer(signal.ITIMER_PROF, start.seconds)
-        signal.setitimer(signal.ITIMER_REAL, MAX_WALL_RATIO * start.seconds)
         try:
             reply = msgspec.msgpack.encode(_compile(tokenizer, start.vocabulary, constraint))
         except (MemoryError, RecursionError):
             return 1
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
         _write(stdout, reply)
     return 0
 

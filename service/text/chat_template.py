@@ -8,7 +8,6 @@ the time and memory of a template, so template_process.py runs it in a process o
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,9 +22,6 @@ from npuserve.service.errors import InvalidField
 from npuserve.service.text.answer_format import template_format
 
 MAX_CHARACTERS = 64 << 20
-MAX_SECONDS = 10.0
-"""Time limit of one conversation. It is enforced by template_process.py, and checked here between parts of the output.
-"""
 # Keys of template_args that a client may not set: variables from the request and the tokenizer, functions of the
 # environment, and parameters of apply_chat_template that are not variables. The named tokens are refused as well.
 REFUSED_ARGS = frozenset({
@@ -111,7 +107,7 @@ class ChatTemplate:
         tools: JSON schemas.
 
         Raises InvalidField for a key of template_args that is in REFUSED_ARGS or names a token, and for a conversation
-        that the template refuses or fails on. Also for a text above MAX_CHARACTERS, and after MAX_SECONDS.
+        that the template refuses or fails on. Also for a text above MAX_CHARACTERS.
         """
         if not messages:
             raise InvalidField("chat.messages", "must have at least one message")
@@ -128,15 +124,13 @@ class ChatTemplate:
         }
         template = self._templates.get("tool_use") if tools else None
         parts: list[str] = []
-        size, deadline = 0, time.monotonic() + MAX_SECONDS
+        size = 0
         try:
             for part in (template or self._templates["default"]).generate(variables):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_CHARACTERS:
                     raise InvalidField("chat", f"must make a prompt of at most {MAX_CHARACTERS} characters")
-                if time.monotonic() > deadline:
-                    raise InvalidField("chat", f"the chat template must take at most {MAX_SECONDS:g} seconds")
         except InvalidField:
             raise
         except TemplateError as error:

@@ -4,8 +4,10 @@
 
 A template is a program that comes with the model. The sandbox of jinja2 denies it access to the machine, but does not
 bound endless loops, huge numbers or huge texts. No check in Python can interrupt a call in C that does not return. So a
-process renders one conversation at a time, under a memory limit and a timer of the kernel: SIGALRM has no handler and
-ends the process. A conversation beyond a limit gets INVALID_ARGUMENT, and the next one gets a new process.
+process renders one conversation at a time, under a memory limit and timers of the kernel, whose signals have no handler
+and end the process. A conversation beyond the limit of memory or of processor time gets INVALID_ARGUMENT, and the next
+one gets a new process. Real time depends on the machine too, which may be loaded or frozen: a conversation that takes
+MAX_WALL_RATIO times the limit gets UNAVAILABLE.
 
 The number of processes is the largest number of conversations rendered at the same time, which the threads of
 preparation.py bound. A process has only the environment variables that Python needs to start, and cannot read the
@@ -29,8 +31,12 @@ from typing import Any
 from npuserve.service.errors import InvalidField, Unavailable
 from npuserve.service.ipc import process_control
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
-from npuserve.service.text.chat_template import MAX_SECONDS, load_chat_template
+from npuserve.service.text.chat_template import load_chat_template
 
+MAX_SECONDS = 10.0
+"""Processor time of one conversation."""
+MAX_WALL_RATIO = 10
+"""Real time of a conversation, as a multiple of its limit of processor time."""
 MAX_MEMORY_BYTES = 2 << 30
 """Memory limit for a conversation, above the memory of the idle process. The largest conversation needs some tens of
 MiB, several times over."""
@@ -44,7 +50,7 @@ class TemplateProcess:
 
     folder: the model's folder, with a template that parses.
     named_tokens, roles, format: as of `ChatTemplate`.
-    seconds: time limit of one conversation.
+    seconds: limit of processor time for one conversation.
     """
 
     def __init__(
@@ -70,7 +76,8 @@ class TemplateProcess:
     ) -> str:
         """Return the prompt's text, see `ChatTemplate.render`. Blocks on another process: call it from a thread.
 
-        Raises Unavailable if the system cannot start a process now, or kills it, as the kernel does without memory.
+        Raises Unavailable if the system cannot start a process now, or kills it, as the kernel does without memory,
+        and after MAX_WALL_RATIO times the limit in real time.
         """
         try:
             request = json.dumps([list(messages), template_args, tools])
@@ -80,7 +87,7 @@ class TemplateProcess:
         line = process.call(request.encode() + b"\n")
         if not line.endswith(b"\n"):
             process.end()
-            if process.popen.returncode == -signal.SIGKILL:
+            if process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
                 raise Unavailable("the process of the chat template was killed")
             if not process.is_started:
                 raise Unavailable("the process of the chat template cannot start")
@@ -148,7 +155,7 @@ def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> Temp
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of the server; the front end ends this one
         signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
         signal.signal(number, signal.SIG_DFL)
     start = json.loads(sys.stdin.buffer.readline())
     process_control.set_dumpable(start["dumpable"])
@@ -158,7 +165,8 @@ def main() -> int:
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, start["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, start["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, MAX_WALL_RATIO * start["seconds"])
         reply: object
         try:
             reply = template.render(*json.loads(line))
@@ -168,6 +176,7 @@ def main() -> int:
             answer = json.dumps(reply).encode() + b"\n"
         except MemoryError:
             return 1
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()

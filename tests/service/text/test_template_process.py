@@ -116,9 +116,13 @@ def test_render_in_a_process_that_ends_before_it_has_started_is_unavailable(
     assert process.render([TURN]) == "hi"
 
 
-def test_render_in_a_process_that_is_killed_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM])
+def test_render_in_a_process_that_is_killed_is_unavailable(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGALRM: of the limit of real time, which a frozen process exceeds."""
     def killed(self: template_process._Process, line: bytes) -> bytes:
-        self.popen.kill()
+        self.popen.send_signal(number)
         return call(self, line)
 
     process, call = made(tmp_path, ECHO, seconds=20), template_process._Process.call
