@@ -146,6 +146,17 @@ def test_forced_tokens_follow_from_the_grammar():
     assert matcher("choices", [""]).forced() == []
 
 
+def test_forced_after_a_token_that_is_not_allowed_is_unchanged():
+    state = matcher("choices", ["abc123"])
+    assert state.forced() == encode("abc123")
+    assert not state.advance(ord("b"))
+    assert state.forced() == encode("abc123")
+
+
+def test_forced_without_a_matcher_of_bytes_is_empty():
+    assert Matcher(vocabulary(), matcher("choices", ["abc123"])._library).forced() == []
+
+
 def test_forced_leaves_out_what_a_longer_token_may_replace():
     """The text after "a" may begin with "b", and "ab" is one token."""
     assert matcher("choices", ["ab", "ac"]).forced() == []

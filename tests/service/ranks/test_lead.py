@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from npuserve.service.ranks.lead import LeadRunner, check_followers, follow, stop_followers
@@ -27,6 +30,8 @@ class FakeRunner:
 
     def __init__(self, times: bool) -> None:
         self.launched: list[tuple[Step, bool | None]] = []
+        self.sampled: list[tuple[int, dict[int, list[int]]]] = []  # handle, masks
+        self.collected: list[int] = []  # handles
         self._times = times
 
     def is_timed(self, step: Step) -> bool:
@@ -36,8 +41,11 @@ class FakeRunner:
         self.launched.append((step, timed))
         return len(self.launched)
 
+    def sample(self, handle: int, masks: Mapping[int, np.ndarray[Any, Any]]) -> None:
+        self.sampled.append((handle, {request: mask.tolist() for request, mask in masks.items()}))
+
     def collect(self, handle: int) -> None:
-        return
+        self.collected.append(handle)
 
 
 def test_followers_time_the_steps_that_rank_0_times() -> None:
@@ -55,3 +63,18 @@ def test_followers_time_the_steps_that_rank_0_times() -> None:
     follow(follower, group)
     assert [timed for _, timed in lead.launched] == [False, True, False, True]
     assert follower.launched == lead.launched
+
+
+def test_followers_sample_the_last_step_and_collect_the_steps_before_the_last_two() -> None:
+    group: Any = FakeGroup()
+    lead: Any = FakeRunner(times=False)
+    follower: Any = FakeRunner(times=False)
+    runner = LeadRunner(lead, group)
+    for i in range(4):
+        handle = runner.launch(Step([Row(7, [5], i, [3], True)], []))
+        runner.sample(handle, {7: np.array([i, -1], np.int32), 8: np.array([2, 3], np.int32)})
+    stop_followers(group)
+    follow(follower, group)
+    assert follower.sampled == lead.sampled
+    assert [handle for handle, _ in follower.sampled] == [1, 2, 3, 4]
+    assert follower.collected == [1, 2]

@@ -185,6 +185,30 @@ def test_load_of_files_for_transformers_names_the_extra(tmp_path: Path, monkeypa
         load_tokenizer(tmp_path)
 
 
+def test_load_of_files_for_transformers_equals_transformers(tmp_path: Path) -> None:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "on", "##ce", "time", "there", "was", "a"]
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ sep_token ~ messages[0].content }}"}')
+    check_equal(tmp_path)
+    ours = load(tmp_path)
+    assert ours.named_tokens["sep_token"] == "[SEP]"
+    assert ours.chat
+    assert ours.chat.render([{"role": "user", "content": "a time"}]) == "[SEP]a time"
+
+
+def test_load_of_a_malformed_file_for_transformers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    with pytest.raises(ConfigError, match="transformers cannot load it: "):
+        load_tokenizer(tmp_path)
+
+
+def test_load_without_a_pre_tokenizer(tmp_path: Path) -> None:
+    trained = train()
+    trained.pre_tokenizer = None
+    assert load(save(tmp_path, trained, QWEN)).encode("a") == trained.encode("a").ids
+
+
 def test_load_ignores_truncation_and_padding(tmp_path: Path) -> None:
     trained = train()
     trained.enable_truncation(3)
