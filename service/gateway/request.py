@@ -45,8 +45,7 @@ def translate(request: vllm.GenerateRequest, info: ModelInfo) -> pb.GenerateRequ
     _check_known(request, REQUEST_FIELDS, "")
     _check_known(params, SAMPLING_FIELDS, "sampling_params.")
     bad = Violations()
-    if request.HasField("data_parallel_rank"):
-        check_number("data_parallel_rank", request.data_parallel_rank, Range(-1, 0), bad)
+    check_number("data_parallel_rank", request.data_parallel_rank, Range(-1, 0), bad)
     made = pb.GenerateRequest()
     if request.request_id:
         made.request_id = request.request_id
