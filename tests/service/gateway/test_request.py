@@ -67,8 +67,8 @@ def test_translate_of_smgs_fields_takes_all_of_them(folder: ModelFolder) -> None
 def test_translate_passes_every_field(folder: ModelFolder) -> None:
     request = vllm_request(
         [5, 6], 9, request_id="a-1", temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5,
-        presence_penalty=-0.5, frequency_penalty=2.0, seed=7, logit_bias={3: -100.0}, min_tokens=2, stop=["x", "yz"],
-        stop_token_ids=[4, 8], include_stop_str_in_output=True, logprobs=0, prompt_logprobs=20,
+        presence_penalty=-0.5, frequency_penalty=2.0, seed=7, logit_bias={0: 1.5, 3: -100.0}, min_tokens=2,
+        stop=["x", "yz"], stop_token_ids=[4, 8], include_stop_str_in_output=True, logprobs=0, prompt_logprobs=20,
         skip_special_tokens=True, spaces_between_special_tokens=True, ignore_eos=True, n=1, data_parallel_rank=-1)
     request.tokenized.original_text = "not read"
     message = translate(request, INFO)
@@ -76,12 +76,18 @@ def test_translate_passes_every_field(folder: ModelFolder) -> None:
     checked = check(request, folder)
     assert checked.request.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5, presence_penalty=-0.5,
-        frequency_penalty=2.0, seed=7, logit_bias={3: -100.0}, min_tokens=2, ending_ids=(4, 8), logprobs=0,
+        frequency_penalty=2.0, seed=7, logit_bias={0: 1.5, 3: -100.0}, min_tokens=2, ending_ids=(4, 8), logprobs=0,
         prompt_logprobs=20)
     request_part = checked.request
     assert (request_part.prompt_ids, request_part.max_tokens) == ([5, 6], 9)
     assert (request_part.stop_token_ids, request_part.eos_token_ids) == ({4, 8}, frozenset())
     assert checked == CheckedRequest(request_part, ("x", "yz"), False, True, True)
+
+
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_translate_passes_skip_special_tokens(folder: ModelFolder, is_skipped: bool) -> None:
+    """A stop string may be the text of a special token."""
+    assert check(vllm_request([5], 9, skip_special_tokens=is_skipped), folder).skip_special_tokens is is_skipped
 
 
 @pytest.mark.parametrize(("given", "taken"), [(0, 0), (7, 7), (-1, 2**64 - 1), (-(2**31), 2**64 - 2**31)])
