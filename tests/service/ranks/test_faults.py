@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 
 import pytest
 
-from npuserve.npu.backends.base import CaptureError
+from npuserve.npu import backends
+from npuserve.npu.backends.base import CaptureError, Fault
 from npuserve.service.config import ServerConfig
+from npuserve.service.ipc import child
 from npuserve.service.ranks import faults, processes
 
 
@@ -19,6 +22,38 @@ def test_capture_error_is_reported_if_captures_may_be_dropped(capsys: pytest.Cap
     assert capsys.readouterr().out == ""
     assert faults.report_capture_error(True, error)
     assert json.loads(capsys.readouterr().out) == {"event": "capture_failed", "error": str(error)}
+
+
+@pytest.mark.parametrize(("found", "may_drop", "error", "code"), [
+    (Fault.RETRYABLE, False, RuntimeError("lost"), child.EXIT_DEVICE_FAULT),
+    (Fault.ENGINE, False, RuntimeError("lost"), child.EXIT_DEVICE_FAULT),
+    (Fault.NODE, True, RuntimeError("lost"), child.EXIT_NODE_FAULT),
+    (Fault.NODE, False, CaptureError("no memory"), child.EXIT_NODE_FAULT),
+    (Fault.NODE, True, CaptureError("no memory"), child.EXIT_DEVICE_FAULT),
+])
+def test_fault_code_is_that_of_the_device_unless_captures_are_dropped(
+    found: Fault, may_drop: bool, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(backends, "fault", lambda error: found)
+    assert faults.fault_code(error, may_drop) == code
+    (record,) = caplog.records
+    assert record.fields == {"fault": found.value, "error": str(error)}  # type: ignore[attr-defined]
+
+
+def test_fault_code_raises_other_errors() -> None:
+    with pytest.raises(ZeroDivisionError):
+        faults.fault_code(ZeroDivisionError(), True)
+
+
+def test_start_code_tells_captures_from_an_unusable_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert faults.start_code(CaptureError("no memory"), True) == child.EXIT_DEVICE_FAULT
+    assert faults.start_code(CaptureError("no memory"), False) == child.UNUSABLE
+    assert faults.start_code(OSError(errno.ENOENT, "no file"), True) == child.UNUSABLE
+    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == [
+        "capture_failed", "unusable", "unusable"]
+    with pytest.raises(OSError, match="too many"):  # it may succeed later
+        faults.start_code(OSError(errno.EMFILE, "too many"), True)
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[int, dict[str, str]]:
