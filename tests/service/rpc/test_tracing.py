@@ -75,6 +75,27 @@ async def test_trace_of_stream_has_its_phases(folder: Path, collector: Collector
     assert collector.resources[0]["service.name"] == "npuserve"
 
 
+def test_trace_has_the_engines_times() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from npuserve.service.rpc.tracing import Trace
+
+    exporter, provider, end = InMemorySpanExporter(), sdk.TracerProvider(), time.monotonic()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    trace = Trace(provider.get_tracer("test"), {}, "Generate", "service", "")
+    trace.finished(Timing(1.0, [2.0, 3.0], 4.0, 0.5, 0.25, end), "model", end - 4.5)
+    trace.end("OK", {})
+    *phases, root = exporter.get_finished_spans()
+    last = phases[-1].start_time
+    (first,) = root.events
+    begins = [(span.name, round((last - span.start_time) / 1e9, 6)) for span in phases]
+    assert begins == [
+        ("queue", 10), ("prefill chunk", 9), ("prefill chunk", 7), ("decode", 4), ("detokenize and send", 0)]
+    assert round((last - first.timestamp) / 1e9, 6) == 4.5
+
+
 async def test_trace_of_vllm_engine_has_its_name_and_phases(folder: Path, collector: Collector) -> None:
     metadata = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
     async with running(folder, otlp_endpoint=collector.url) as server:
