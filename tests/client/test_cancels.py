@@ -1,4 +1,4 @@
-"""Both clients while a stream, its task or the client is cancelled or closed."""
+"""Both clients while a stream, its task or the client is cancelled, closed or timed out."""
 
 from __future__ import annotations
 
@@ -267,3 +267,15 @@ async def test_cancel_from_another_thread_ends_the_wait() -> None:
                     next(stream)
 
         await asyncio.to_thread(work)
+
+
+@pytest.mark.parametrize(("of_client", "of_call", "expected"), [
+    (600.0, None, 600), (None, 600.0, 600), (600.0, 3600.0, 3600), (3600.0, 600.0, 600)])
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+async def test_timeout_of_a_call_takes_precedence(
+    kind: Any, of_client: float | None, of_call: float | None, expected: float
+) -> None:
+    client = kind("h:1", timeout=of_client)
+    for stream in (client.stream("x", timeout=of_call), client.resume("token", timeout=of_call)):
+        *_, left = stream.attempts.next_call()
+        assert expected - 60 < left <= expected
