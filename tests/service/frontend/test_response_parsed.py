@@ -146,3 +146,16 @@ def test_a_part_is_sent_with_the_token_that_ends_it(text: str) -> None:
         parser = AnswerParser(BOTH, "possible")
         parser.feed(made.decode(ids[:at]))
         assert parser.is_clean
+
+
+@pytest.mark.parametrize("text", ["a", "<think>\na", call()])
+def test_a_part_of_any_kind_is_sent_at_once(text: str) -> None:
+    """Also if the client requests neither ids nor logprobs."""
+    ids = tokenizer("byte level").encode(text, False)
+    request = Request("r", [5], 99, 0.0, SamplingParams())
+    builder = ResponseBuilder(
+        CheckedRequest(request, (), False, True, False, answer_format=BOTH, call_id="x"), tokenizer("byte level"))
+    assert builder.add([Output(1, ids)]) is None
+    message = builder.next_message(0.0)
+    assert message
+    assert message.text or message.reasoning or message.tool_calls
