@@ -187,8 +187,9 @@ class CpuBackend(Backend):
         own: list[int] = []
         if self._arena is not None:
             # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
-            # milliseconds while the other core is idle, after other processes have run on both.
-            if 1 < self.threads == len(everywhere) or self.place[1] > 1:
+            # milliseconds while the other core is idle, after other processes have run on both. Fewer threads are not
+            # pinned: servers that share the cores of a node would all choose the same ones.
+            if 1 < self.threads == len(everywhere) or (self.place[1] > 1 and self.threads >= len(everywhere)):
                 own = [everywhere[i % len(everywhere)] for i in range(self.threads)]
             library().set_threads(self.threads, own)
         # Little work is left to torch beside native kernels, and its threads would compete for the cores.

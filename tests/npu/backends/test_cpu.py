@@ -238,11 +238,12 @@ def test_cpu_threads_pinned_if_one_per_core():
 
 @needs_native
 @pytest.mark.parametrize(("size", "threads", "cores"), [
-    (1, 2, [[]]), (1, 7, [[2, 3, 4, 5, 6, 7, 8]]), (2, 2, [[2, 3], [5, 6]]), (3, 3, [[2, 3, 2], [4, 5, 4], [6, 7, 6]]),
+    (1, 2, [[]]), (1, 7, [[2, 3, 4, 5, 6, 7, 8]]), (2, 2, [[], []]), (2, 3, [[2, 3, 4], [5, 6, 7]]),
+    (3, 3, [[2, 3, 2], [4, 5, 4], [6, 7, 6]]), (7, 1, [[2], [3], [4], [5], [6], [7], [8]]),
     (8, 1, [[2], [3], [4], [5], [6], [7], [8], [2]]),
 ])
-def test_cpu_ranks_pin_their_threads_to_cores_of_their_own(monkeypatch, size, threads, cores):
-    """As far as the process may use as many cores as there are ranks."""
+def test_cpu_ranks_pin_their_threads_to_cores_of_their_own_if_they_take_all(monkeypatch, size, threads, cores):
+    """As far as the process may use as many cores as there are ranks. Others may share the cores that it leaves."""
     found: list[list[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(2, 9)))
     monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
