@@ -132,11 +132,15 @@ def _completed(
 
     Raises ModelError if it does not fit.
     """
+    cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
+    block = block_bytes(config, plan.block_size, cached, device)
     if weights.unplanned_bytes:
-        cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
-        plan = plan.grown(weights.unplanned_bytes, block_bytes(config, plan.block_size, cached, device))
+        plan = plan.grown(weights.unplanned_bytes, block)
         plan.require_fit()
-    return plan.shrunk(*group.minimum(plan.num_blocks, plan.max_model_len)) if group else plan
+    if group is None:
+        return plan
+    num_blocks, max_model_len = group.minimum(plan.num_blocks, plan.max_model_len)
+    return plan.shrunk(num_blocks, max_model_len, block)
 
 
 def _choose_kernels(

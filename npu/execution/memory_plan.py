@@ -108,9 +108,8 @@ class MemoryPlan:
             return plan
         return replace(plan, num_blocks=self.num_blocks - lost, kv_cache=self.kv_cache - lost * block)
 
-    def shrunk(self, num_blocks: int, max_model_len: int) -> MemoryPlan:
-        """Return the plan with another number of blocks and positions."""
-        block = self.kv_cache // max(self.num_blocks, 1)
+    def shrunk(self, num_blocks: int, max_model_len: int, block: int) -> MemoryPlan:
+        """Return the plan with another number of blocks, of `block` bytes, and of positions."""
         return replace(self, num_blocks=num_blocks, max_model_len=max_model_len,
                        kv_cache=self.kv_cache - (self.num_blocks - num_blocks) * block)
 

@@ -123,6 +123,13 @@ def test_plan_grown_takes_blocks_from_cache(cpu, available):
         plan.grown(plan.kv_cache, BLOCK).require_fit()
 
 
+@pytest.mark.parametrize("padding", [0, 1, 3])
+def test_plan_shrunk_keeps_padding_blocks(cpu, available, monkeypatch, padding):
+    monkeypatch.setattr(CpuBackend, "padding_blocks", padding)
+    plan, less = (predict(CONFIG, cpu, max_num_seqs=seqs, block_size=16, max_model_len=64) for seqs in (5, 2))
+    assert plan.shrunk(less.num_blocks, 64, BLOCK).kv_cache == less.kv_cache == (less.num_blocks + padding) * BLOCK
+
+
 def test_load_runner_counts_weights_that_are_not_compact(tmp_path):
     model = random_model("qwen3")
     down = model.model.layers[0].mlp.down_proj.weight
