@@ -2,6 +2,7 @@
 // leaves the processor where it waits. A launch that can make no progress ends with an error.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -38,24 +39,34 @@ struct Block {
     Group all, first;
 };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;   // of its start
+    jmp_buf place;
     std::vector<u8> stack;
     Block* block;
     int thread, index;
-    bool ended = false;
+    bool started = false, ended = false;
+    bool (*ready)(const void*) = nullptr;   // of `condition`: whether it may go on; null: it may
+    const void* condition;
 };
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Fiber* now;
 inline int threads;
 inline u64 progress;   // counts all that may let another fiber go on
 
-inline void yield() { swapcontext(&now->context, &scheduler); }
+// Leave the processor until a condition holds, which the scheduler checks.
+template <class Condition> void wait_until(const Condition& condition) {
+    if (condition()) return;
+    now->condition = &condition;
+    now->ready = [](const void* of) { return bool((*static_cast<const Condition*>(of))()); };
+    if (!_setjmp(now->place)) _longjmp(scheduler, 1);
+    now->ready = nullptr;
+}
 
 inline void meet(Group& group, int count) {
     const int generation = group.generation;
     progress++;
     if (++group.arrived == count) group.arrived = 0, group.generation++;
-    else while (group.generation == generation) yield();
+    else wait_until([&] { return group.generation != generation; });
 }
 
 // Meet the other lanes of the warp; return what each brought.
@@ -67,7 +78,7 @@ inline const u32 (*exchange(u32 a, u32 b = 0, u32 c = 0, u32 d = 0))[4] {
     own[0] = a, own[1] = b, own[2] = c, own[3] = d;
     progress++;
     if (++warp.arrived == 32) warp.arrived = 0, warp.generation++;
-    else while (warp.generation == generation) yield();
+    else wait_until([&] { return warp.generation != generation; });
     return values;
 }
 
@@ -77,6 +88,14 @@ inline void settle(Barrier& barrier) {
     if (barrier.pending) return;
     barrier.pending = barrier.arrivals;
     barrier.parity ^= 1;
+}
+
+// Run the fiber `now` until it waits or ends. swapcontext would call the system twice for each switch.
+inline void resume() {
+    if (_setjmp(scheduler)) return;
+    if (now->started) _longjmp(now->place, 1);
+    now->started = true;
+    setcontext(&now->context);
 }
 
 // Run `kernel` in blocks of `count` threads with `shared` bytes each; return false if all fibers wait forever.
@@ -94,8 +113,12 @@ template <class Kernel> bool launch(int blocks, int count, int shared, Kernel ke
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, reinterpret_cast<void (*)()>(+[] { (*running)(); now->ended = true; }), 0);
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, reinterpret_cast<void (*)()>(+[] {
+            (*running)();
+            now->ended = true;
+            _longjmp(scheduler, 1);
+        }), 0);
     }
     size_t ended = 0;
     for (int idle = 0; ended < fibers.size();) {
@@ -103,7 +126,8 @@ template <class Kernel> bool launch(int blocks, int count, int shared, Kernel ke
         for (Fiber& fiber : fibers) {
             if (fiber.ended) continue;
             now = &fiber;
-            swapcontext(&scheduler, &fiber.context);
+            if (fiber.ready && !fiber.ready(fiber.condition)) continue;
+            resume();
             if (fiber.ended) ended++, progress++;
         }
         idle = progress == before ? idle + 1 : 0;
@@ -123,12 +147,19 @@ inline float of_e4m3(u32 byte) {
     const float size = exponent ? std::ldexp(8.f + fraction, exponent - 10) : std::ldexp(float(fraction), -9);
     return byte & 0x80 ? -size : size;
 }
-
 inline float of_f16(u32 value) {
     const int exponent = value >> 10 & 31, fraction = value & 0x3FF;
     const float size = exponent ? std::ldexp(1024.f + fraction, exponent - 25) : std::ldexp(float(fraction), -24);
     return value & 0x8000 ? -size : size;
 }
+
+// The numbers of a format by their bits.
+template <int COUNT> std::vector<float> table(float (*of)(u32)) {
+    std::vector<float> made(COUNT);
+    for (u32 bits = 0; bits < COUNT; bits++) made[bits] = of(bits);
+    return made;
+}
+inline const std::vector<float> E4M3 = table<1 << 8>(of_e4m3), F16 = table<1 << 16>(of_f16);
 
 // Add the products of 16 rows of a weight and 8 rows of x. bits: of a number.
 template <class Sum, class Number>
@@ -174,9 +205,7 @@ inline void barrier_arrive(u64* barrier) {
 inline bool barrier_passed(u64* barrier, u32 parity) {
     return reinterpret_cast<emulated::Barrier*>(barrier)->parity != parity;
 }
-template <class Condition> void wait_until(Condition condition) {
-    while (!condition()) emulated::yield();
-}
+template <class Condition> void wait_until(Condition condition) { emulated::wait_until(condition); }
 inline void copy_to_shared(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
         std::fprintf(stderr, "a copy is not aligned to 16 bytes\n"), std::abort();
@@ -214,10 +243,10 @@ inline void signal(u32* counter) { count(counter); }
 inline u32 load_acquire(const u32* from) { return *from; }
 
 inline void multiply_bf16(float (&sums)[4], u32 w0, u32 w1, u32 w2, u32 w3, u32 x0, u32 x1) {
-    emulated::multiply(sums, w0, w1, w2, w3, x0, x1, 16, emulated::of_bf16);
+    emulated::multiply(sums, w0, w1, w2, w3, x0, x1, 16, [](u32 half) { return emulated::of_bf16(half); });
 }
 inline void multiply_f16(float (&sums)[4], u32 w0, u32 w1, u32 w2, u32 w3, u32 x0, u32 x1) {
-    emulated::multiply(sums, w0, w1, w2, w3, x0, x1, 16, emulated::of_f16);
+    emulated::multiply(sums, w0, w1, w2, w3, x0, x1, 16, [](u32 half) { return emulated::F16[half]; });
 }
 inline void multiply_int8(int (&sums)[4], u32 w0, u32 w1, u32 w2, u32 w3, u32 x0, u32 x1) {
     emulated::multiply(sums, w0, w1, w2, w3, x0, x1, 8, [](u32 byte) { return int8_t(byte); });
@@ -235,13 +264,13 @@ inline u32 rounded_e4m3(float value) {
     const float near = std::nearbyint(size / step) * step;
     u32 made = 0;
     for (u32 byte = 0; byte < 0x7F; byte++)
-        if (emulated::of_e4m3(byte) == near) made = byte;
+        if (emulated::E4M3[byte] == near) made = byte;
     return made | (std::signbit(value) ? 0x80 : 0);
 }
 inline u32 to_e4m3(float first, float second) { return rounded_e4m3(first) | rounded_e4m3(second) << 8; }
 inline u32 f16_of_e4m3(u32 byte) {   // every number of e4m3 is one of f16
     if ((byte & 0x7F) == 0x7F) return 0x7E00;   // NaN
-    const float size = std::fabs(emulated::of_e4m3(byte));
+    const float size = std::fabs(emulated::E4M3[byte]);
     u32 made = 0;
     if (size > 0) {
         const int exponent = std::ilogb(size);
