@@ -3,9 +3,9 @@
 - A request in a fatal step gets one crash more. After the restart it is in quarantine: it makes QUARANTINE_TOKENS
   tokens apart from all others (quarantine.py) before it runs beside them again.
 - A request is the killer if it was alone in two successive fatal steps, at the same place, and has MIN_CRASHES crashes.
-  The same place is near the same token of the answer, or after about as many tokens of each run of the engine. A
-  killer among up to MAX_QUARANTINE_STEPS // QUARANTINE_TOKENS requests is found at the third crash: with others, alone,
-  alone.
+  The same place is near the same token of the answer, or after about as many tokens in three successive runs of the
+  engine: twice may be chance if the engine is killed from outside. A killer among up to
+  MAX_QUARANTINE_STEPS // QUARANTINE_TOKENS requests is found at the third crash: with others, alone, alone.
 - A request that passed its quarantine in two runs, and was in a fatal step nevertheless, gets a longer quarantine: the
   tokens that it made in the last run, and QUARANTINE_TOKENS more. This finds requests that crash the engine after that
   many tokens of each run. After only one such run another request may be the killer, and the quarantine stays short.
@@ -44,8 +44,11 @@ log = logging.getLogger(__name__)
 
 MIN_CRASHES = 3
 """Crashes of the engine before a request is failed for them."""
-NEAR_TOKENS = 2 * QUARANTINE_TOKENS
-"""Two crashes this many tokens apart count as at the same place: tokens of the steps in flight are lost."""
+NEAR_TOKENS = QUARANTINE_TOKENS - 1
+"""Two crashes this many tokens apart count as at the same place: tokens of the steps in flight are lost. A request that
+has passed its quarantine is beyond."""
+MIN_REPEATS = 2
+"""See CrashRecord.repeats."""
 CLEAR_TOKENS = 256
 MAX_RECORDS = 4096
 """The oldest are forgotten beyond this."""
@@ -64,6 +67,7 @@ class CrashRecord(msgspec.Struct, array_like=True):
 
     is_alone: no other request was in the steps in flight at the last crash.
     has_passed: it had passed a quarantine before one of the crashes.
+    repeats: number of last crashes before each of which `made` was about the same as before the crash before it.
     is_killer: it was found to be the killer.
     """
 
@@ -73,6 +77,7 @@ class CrashRecord(msgspec.Struct, array_like=True):
     made: int
     is_alone: bool = False
     has_passed: bool = False
+    repeats: int = 0
     is_killer: bool = False
 
 
@@ -154,11 +159,12 @@ class CrashTracker:
             return CrashRecord(1, QUARANTINE_TOKENS, tokens, made, is_alone)
         passes = made >= record.quarantine_tokens
         longer = passes and record.has_passed
-        is_near = made <= NEAR_TOKENS or abs(made - record.made) <= QUARANTINE_TOKENS
+        repeats = record.repeats + 1 if abs(made - record.made) <= QUARANTINE_TOKENS else 0
+        is_near = made <= NEAR_TOKENS or repeats >= MIN_REPEATS
         crashes = record.crashes + 1
         return CrashRecord(
             crashes, made + QUARANTINE_TOKENS if longer else record.quarantine_tokens, tokens, made, is_alone,
-            record.has_passed or passes,
+            record.has_passed or passes, repeats,
             is_killer=is_alone and record.is_alone and is_near and crashes >= MIN_CRASHES)
 
 

@@ -156,11 +156,11 @@ def crash(path: str, made: int, request: Request, tokens: int, others: int = 0) 
 def test_crash_tracker_crashes_at_random_places_fail_no_request(tmp_path: object) -> None:
     """One request runs alone, and the engine is killed from outside."""
     path, request, tokens = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0), 0
-    for made in (40, 90, 55, 130, 20, 77):
+    for made in (40, 90, 92, 55, 130, 133, 20):
         crash(path, made, request, tokens := tokens + made)
     record = CrashTracker(path, 8, 8).assess(request, tokens)
     assert record
-    assert record.crashes == 6
+    assert record.crashes == 7
 
 
 def test_crash_tracker_forgets_crashes_after_clear_tokens(tmp_path: object) -> None:
@@ -285,14 +285,16 @@ def test_quarantine_is_longer_after_the_second_run_that_passed_it(
     assert (after.quarantine_tokens, after.has_passed, after.made) == (quarantine_tokens, passed, made)
 
 
-@pytest.mark.parametrize(("made_before", "made", "is_killer"), [
-    (50, NEAR_TOKENS, True), (50, NEAR_TOKENS + 1, False), (50, 50 - QUARANTINE_TOKENS, True),
-    (50, 51 + QUARANTINE_TOKENS, False),
+@pytest.mark.parametrize(("repeats", "made", "is_killer"), [
+    (0, NEAR_TOKENS, True), (0, NEAR_TOKENS + 1, False), (1, 50 - QUARANTINE_TOKENS, True),
+    (0, 50 - QUARANTINE_TOKENS, False), (1, 51 + QUARANTINE_TOKENS, False),
 ])
-def test_killer_crashes_twice_at_the_same_place(made_before: int, made: int, is_killer: bool) -> None:
+def test_killer_crashes_twice_at_the_same_token_or_three_times_after_as_many(
+    repeats: int, made: int, is_killer: bool
+) -> None:
     tracker = CrashTracker()
     tracker._fatal = frozenset([7])
-    before = CrashRecord(MIN_CRASHES - 1, QUARANTINE_TOKENS, 100, made_before, is_alone=True)
+    before = CrashRecord(MIN_CRASHES - 1, QUARANTINE_TOKENS, 100, 50, is_alone=True, repeats=repeats)
     assert tracker._after_crash(before, 100 + made).is_killer == is_killer
     assert not tracker._after_crash(msgspec.structs.replace(before, crashes=1), 100 + made).is_killer
 
