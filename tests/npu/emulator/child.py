@@ -136,6 +136,10 @@ class Child:
             self._said.seek(0)
             said = self._said.read().decode(errors="replace")[-4000:]
             raise AssertionError(f"the process with the emulated NPU ended with {self._code}:\n{said}") from None
+        except BaseException:  # such as the test's time limit: the next test would get this one's answer
+            os.kill(self._pid, signal.SIGKILL)
+            self.close()
+            raise
         if kind == "skipped":
             pytest.skip(result)
         if kind == "failed":

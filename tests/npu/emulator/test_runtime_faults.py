@@ -6,12 +6,14 @@ import ctypes
 import json
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
 from npuserve.npu import emulator
-from tests.npu.emulator.child import emulated
+from tests.npu.emulator import child
+from tests.npu.emulator.child import emulated, missing, run
 
 ACL_ERROR_RT_AICORE_TIMEOUT, ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR, ACL_ERROR_RT_LOST_HEARTBEAT = 507014, 507054, 507010
 
@@ -199,3 +201,20 @@ def test_invalid_argument_raises():
     with pytest.raises(emulator.EmulatorError, match="active with other options"):
         emulator.activate(order="eager")
     emulator.activate()  # again with equal options
+
+
+def wait_without_end() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_time_limit_of_a_test_ends_the_process_with_its_answer(monkeypatch: pytest.MonkeyPatch):
+    def ends(stream: BinaryIO) -> None:
+        raise TimeoutError
+
+    assert run(work, {}, {}) == 8
+    monkeypatch.setattr(child, "_read", ends)
+    with pytest.raises(TimeoutError):
+        run(wait_without_end, {}, {})
+    monkeypatch.undo()
+    assert run(work, {}, {}) == 8
