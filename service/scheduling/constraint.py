@@ -98,7 +98,7 @@ class AnswerMatcher:
             else:
                 run = self._matcher.forced(self._bits) if words <= MAX_FORCED_WORDS else []
                 self.forced_run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
-        except BaseException as error:  # a panic of a library in Rust is no Exception; the thread must not end
+        except BaseException as error:  # a panic of a library in Rust is no Exception; the caller must not end
             self.error = self._failure(error)
 
     def mask(self) -> npt.NDArray[np.int32] | None:
@@ -129,7 +129,7 @@ class AnswerMatcher:
             else:
                 logs.event(log, "a token violates its constraint", level=logging.ERROR, kind=self._constraint.kind)
                 self.error = InternalError(f"a sampled token violates {self._constraint.kind}")
-        except Exception as error:
+        except BaseException as error:  # as in `prepare`
             self.error = self._failure(error)
 
     def take_forced(self, least: int, most: int) -> list[int]:

@@ -77,13 +77,14 @@ def test_matcher_without_any_token_fails() -> None:
     assert isinstance(made.error, InternalError)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("bug"), BaseException("a panic of a library in Rust")])
 @pytest.mark.parametrize("method", ["fill", "forced", "advance"])
-def test_matcher_failure_of_the_library_is_an_internal_error(method: str) -> None:
+def test_matcher_failure_of_the_library_is_an_internal_error(method: str, error: BaseException) -> None:
     compilation = FakeCompilation(LONG, VOCABULARY, END_IDS, done=True)
     made = AnswerMatcher(under(), compilation, END_IDS)
 
     def broken(argument: object) -> None:
-        raise RuntimeError("bug")
+        raise error
 
     setattr(compilation.made[0], method, broken)
     made.prepare(VOCABULARY)
