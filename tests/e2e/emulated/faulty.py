@@ -80,8 +80,8 @@ def frontend() -> int:
     from npuserve.service.frontend import process as own
 
     made: Any = own.EngineClient
-    own.EngineClient = lambda address, on_state, stall, *rest: made(  # type: ignore[assignment,misc]
-        address, on_state, min(stall, STALL_SECONDS), *rest)
+    own.EngineClient = lambda address, on_state, stall, **rest: made(  # type: ignore[assignment,misc]
+        address, on_state, min(stall, STALL_SECONDS), **rest)
     return own.main()
 
 
