@@ -24,6 +24,9 @@ from typing import Any
 
 import pytest
 
+# At collection, since it cannot be imported after a library has searched for pip (spec_for_pip in _distutils_hack).
+import setuptools
+
 from npuserve.kernels import native
 
 if sys.version_info >= (3, 11):
@@ -57,8 +60,8 @@ def digest(data: bytes) -> str:
 
 def packages() -> dict[str, Path]:
     """Return name -> folder of each package that setuptools finds in src."""
-    from setuptools import find_packages
-    return {name: (ROOT / "src" / name.replace(".", "/")).resolve() for name in find_packages(str(ROOT / "src"))}
+    found = setuptools.find_packages(str(ROOT / "src"))
+    return {name: (ROOT / "src" / name.replace(".", "/")).resolve() for name in found}
 
 
 def test_packages_found_are_the_folders_with_python_files():
@@ -96,7 +99,6 @@ def build(tree: Path, kind: str, out: Path, **variables: str) -> tuple[Path, str
 @pytest.fixture(scope="module")
 def pure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
     """Build without a compiler; yield (wheel, sdist, output of the wheel's build)."""
-    pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("pure")
     tree = copy_tree(folder / "tree", "*.so")
     wheel, said = build(tree, "wheel", folder, CXX="", PATH=str(folder))
@@ -107,7 +109,6 @@ def pure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
 @pytest.fixture(scope="module")
 def setup_py() -> ModuleType:
     """Module setup.py, which does nothing when imported."""
-    pytest.importorskip("setuptools", minversion="77")
     spec = importlib.util.spec_from_file_location("npuserve_setup", ROOT / "setup.py")
     assert spec is not None
     assert spec.loader is not None
