@@ -214,12 +214,15 @@ def test_fetch_unusable_volume_fails(volume: Volume):
 
 
 def test_fetch_downloads_the_files_that_the_server_reads(monkeypatch: pytest.MonkeyPatch):
-    """The rendered command, as the pinned huggingface_hub parses it."""
+    """The rendered command, as the pinned huggingface_hub parses it. Nothing asks PyPI for a newer version."""
     cli = pytest.importorskip("huggingface_hub.cli.hf")
+    from huggingface_hub import constants
     from huggingface_hub.cli import download
 
     (container,) = pod(render({"model": {"source": "init", **PINNED}}))["initContainers"]
     command = container["command"]
+    assert {"name": "HF_HUB_DISABLE_UPDATE_CHECK", "value": "1"} in container["env"]
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_UPDATE_CHECK", True)
     taken = {}
 
     def snapshot_download(**options: object) -> str:

@@ -196,6 +196,9 @@ topologySpreadConstraints:
       value: /models/.fetch-$(POD_UID)
     - name: MODEL_TARGET
       value: {{ include "npuserve.model" . }}
+    # hf would ask PyPI for a newer version of itself.
+    - name: HF_HUB_DISABLE_UPDATE_CHECK
+      value: "1"
     {{- include "npuserve.noDevice" . | trim | nindent 4 }}
     {{- include "npuserve.homes" . | nindent 4 }}
     {{- with .Values.model.init.env }}
