@@ -273,9 +273,10 @@ class Engine:
             frontend, key = sequence.origin
             started[frontend].append(Started(key, sequence.cached_tokens))
         for frontend, requests in started.items():
-            # The loss of a front end is handled with its next message: its requests are in the step now.
             accepted = self._outbox.take_accepted(frontend)  # the load counts them
-            self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], requests, accepted))
+            if not self._socket.send(frontend, Outputs(self._epoch, self._metrics.load, [], requests, accepted)):
+                # The next flush handles the loss, after the launch: the step's requests must not end before it.
+                self._outbox.add_heartbeats([frontend])
 
     def _handle(self, frontend: bytes, message: ToEngine) -> None:
         match message:

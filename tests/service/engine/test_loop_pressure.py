@@ -237,3 +237,33 @@ def test_cancel_frees_within_two_steps(tmp_path: Path, paused: bool) -> None:
         runner.release(300)
         peer.until_end(1)
         assert engine.blocks.counts.used == 0
+
+
+def test_front_end_lost_as_its_request_starts_is_forgotten_before_the_step_ends(tmp_path: Path) -> None:
+    """It may connect again during the step, and restores requests of the same names."""
+    runner = Stepped()
+    with running(tmp_path, runner=runner) as engine:
+        peer, lost = Peer(engine.address), Peer(engine.address)
+        for key in range(4):
+            peer.submit(key, [5, 6], 20)
+        while len(peer.tokens(3)) < 1:
+            runner.release(1)
+            peer.keep(peer.receive())
+        lost.submit(9, [5, 6], 20)
+        runner.wait_until_blocked()
+        engine_socket, names = engine.engine._socket, list[bytes]()
+        send = engine_socket.send
+
+        def send_and_lose(frontend: bytes, message: m.ToFrontend) -> bool:
+            if isinstance(message, m.Outputs) and message.started:
+                names.append(frontend)
+                engine_socket._disconnect(frontend, "lost")
+            return send(frontend, message)
+
+        engine_socket.send = send_and_lose  # type: ignore[method-assign]
+        while not names:
+            runner.release(1)
+            runner.wait_until_blocked()
+        assert engine.engine.registry.of_frontend(names[0]) == []
+        runner.release(1000)
+        peer.until_end(*range(4))
