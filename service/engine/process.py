@@ -322,10 +322,10 @@ def serve(args: EngineArgs, stop_order: StopOrder) -> int:
     process_control.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
+    save_streams(engine, args)  # first: the rest may take longer than the supervisor waits
     if ranks:
         ranks.stop()
     engine.profiles.close()
-    save_streams(engine, args)
     engine.grammars.close()
     return 0
 

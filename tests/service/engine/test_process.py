@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.engine import process
 from npuserve.service.engine.process import StopOrder, load_streams, open_profiler
 from npuserve.service.ipc.resumable_streams import FILE
 from tests.support.fake_engine import INFO
@@ -27,6 +28,23 @@ def test_stop_order_before_or_after_the_load_stops_the_engine(steps: tuple[str, 
         assert not stops
         order.give() if step == "give" else order.attach(engine)
     assert stops == ["stopped"]
+
+
+def test_streams_are_saved_before_anything_that_may_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def ends(name: str, method: str = "close") -> Any:
+        return SimpleNamespace(**{method: lambda *_: order.append(name)})
+
+    engine = SimpleNamespace(run=lambda: order.append("loop"), profiles=ends("profiles"), grammars=ends("grammars"))
+    monkeypatch.setattr(process, "build", lambda _: (engine, ends("ranks", "stop")))
+    monkeypatch.setattr(process, "save_streams", lambda *_: order.append("streams"))
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process.gc, "freeze", lambda: None)
+    monkeypatch.setattr(process.process_control, "request_slice", lambda: None)
+    assert process.serve(Any, StopOrder()) == 0  # type: ignore[arg-type]
+    assert order[:2] == ["loop", "streams"]
+    assert sorted(order[2:]) == ["grammars", "profiles", "ranks"]
 
 
 @pytest.mark.parametrize(
