@@ -58,6 +58,20 @@ sys.exit(int(sys.argv[2]))
 """The third process ends the test."""
 
 
+WEIGHTS = """
+import json, os, sys
+given = json.loads(sys.stdin.readline())
+os.fstat(given["weights"])
+with open(sys.argv[1], "a+") as journal:
+    print(json.dumps(given["shared_weights"]), file=journal)
+    journal.seek(0)
+    lives = len(journal.readlines())
+print(json.dumps({"event": "ready", "shared_weights": {"life": lives}}), flush=True)
+sys.exit(2 if lives == 4 else 1)
+"""
+"""The fourth process ends the test."""
+
+
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each started rank's number, and the reason why it must not capture."""
@@ -86,6 +100,23 @@ def test_ranks_of_a_group_that_has_ended_wait_for_the_next(
     assert journal.read_text() == "started\n" * 3
 
 
+@pytest.mark.parametrize(("short", "reused"), [(0.0, [None, 1, 2, 3]), (60.0, [None, 1, None, None])])
+def test_rank_reuses_the_last_weights_until_two_runs_were_short(
+    journal: Path, monkeypatch: pytest.MonkeyPatch, short: float, reused: list[int | None]
+) -> None:
+    """Each group waits for the address of the first host, which may be another one."""
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", WEIGHTS, str(journal)))
+    monkeypatch.setattr(host, "SHORT_SECONDS", short)
+    monkeypatch.setattr(host, "MAX_MEMORY_REUSES", 2)
+    resolved: list[float] = []
+    monkeypatch.setattr(World, "resolve", lambda world, seconds, stopped: resolved.append(seconds))
+    world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
+    assert host.Host(ServerConfig(tensor_parallel_size=2, load_seconds=70.0), Path(), world).run() == 2
+    given = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert [contents and contents["life"] for contents in given] == reused
+    assert resolved == [70.0] * 4
+
+
 def test_second_signal_ends_a_host_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +136,25 @@ def test_second_signal_ends_a_host_at_once(
         finally:
             handlers[signal.SIGTERM](signal.SIGTERM)
         assert running.result(10) == 0
+
+
+def test_stop_while_the_ranks_start_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", READY))
+    made = host.Host(ServerConfig(tensor_parallel_size=2), Path(), World(1, 2, "127.0.0.1", 29500, NAMES[0]))
+    start = host.RankProcess
+
+    def started(args: processes.RankArgs) -> processes.RankProcess:
+        made._stopped.set()
+        return start(args)
+
+    monkeypatch.setattr(host, "RankProcess", started)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(made.run)
+        try:
+            assert running.result(20) == 0
+        finally:
+            made._kill()
 
 
 def test_signal_while_the_main_thread_has_a_lock_ends_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

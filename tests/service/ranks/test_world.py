@@ -28,6 +28,7 @@ def test_no_environment_is_one_host():
     ({**LWS, "MASTER_PORT": "65535"}, World(1, 2, "first", 65535, NAMES[1])),
     ({**TORCHRUN, **LWS}, World(1, 2, "first", 29400, NAMES[0])),
     ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, World(1, 2, "first", 29400, NAMES[0])),
+    ({**LWS, "LOCAL_WORLD_SIZE": "2"}, World(1, 2, "first", 29500, NAMES[1])),
     ({"RANK": "0", "WORLD_SIZE": "1"}, None),
     ({"LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "1", "LWS_LEADER_ADDRESS": "first"}, None),
 ])
@@ -50,6 +51,7 @@ WRONG = [
     ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' must be a whole number in [1, 64]"),
     ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE: '0' must be a whole number in [1, 64]"),
     ({**TORCHRUN, "WORLD_SIZE": "²"}, "WORLD_SIZE: '²' must be a whole number in [1, 64]"),
+    ({**TORCHRUN, "WORLD_SIZE": "\u0662"}, "must be a whole number in [1, 64]"),
     ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "must be a whole number in [1, 64]"),
     ({**TORCHRUN, "WORLD_SIZE": "3"}, "tensor_parallel_size: 4 is not a multiple of 3, the hosts of WORLD_SIZE"),
     ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR: is needed with WORLD_SIZE, an address of the host with RANK 0"),
@@ -79,7 +81,9 @@ def world(name: str, port: int = 29500) -> World:
     return World(0, 2, name, port, NAMES[0])
 
 
-def test_address_that_does_not_resolve_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_address_that_does_not_resolve_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """A name of LeaderWorkerSet resolves once the leader's pod has an address."""
     asked: list[str] = []
 
@@ -93,6 +97,7 @@ def test_address_that_does_not_resolve_is_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     world("late").resolve(10)
     assert asked == ["late"] * 3
+    assert [record.getMessage() for record in caplog.records] == ["waiting for the address of the first host"]
 
 
 @pytest.mark.parametrize("name", ["npuserve.invalid", "a" * 64, "first host"])
