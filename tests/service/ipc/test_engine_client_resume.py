@@ -135,6 +135,7 @@ async def test_engine_client_resume_continues_stream() -> None:
 async def test_engine_client_cancelled_resume_cancels_request() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
+        client._records = Records(60.0)
         record = Record(build_request("r", 0, 10, "t"))
         engine.records["t"] = record
         resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
@@ -143,6 +144,7 @@ async def test_engine_client_cancelled_resume_cancels_request() -> None:
         await until(lambda: engine.got(Cancel))
         assert engine.live == 0
         assert client._streams == {}
+        assert [kept.token for kept in client._records.ended(time.monotonic())] == ["t"]  # for the next engine
 
 
 @pytest.mark.parametrize("is_found", [True, False])
