@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -49,12 +50,23 @@ def hanging(monkeypatch: pytest.MonkeyPatch, count: int) -> list[processes.RankP
 def test_stop_ends_the_ranks_of_a_group_that_has_lost_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine then saves its streams."""
+    """The engine then ends as it does with all ranks."""
     monkeypatch.setattr(processes, "STOP_SECONDS", 0.01)
     (rank,) = started = hanging(monkeypatch, 1)
     ranks_of(FakeGroup(is_lost=True), started).stop()
     assert rank.run() == -9
     assert "a rank was lost before the end" in caplog.text
+
+
+def test_output_of_libraries_in_a_rank_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", "input(); print(5); print('no JSON')"))
+    rank = processes.RankProcess(processes.RankArgs(ServerConfig(), ".", 1, "127.0.0.1:1", 2))
+    with caplog.at_level(logging.INFO):
+        assert rank.run() == 0
+    assert [record.fields["text"] for record in caplog.records] == ["5", "no JSON"]  # type: ignore[attr-defined]
+    assert rank.error == {}
 
 
 def test_hanging_ranks_end_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
