@@ -14,6 +14,7 @@ import pytest
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.engine import loop as module
 from npuserve.service.engine.loop import Engine
+from npuserve.service.errors import QueueFull, ServeError
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.resumable_streams import Records
@@ -83,6 +84,7 @@ def test_resume_takes_over_a_live_stream(tmp_path: Path) -> None:
         first.until_tokens(1, 4)
         second.resume(9, "token 1", 3)
         record = second.record(9)
+        assert second.started() == [m.Started(9, 0)]
         so_far = len(record.token_ids)
         assert record.token_ids == [7 + i for i in range(so_far)]
         assert so_far >= 4
@@ -162,6 +164,8 @@ def test_resume_refuses_unknown_streams(tmp_path: Path) -> None:
         peer.begin(1, [5, 6], 5)
         peer.submit(2, [5, 6], 5)
         peer.until_end(1, 2)
+        counted: list[ServeError] = []
+        engine.engine._metrics.rejected = counted.append  # type: ignore[method-assign]
         peer.resume(10, "token 1", 6)
         peer.resume(11, "token 1", 0, owner="somebody else")
         peer.resume(12, "", 0)
@@ -171,11 +175,39 @@ def test_resume_refuses_unknown_streams(tmp_path: Path) -> None:
             10: "InvalidField", 11: "StreamNotFound", 12: "StreamNotFound", 13: "StreamNotFound"}
         assert ends[10].error
         assert ends[10].error[1] == "token_offset: must be in [0, 5], got 6"
+        assert counted == []  # the queue has refused none
         time.sleep(0.35)
         peer.resume(14, "token 1", 0)
         error = peer.until_end(14)[14].error
         assert error
         assert error[0] == "StreamNotFound"
+
+
+def test_resume_in_a_full_queue_is_refused_or_displaces_a_request_of_a_client_with_more(tmp_path: Path) -> None:
+    with running(tmp_path, delay=0.005) as engine:
+        peer = Reader(engine.address)
+        for key, client in ((1, "small"), (2, "busy")):
+            peer.begin(key, [5, 6], 50, client=client)
+            peer.until_tokens(key, 3)
+            peer.send(m.Cancel(key))
+        for key in range(10, 17):  # 4 run and 3 wait
+            peer.submit(key, [1], 200, client="busy")
+        peer.until_tokens(10, 1)
+        counted: list[ServeError] = []
+        engine.engine._metrics.rejected = counted.append  # type: ignore[method-assign]
+        saves: list[bool] = []
+        engine.engine._crashes.save = lambda: saves.append(True)  # type: ignore[method-assign]
+        peer.resume(3, "token 2")
+        peer.resume(4, "token 1")
+        assert peer.record(4).token_ids[:3] == [7, 8, 9]
+        assert saves == [True]
+        peer.until_end(16)
+        errors = [output.error[1] for key in (3, 16) for output in peer.outputs[key] if output.error]
+        assert [error.partition(":")[0] for error in errors] == ["queue full", "displaced"]
+        assert [type(error) for error in counted] == [QueueFull] * 2
+        for key in range(10, 16):
+            peer.send(m.Cancel(key))
+        assert peer.until_end(4)[4].finish
 
 
 def restored(key: int, tokens: int, **fields: object) -> tuple[int, m.Record]:
