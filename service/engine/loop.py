@@ -389,7 +389,6 @@ class Engine:
     def _on_disconnect(self, frontend: bytes) -> None:
         """End the requests of a front end that has disconnected."""
         self._frontends.discard(frontend)
-        self._outbox.on_disconnect(frontend)
         if self._kv_events:
             self._kv_events.on_disconnect(frontend)
         self.profiles.on_disconnect(frontend)

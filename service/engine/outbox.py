@@ -98,11 +98,6 @@ class Outbox:
         for frontend in frontends:
             self._outputs[frontend]  # an entry without outputs is a heartbeat
 
-    def on_disconnect(self, frontend: bytes) -> None:
-        """Discard the output for a front end that has disconnected."""
-        self._outputs.pop(frontend, None)
-        self._accepted.pop(frontend, None)
-
     def flush(self) -> None:
         """Send everything, with the engine's load."""
         outputs, self._outputs = self._outputs, defaultdict(list)

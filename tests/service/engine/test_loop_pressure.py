@@ -167,6 +167,22 @@ def test_idle_engine_keeps_deadlines(tmp_path: Path) -> None:
         assert finish.generated_tokens < 200
 
 
+def test_idle_engine_frees_the_requests_of_a_lost_front_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent that would show the loss."""
+    with running(tmp_path, delay=0.002) as engine:
+        peer = Peer(engine.address)
+        peer.submit(1, [5, 6], 240)
+        peer.until_tokens(1, 3)
+        peer.send(m.Pause(1))
+        until(lambda: engine.engine._is_idle)
+        monkeypatch.setattr(engine_module, "HEARTBEAT_SECONDS", 3600.0)
+        peer.socket.close()
+        until(lambda: not engine.scheduler.num_paused)
+        assert engine.engine._frontends == set()
+        monkeypatch.undo()
+        engine.engine._socket.wake()
+
+
 class Stepped(FakeRunner):
     """Runner whose steps end only when the test releases them."""
 

@@ -226,8 +226,14 @@ def left(key: int, tokens: int) -> m.EndedRecord:
 
 def test_restore_continues_streams_of_an_earlier_engine(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Reader(engine.address)
+        peer, saves, accepted = Reader(engine.address), list[bool](), list[int]()
+        engine.engine._crashes.save = lambda: saves.append(True)  # type: ignore[method-assign]
         peer.send(m.Restore([restored(key, key) for key in (0, 1, 2)], [left(4, 3)]))
+        while not peer.tokens(2):
+            peer.keep(message := peer.receive())
+            accepted += message.accepted if isinstance(message, m.Outputs) else []
+        assert accepted == [0, 1, 2]
+        assert saves == [True]
         ends = peer.until_end(0, 1, 2)
         for key in (0, 1, 2):
             assert peer.tokens(key) == [7 + i for i in range(key, 30)]
