@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from npuserve.npu.step import SamplingParams
+from npuserve.service import metrics
 from npuserve.service.engine import loop
 from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.loop import Engine
@@ -61,6 +62,12 @@ def running(
     engine = Constrained(tmp_path, compiler, delay, blocks, overlap)
     yield engine
     engine.stop()
+
+
+def failures() -> list[float]:
+    """Return the number of constrained requests that failed at their compilation and later, and of refused sizes."""
+    kinds = [metrics.grammar_errors_total.labels(when) for when in ("compile", "answer")]
+    return [kind._value.get() for kind in (*kinds, metrics.queue_rejections_total.labels("too_large"))]
 
 
 def expected(prompt: list[int], max_tokens: int, rule: m.Constraint = RULE) -> list[int]:
@@ -121,10 +128,11 @@ def test_idle_engine_sleeps_until_the_compiler_wakes_it(tmp_path: Path, monkeypa
 
 def test_refused_constraint_names_its_field_and_is_not_accepted(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Reader(engine.address)
+        peer, before = Reader(engine.address), failures()
         peer.submit(1, [5, 6], 5, constraint=m.Constraint("json_schema", "bad"))
         assert peer.until_end(1)[1].error == ("InvalidField", "json_schema: bad", 0.0)
         assert peer.accepted == []
+        assert failures() == [before[0] + 1, *before[1:]]
 
 
 def test_constraint_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -272,13 +280,14 @@ def test_samples_share_one_compilation(tmp_path: Path) -> None:
 
 def test_matcher_beyond_its_limits_ends_its_request(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
-        peer = Reader(engine.address)
+        peer, before = Reader(engine.address), failures()
         peer.submit(1, [5, 6], 9, constraint=m.Constraint("grammar", "heavy 3"))
         peer.submit(2, [5, 6], 9, constraint=RULE)
         ends = peer.until_end(1, 2)
         assert ends[1].error
         assert ends[1].error[:2] == ("InvalidField", "grammar: cannot be followed within limits: too many items")
         assert peer.tokens(2) == expected([5, 6], 9)
+        assert failures() == [before[0], before[1] + 1, before[2]]
 
 
 def test_panic_of_the_library_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
