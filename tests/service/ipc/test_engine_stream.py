@@ -228,6 +228,18 @@ async def test_stream_stop_during_engine_death_ends_answer() -> None:
         assert engine.got(Cancel) == []
 
 
+async def test_stream_stop_without_an_engine_ends_answer() -> None:
+    """The next engine would continue after the stop string."""
+    async with connected(delay=0.002) as (client, engine):
+        stream = client.submit(request(1000))
+        await stream.__anext__()
+        await engine.die()
+        await until(lambda: client.state == "down")
+        finish = await asyncio.wait_for(stream.stop(1), 10)
+        assert (finish.reason, finish.generated_tokens) == ("stop_string", 1)
+        stream.close()
+
+
 async def test_stream_resumed_within_the_prompt_repeats_its_logprobs() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()
