@@ -259,6 +259,7 @@ async def test_stream_stop_returns_finish_sent_before() -> None:
         await until(lambda: not stream.is_live)
         finish = await stream.stop(1)
         assert (finish.reason, finish.generated_tokens) == ("length", 3)
+        await client.flush_prefix_cache()
         assert engine.got(Cancel) == []
 
 

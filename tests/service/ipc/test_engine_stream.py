@@ -218,6 +218,7 @@ async def test_stream_stop_during_engine_death_ends_answer() -> None:
         await engine.die()
         finish = await stopping
         assert (finish.reason, finish.generated_tokens, finish.cached_tokens) == ("stop_string", 4, 3)
+        assert not stream.is_live
         timing = finish.timing
         assert timing.queue + sum(timing.prefill_chunks) + timing.decode == pytest.approx(
             timing.last_step_end - stream.request.arrival)
@@ -226,6 +227,22 @@ async def test_stream_stop_during_engine_death_ends_answer() -> None:
         assert other is stream
         stream.close()
         assert engine.got(Cancel) == []
+
+
+async def test_stream_that_has_ended_is_not_ended_again() -> None:
+    """Its reader has not taken the end yet."""
+    finish = Finish("length", 1, 0, 1, Timing(0.0, [], 0.0, 0.0, 0.0, 0.0))
+    finished, failed = (Stream(FakeClient(1, 512), key, Record(request(11))) for key in range(2))
+    finished.push(Output(0, [1], finish), 1.0)
+    failed.fail(Unavailable("first"))
+    for stream in (finished, failed):
+        stream.on_disconnect()
+        stream.fail(Unavailable("second"))
+    taken: list[list[int]] = []
+    await asyncio.wait_for(read(finished, taken), 10)
+    assert taken == [[1]]
+    with pytest.raises(Unavailable, match="first"):
+        await asyncio.wait_for(read(failed, taken), 10)
 
 
 async def test_stream_stop_without_an_engine_ends_answer() -> None:
