@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 
 import grpc
@@ -39,8 +40,10 @@ async def listening() -> AsyncIterator[tuple[HealthServicer, grpc.aio.Server, in
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    yield health, server, port
-    await server.stop(0)
+    try:
+        yield health, server, port
+    finally:
+        await server.stop(0)
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +73,14 @@ async def test_health_check_follows_readiness() -> None:
         health.drain()
         health.set_ready(True)
         assert (await status(""), await status(LIVENESS)) == (NOT_SERVING, SERVING)
+
+
+async def test_health_list_is_unimplemented_and_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as (_, stub, _):
+        with pytest.raises(grpc.aio.AioRpcError, match="use Check or Watch") as refused:
+            await stub.List(pb.HealthListRequest())
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_health_watch_sends_each_change_once_and_ends_at_drain() -> None:
