@@ -76,7 +76,10 @@ def _close_unless_busy(descriptor: int, port: int, busy: Set[tuple[str, int]]) -
 
 
 def _address(peer: str) -> tuple[str, int]:
-    """Return host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) for any other peer."""
+    """Return host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) for any other peer.
+
+    The host has no zone, as in `fe80::1%2`, since that of socket.getpeername has none.
+    """
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
-    return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else ("", 0)
+    return (host.strip("[]").partition("%")[0], int(port)) if kind in ("ipv4", "ipv6") else ("", 0)

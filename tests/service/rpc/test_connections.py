@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.service.rpc.connections import Connections
+from npuserve.service.rpc.connections import Connections, _address
 
 
 class Call:
@@ -82,3 +82,8 @@ async def test_connections_close_idle_keeps_busy_connection(
         running.end()
         connections.close_idle(port)
         assert await asyncio.get_running_loop().sock_recv(busy, 1) == b""
+
+
+def test_address_of_a_link_local_peer_has_no_zone() -> None:
+    """gRPC's name of the peer has the zone; socket.getpeername has it apart from the host."""
+    assert _address("ipv6:%5Bfe80::1%252%5D:1234") == ("fe80::1", 1234)
