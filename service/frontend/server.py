@@ -211,7 +211,13 @@ def _add_port(setting: str, address: str, add: Callable[[str], int]) -> int:
 def _is_taken(host: str, port: int) -> bool:
     """Return whether a socket listens on the port. gRPC logs an error for each failed attempt to listen."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as listener:
+        try:
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                raise
+            continue  # the system has no IPv6
+        with listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind(address)

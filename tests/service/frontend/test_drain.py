@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 from pathlib import Path
 
 import grpc
@@ -48,6 +49,26 @@ async def test_drain_without_a_free_descriptor_moves_clients(tmp_path: Path, mon
         front_end.engine.hold.set()
         assert "".join([part.text async for part in stream]) == "bc"
         await stopping
+
+
+def test_is_taken_on_a_system_without_ipv6_checks_the_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a host may have an IPv6 address too, as localhost has in most files of hosts."""
+    make, resolve = socket.socket, socket.getaddrinfo
+
+    def make_ipv4(family: int, *others: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return make(family, *others)
+
+    with make() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        found = [*resolve("::1", port, type=socket.SOCK_STREAM), *resolve("127.0.0.1", port, type=socket.SOCK_STREAM)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **options: found)
+        monkeypatch.setattr(socket, "socket", make_ipv4)
+        assert server._is_taken("localhost", port)
+    assert not server._is_taken("localhost", port)
 
 
 async def test_drain_without_calls_closes_connections_before_the_server_stops(
