@@ -1,7 +1,8 @@
 """Authentication by API key, and authorization of AdminService.
 
 With `api_keys`, every call needs `authorization: Bearer KEY` in its metadata, except calls to grpc.health.v1. Any other
-call without a valid key gets UNAUTHENTICATED, whatever its method. Without `api_keys`, every call is accepted.
+call without a valid key gets UNAUTHENTICATED. An unknown method is UNIMPLEMENTED in any case (rpc/aio_server.py).
+Without `api_keys`, every call is accepted.
 
 AdminService, and the methods of VllmEngine that administer the server, need an API key with the admin right, or a
 client certificate that `admin_certificates` names. They are off where neither is configured. SubscribeKvEvents shows
