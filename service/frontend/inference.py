@@ -38,6 +38,8 @@ DEVICE_BACKENDS = {
     "cpu": model_pb2.DEVICE_BACKEND_CPU, "npu": model_pb2.DEVICE_BACKEND_NPU, "cuda": model_pb2.DEVICE_BACKEND_CUDA,
 }
 """Text of ModelInfo -> value of GetModelInfo's enum. A text that is absent here is UNSPECIFIED."""
+MAX_UNREAD_ANSWER_BYTES = 64 << 20
+"""Unread answers of Generate, above what a client that reads has when many large answers end together."""
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -57,6 +59,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self._start_date = start_date
         self._tracing = tracing
         self._unread = UnreadReplies()
+        self._unread_answers = UnreadReplies(MAX_UNREAD_ANSWER_BYTES)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._begin_trace(request, context, "Generate")
@@ -70,6 +73,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
             await self._generation.answer(checked, context, fields, trace, add)
             response = answer.response()
+            self._unread_answers.add(context, get_caller(context).name, "generate", response.ByteSize())
         return response
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:

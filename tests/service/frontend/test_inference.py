@@ -18,6 +18,7 @@ from npuserve.service.ipc.messages import Cancel, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.frontend.test_response import joined
+from tests.service.frontend.test_slow_reader import SMALL_WINDOW
 from tests.support.fake_engine import EOS, until
 from tests.support.front_end import Running, ask, running
 from tests.support.whole_server import whole_server
@@ -121,6 +122,25 @@ async def test_prompt_logprobs_above_4_mib_are_streamed_and_refused_by_generate(
             assert joined(parts)[1] == [(ids[-1] + i) % 26 for i in (1, 2, 3)]
             message.output.prompt_logprobs = 0  # 24 bytes each
             assert len((await stub.Generate(message)).prompt_logprobs) == 20_000
+
+
+async def test_generate_of_a_client_with_too_many_unread_answers_is_resource_exhausted(folder: Path) -> None:
+    """The first client's window is smaller than its answer."""
+    async with running(folder) as server:
+        unread = server.frontend._servers._servicers.inference._unread_answers
+        unread._max_bytes = 64
+        message = ask([1] * 60, 1, prompt_logprobs=20)
+        async with grpc.aio.insecure_channel(
+            server.target, [*SMALL_WINDOW, ("grpc.use_local_subchannel_pool", 1)]
+        ) as channel:
+            call = channel.stream_stream("/npuserve.v1.InferenceService/Generate")()
+            await call.write(message.SerializeToString())
+            await until(lambda: unread._bytes)
+            with pytest.raises(grpc.aio.AioRpcError, match="replies to this client are unread") as refused:
+                await server.inference.Generate(ask())
+            assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: not unread._bytes)
+        assert (await server.inference.Generate(ask("a", 1))).text == "b"
 
 
 async def test_request_id_is_generated_if_absent(folder: Path) -> None:

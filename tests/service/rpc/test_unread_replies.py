@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from npuserve.service import metrics
 from npuserve.service.errors import QueueFull
 from npuserve.service.rpc.unread_replies import UnreadReplies
 
@@ -26,8 +27,11 @@ def test_unread_replies_one_client_has_half() -> None:
     unread = UnreadReplies(100)
     first = replied(unread, "alice", 30)
     replied(unread, "alice", 20)
-    with pytest.raises(QueueFull, match="client limit: 50 bytes"):
+    counter = metrics.preparation_rejections_total.labels("tokenize", "client_limit")._value
+    before = counter.get()
+    with pytest.raises(QueueFull, match="client limit: 50 bytes") as refused:
         replied(unread, "alice", 1)
+    assert (refused.value.why, counter.get() - before) == ("client_limit", 1)
     replied(unread, "bob", 50)
     first.end()
     with pytest.raises(QueueFull, match="client limit"):
