@@ -163,8 +163,8 @@ class Generation:
             await self._answer_samples(checked, context, fields, trace, send)
             return
         builder = ResponseBuilder(checked, self.tokenizer if checked.has_text else None)
-        stream = self._engine.submit(checked.request)
-        await self._send_messages(builder, stream, context, fields, trace, send)
+        with contextlib.closing(self._engine.submit(checked.request)) as stream:
+            await self._send_messages(builder, stream, context, fields, trace, send)
 
     async def resume(
         self, token: str, offset: int, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
@@ -172,8 +172,9 @@ class Generation:
         """Send the messages of a stream after its first `offset` tokens. Raises StreamNotFound, InvalidField."""
         self.require_folder()
         caller = get_caller(context)
-        stream = await self._engine.resume(token, offset, caller.owner, _deadline(context), caller.name)
-        with contextlib.closing(stream):
+        with contextlib.closing(
+            await self._engine.resume(token, offset, caller.owner, _deadline(context), caller.name)
+        ) as stream:
             resumed = stream.request
             fields.update(id=resumed.request_id, prompt_tokens=len(resumed.prompt_ids), resumed_at=offset)
             builder = ResponseBuilder(response_options.unpack(resumed), self.tokenizer, offset)
@@ -183,10 +184,10 @@ class Generation:
         self, builder: ResponseBuilder, stream: Stream, context: Context, fields: dict[str, Any], trace: Trace | None,
         send: Send,
     ) -> None:
-        """Send the messages of one answer, the last one with the finish. Close the stream in any case."""
+        """Send the messages of one answer, the last one with the finish."""
         assert self.folder
         summary = CallSummary(self._config, self.folder.name, 1, fields, trace)
-        with contextlib.closing(stream), _resume_token_on_error(context, stream):
+        with _resume_token_on_error(context, stream):
             await stream.wait_until_accepted()
             await _send_metadata(context, stream.request)
             await _send_outputs(builder, stream, summary, send)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from npuserve.service import errors
+from npuserve.service.frontend import response_options
 from npuserve.service.ipc.messages import Resume, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
@@ -25,7 +27,8 @@ from tests.support.front_end import ask, running
 from tests.support.whole_server import whole_server
 
 
-async def test_resume_stream_continues_at_offset(folder: Path) -> None:
+async def test_resume_stream_continues_at_offset(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "npuserve")
     async with running(folder) as server:
         server.engine.delay = 0.002
         call = server.inference.StreamGenerate(ask("a", 60, request_id="mine", stop=["xy"], return_token_ids=True))
@@ -48,6 +51,8 @@ async def test_resume_stream_continues_at_offset(folder: Path) -> None:
         (asked,) = server.engine.got(Resume)
         assert (asked.token, asked.token_offset) == (metadata["x-resume-token"], held)
         assert asked.owner == sent.request.owner == ""
+        line = [record for record in caplog.records if record.message == "request"][-1].fields  # type: ignore[attr-defined]
+        assert (line["rpc"], line["id"], line["prompt_tokens"], line["resumed_at"]) == ("ResumeStream", "mine", 1, held)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read()
         assert failed.value.code() == grpc.StatusCode.NOT_FOUND
@@ -78,6 +83,29 @@ async def test_resume_token_absent_without_resume_seconds(folder: Path) -> None:
         unary = server.inference.Generate(ask("a", 3))
         assert "x-resume-token" not in dict(await unary.initial_metadata())
         assert [sent.request.resume_token for sent in server.engine.got(Submit)] == ["", ""]
+
+
+async def test_resume_token_absent_if_the_record_may_be_too_large(folder: Path) -> None:
+    async with running(folder, start_engine=False) as server:
+        server.engine.info = msgspec.structs.replace(server.engine.info, max_model_len=30_000)
+        server.engine.start()
+        await until(lambda: server.frontend._engine.state == "ready")
+        server.engine.hold.clear()
+        for tokens, is_resumable in ((20_000, True), (29_000, False)):
+            call = server.inference.StreamGenerate(ask("a", tokens, logprobs=20))
+            assert ("x-resume-token" in dict(await call.initial_metadata())) == is_resumable
+            call.cancel()
+
+
+async def test_resume_that_fails_leaves_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with whole_server(tmp_path) as server, server.client() as stub:
+        call = stub.StreamGenerate(ask("a", 5))
+        token = dict(await call.initial_metadata())["x-resume-token"]
+        assert "".join([part.text async for part in call]) == "bcdef"
+        monkeypatch.setattr(response_options, "unpack", lambda request: 1 // 0)
+        with pytest.raises(grpc.aio.AioRpcError, match="internal error"):
+            await stub.ResumeStream(pb.ResumeStreamRequest(resume_token=token)).read()
+        assert server.frontend._engine._streams == {}
 
 
 def test_error_reasons_are_upper_snake_case_and_unique() -> None:
