@@ -107,7 +107,10 @@ async def test_auth_without_key_only_health_is_served(folder: Path, keys: dict[s
         assert counted >= len(wrong)
 
 
-async def test_auth_admin_service_needs_admin_right(folder: Path, keys: dict[str, str]) -> None:
+async def test_auth_admin_service_needs_admin_right(
+    folder: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "npuserve")
     async with running(folder, api_keys=keys["file"]) as server:
         for name, key in (("alice", keys["alice"]), ("root", keys["root"])):
             found = await codes(server, bearer(key))
@@ -117,6 +120,8 @@ async def test_auth_admin_service_needs_admin_right(folder: Path, keys: dict[str
             assert found["Generate"] == found["StreamGenerate"] == found["ServerReflectionInfo"] == "OK"
         names = {message.request.client for message in server.engine.got(Submit)}
         assert names == {"alice", "root"}
+        lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+        assert {line["client"] for line in lines if line["code"] == "PERMISSION_DENIED"} == {"alice"}
         # The scheme is case-insensitive, as in HTTP.
         await server.inference.Generate(ask(), metadata=(("authorization", f"bearer {keys['alice']}"),))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ async def test_admin_uptime_is_that_of_the_server(folder: Path, monkeypatch: pyt
         assert 86400 <= info.uptime.seconds < 86400 + 600
 
 
-async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_admin_drain_reports_grace_to_supervisor(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """The report holds the drain's length. A grace out of range is INVALID_ARGUMENT."""
+    caplog.set_level(logging.INFO, "npuserve")
     async with running(folder, administrator=True, drain_seconds=7) as server:
         for seconds in (None, 2.5, 0, 86400):
             request = admin_service_pb2.DrainRequest()
@@ -78,6 +82,8 @@ async def test_admin_drain_reports_grace_to_supervisor(folder: Path, capsys: pyt
         server.frontend._config = msgspec.structs.replace(server.frontend._config, drain_seconds=0.2)
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["seconds"] for line in events if line["event"] == "drain"] == [7, 2.5, 0, 86400]
+    lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+    assert [line["drain_seconds"] for line in lines if line["code"] == "OK"] == [7, 2.5, 0, 86400]
 
 
 async def test_profiles_without_the_setting_are_refused_by_its_name(folder: Path) -> None:
@@ -90,7 +96,10 @@ async def test_profiles_without_the_setting_are_refused_by_its_name(folder: Path
         assert server.engine.got(StartProfile) == server.engine.got(StopProfile) == []
 
 
-async def test_profile_calls_send_their_bounds_and_return_the_table(folder: Path, tmp_path: Path) -> None:
+async def test_profile_calls_send_their_bounds_and_return_the_table(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "npuserve")
     async with running(folder, administrator=True, profile_dir=str(tmp_path)) as server:
         started = await server.admin.StartProfile(admin_service_pb2.StartProfileRequest())
         assert started.name == "profile-1"
@@ -99,11 +108,14 @@ async def test_profile_calls_send_their_bounds_and_return_the_table(folder: Path
         assert (await server.admin.StartProfile(request)).name == "mine"
         sent = [(message.name, message.steps, message.seconds) for message in server.engine.got(StartProfile)]
         assert sent == [("", 20, 60.0), ("mine", 1000, 2.5)]
+        lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+        assert [(line["profile_steps"], line["profile_seconds"]) for line in lines] == [(20, 60.0), (1000, 2.5)]
         server.engine.profile = ProfileSummary(
             "mine", "a/mine.trace.json", 7, 3, 2, 1.5, 0.5, "duration", True, "cpu",
             [KernelRow("linear", 6, 0.25, 9.0)])
         made = await server.admin.StopProfile(admin_service_pb2.StopProfileRequest(wait=True))
         assert (made.path, made.bytes, made.steps, made.layers, made.has_times) == ("a/mine.trace.json", 7, 3, 2, True)
+        assert (made.name, made.recorder) == ("mine", "cpu")
         assert made.ending == admin_service_pb2.PROFILE_ENDING_DURATION
         assert (made.duration.ToNanoseconds(), made.step_time.ToNanoseconds()) == (1_500_000_000, 500_000_000)
         (kernel,) = made.kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,6 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from prometheus_client import REGISTRY
 
+from npuserve.service.frontend import inference
 from npuserve.service.ipc.messages import Cancel, Submit
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
@@ -149,6 +151,7 @@ async def test_request_id_is_generated_if_absent(folder: Path) -> None:
         made = {dict(await call.initial_metadata())["x-request-id"] for call in calls}
         assert len(made) == 2
         assert made == {message.request.request_id for message in server.engine.got(Submit)}
+        assert [list(await call.trailing_metadata()) for call in calls] == [[], []]
 
 
 async def test_error_has_request_id(folder: Path) -> None:
@@ -231,9 +234,10 @@ async def test_stream_refused_has_request_id_and_no_resume_token(folder: Path) -
             "MODEL_NOT_FOUND": ask(request_id="mine", model="typo"),
             "INVALID_FIELD": ask(request_id="mine", top_p=2),
             "QUEUE_FULL": ask(request_id="mine"),
+            "UNAVAILABLE": ask(request_id="mine"),
         }
-        server.engine.refuse = ("QueueFull", "full", 1.5)
         for reason, message in refusals.items():
+            server.engine.refuse = ("Unavailable" if reason == "UNAVAILABLE" else "QueueFull", "full", 1.5)
             call = server.inference.StreamGenerate(message)
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await call.read()
@@ -360,6 +364,15 @@ async def test_get_model_info_and_get_load(folder: Path) -> None:
         assert (load.tokens_per_second, load.free_kv_ratio, load.max_num_seqs, load.max_queue) == (5.0, 1.0, 4, 4)
         for name in ("counting", str(folder)):
             assert (await server.inference.Generate(ask("a", 1, model=name))).text == "b"
+
+
+@pytest.mark.parametrize(("table", "kind"), [
+    (inference.DATA_TYPES, model_pb2.DataType), (inference.QUANTIZATION_SCHEMES, model_pb2.QuantizationScheme),
+    (inference.DEVICE_BACKENDS, model_pb2.DeviceBackend)])
+def test_model_info_enums_have_the_names_of_the_strings(table: dict[str, Any], kind: Any) -> None:
+    assert {*table.values(), 0} == set(kind.values())
+    for text, value in table.items():
+        assert kind.Name(value).endswith("_" + text.upper().replace("-", "_"))
 
 
 async def test_get_model_info_with_unknown_names_has_unspecified_enums(folder: Path) -> None:

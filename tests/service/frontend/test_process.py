@@ -24,6 +24,7 @@ from grpc_status import rpc_status
 
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.process import FrontendArgs, end_without_memory
+from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.support import fake_engine
 from tests.support.fake_engine import make_folder, until
@@ -209,12 +210,14 @@ async def test_frontend_new_connection_during_a_drain_is_answered(tmp_path: Path
         for service, ready in (("npuserve.liveness", True), ("npuserve.readiness", False), ("", False)):
             status = (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
             assert (status == SERVING) == ready, service
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await inference_service_pb2_grpc.InferenceServiceStub(channel).Generate(ask())
-        assert (refused.value.code(), refused.value.details()) == (
-            grpc.StatusCode.UNAVAILABLE, "the server is draining; send the request to another server")
-        kinds = {detail.TypeName() for detail in rpc_status.from_call(refused.value).details}  # type: ignore[arg-type]
-        assert "google.rpc.RetryInfo" in kinds
+        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        for call in (stub.Generate(ask()), stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read()):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert (refused.value.code(), refused.value.details()) == (
+                grpc.StatusCode.UNAVAILABLE, "the server is draining; send the request to another server")
+            kinds = {detail.TypeName() for detail in rpc_status.from_call(refused.value).details}  # type: ignore[arg-type]
+            assert "google.rpc.RetryInfo" in kinds
 
 
 async def test_frontend_first_call_on_an_open_connection_during_a_drain_is_unavailable(tmp_path: Path) -> None:
