@@ -86,8 +86,7 @@ class MessageLimit:
         if self._is_fixed or info is None or folder is None:
             return self.max_bytes
         token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1
-        limit = message_limits.limit_of(kind, info.max_model_len, token_bytes, info.vocabulary_size)
-        return min(self.max_bytes, limit)
+        return message_limits.limit_of(kind, info.max_model_len, token_bytes, info.vocabulary_size)
 
 
 class Servers:

@@ -27,7 +27,7 @@ class Intake:
 
     reader: reader of these services only, so that they do not wait for the messages of other ones.
     preparation: thread pool of the front end, for the parsing of large messages.
-    limit: returns the current size limit of a message type, in bytes, within the channel's own limit.
+    limit: returns the current size limit of a message type, in bytes. The channel has its own limit.
     """
 
     def __init__(self, reader: RequestReader, preparation: Preparation, limit: Callable[[Descriptor], int]):
