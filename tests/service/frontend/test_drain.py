@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import socket
+import threading
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,8 @@ import grpc.aio
 import pytest
 
 from npuserve.service.frontend import server
+from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import prompt_pb2
 from tests.support.fake_engine import make_folder, until
 from tests.support.front_end import ask, running
 from tests.support.raw_connection import RawConnection
@@ -69,6 +72,42 @@ def test_is_taken_on_a_system_without_ipv6_checks_the_other_addresses(monkeypatc
         monkeypatch.setattr(socket, "socket", make_ipv4)
         assert server._is_taken("localhost", port)
     assert not server._is_taken("localhost", port)
+
+
+async def test_drain_with_several_front_ends_listens_beside_them(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m"), frontends=2) as front_end:
+        front_end.engine.hold.clear()
+        stream = front_end.inference.StreamGenerate(ask("a", 2))
+        await until(lambda: front_end.engine.live == 1)
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            other.bind(("127.0.0.1", front_end.frontend._servers.port))
+            other.listen()
+            stopping = asyncio.ensure_future(front_end.frontend.stop(60))
+            front_end.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+            try:
+                await until(lambda: len(front_end.frontend._servers._servers) == 2)
+            finally:
+                front_end.engine.hold.set()
+            assert "".join([part.text async for part in stream]) == "bc"
+            await stopping
+
+
+async def test_drain_end_fails_calls_in_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(make_folder(tmp_path / "m")) as front_end:
+        served, release = front_end.frontend._generation.folder, threading.Event()
+        assert served
+        assert served.tokenizer
+        monkeypatch.setattr(served.tokenizer.chat, "render", lambda *_: release.wait(60))
+        call = front_end.inference.Generate(
+            pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])))
+        await until(lambda: front_end.frontend._generation.preparing)
+        await front_end.frontend.stop(0.1)
+        front_end.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        release.set()
+        with pytest.raises(grpc.aio.AioRpcError, match="shut down before the request was prepared") as failed:
+            await call
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_drain_without_calls_closes_connections_before_the_server_stops(

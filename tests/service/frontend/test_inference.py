@@ -17,7 +17,7 @@ from prometheus_client import REGISTRY
 
 from npuserve.service.frontend import inference
 from npuserve.service.ipc.messages import Cancel, Submit
-from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, tokenize_pb2
+from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.frontend.test_response import joined
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW
@@ -322,15 +322,19 @@ async def test_request_has_one_log_line(folder: Path, caplog: pytest.LogCaptureF
         await stream(server, ask([0], 4, request_id="two", stop=["c"]))
         with pytest.raises(grpc.aio.AioRpcError):
             await server.inference.Generate(ask(request_id="three", top_p=2))
+        chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="hidden")])
+        await server.inference.Generate(pb.GenerateRequest(request_id="four", chat=chat))
     lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
     assert [(line["id"], line["rpc"], line["code"]) for line in lines] == [
-        ("one", "Generate", "OK"), ("two", "StreamGenerate", "OK"), ("three", "Generate", "INVALID_ARGUMENT")]
+        ("one", "Generate", "OK"), ("two", "StreamGenerate", "OK"), ("three", "Generate", "INVALID_ARGUMENT"),
+        ("four", "Generate", "OK")]
     assert (lines[0]["reason"], lines[0]["prompt_tokens"], lines[0]["cached_tokens"]) == ("length", 6, 3)
     assert (lines[1]["reason"], lines[1]["generated_tokens"]) == ("stop_string", 2)
     assert 0 < lines[0]["ttft"] <= lines[0]["e2e"] <= lines[0]["seconds"]
     assert "sampling.top_p" in lines[2]["error"]
     assert lines[0].get("prompt") == ("secret" if log_prompts else None)
     assert lines[1].get("prompt") == ("[0]" if log_prompts else None)
+    assert ("hidden" in str(lines[3])) == log_prompts
 
 
 async def test_request_updates_metrics(folder: Path) -> None:

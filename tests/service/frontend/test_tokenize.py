@@ -39,6 +39,15 @@ async def test_tokenize_and_detokenize(folder: Path) -> None:
         assert server.engine.got(Submit)[-1].request.prompt_ids == list(seen.token_ids)
 
 
+async def test_tokenize_and_detokenize_of_another_model_are_not_found(folder: Path) -> None:
+    async with running(folder) as server:
+        for call in (server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text="a", model="typo")),
+                     server.inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=[1], model="typo"))):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call
+            assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+
+
 async def test_get_load_counts_requests_in_preparation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
