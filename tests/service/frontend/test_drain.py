@@ -147,3 +147,19 @@ async def test_drain_whose_clients_cannot_move_logs_the_exception_at_once(
         front_end.engine.hold.set()
         assert "".join([part.text async for part in stream]) == "bc"
         await stopping
+
+
+async def test_drain_waits_for_no_call_that_has_ended(tmp_path: Path) -> None:
+    """For answered, refused, cancelled and expired calls."""
+    async with running(make_folder(tmp_path / "m")) as server:
+        await server.inference.Generate(ask("a", 2))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.inference.Generate(ask("a", 2, top_p=7.0))
+        server.engine.hold.clear()
+        cancelled = server.inference.StreamGenerate(ask("a", 5))
+        await until(lambda: server.engine.live == 1)
+        cancelled.cancel()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await server.inference.Generate(ask("a", 5), timeout=0.1)
+        await asyncio.wait_for(server.frontend.stop(600), 60)
+        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
