@@ -98,7 +98,7 @@ async def call(
             seconds = UNREAD_SECONDS if error.is_behind_messages else None
             await asyncio.wait_for(_abort(context, error), seconds)
     except Exception as error:
-        if context.cancelled() or context.done() or is_lost_connection(error):
+        if is_lost_connection(error):
             code = cancel_code(context.time_remaining(), allowed)
             raise asyncio.CancelledError from None
         code = "INTERNAL"

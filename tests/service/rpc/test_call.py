@@ -19,12 +19,6 @@ class LiveContext:
     def time_remaining(self) -> None:
         return None
 
-    def cancelled(self) -> bool:
-        return False
-
-    def done(self) -> bool:
-        return False
-
 
 async def test_call_whose_write_fails_is_cancelled_and_no_bug(caplog: pytest.LogCaptureFixture) -> None:
     """gRPC reports the failed write of a lost connection before the cancel."""
