@@ -20,12 +20,15 @@ class LiveContext:
         return None
 
 
-async def test_call_whose_write_fails_is_cancelled_and_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), cygrpc.ExecuteBatchError("Failed")])
+async def test_call_of_a_client_that_left_is_cancelled_and_no_bug(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     """gRPC reports the failed write of a lost connection before the cancel."""
     caplog.set_level(logging.INFO, "npuserve")
     with pytest.raises(asyncio.CancelledError):
         async with call(LiveContext(), "StreamGenerate", logging.INFO):  # type: ignore[arg-type]
-            raise cygrpc.ExecuteBatchError("Failed")
+            raise error
     (record,) = caplog.records
     assert (record.message, record.fields["code"]) == ("request", "CANCELLED")  # type: ignore[attr-defined]
 

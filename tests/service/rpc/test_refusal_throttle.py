@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
 
+from npuserve.service.errors import InvalidField, MessageTooLarge, QueueFull, ServeError
+from npuserve.service.rpc.call import DelayedRefusal, call, refusal_throttle, refuse_after_delay
 from npuserve.service.rpc.refusal_throttle import BURST, MAX_ADDRESSES, MAX_SECONDS, MAX_WORK_SHARE, RefusalThrottle
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2
@@ -81,6 +85,54 @@ def test_refusal_throttle_addresses_are_bounded() -> None:
     for number in range(2 * MAX_ADDRESSES):
         throttle.delay(str(number))
     assert len(throttle._due) == MAX_ADDRESSES
+
+
+class Context:
+    """Context of a call that keeps the details of its status, and whether the call's request was freed before it."""
+
+    def __init__(self) -> None:
+        self.request: Callable[[], object] = lambda: None
+        self.ended: tuple[object, bool] | None = None
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:1"
+
+    def time_remaining(self) -> None:
+        return None
+
+    def trailing_metadata(self) -> None:
+        return None
+
+    async def abort(self, code: object, details: str, metadata: object) -> None:
+        self.ended = details, self.request() is None
+
+
+@pytest.mark.parametrize(("error", "is_delayed"), [
+    (InvalidField("n", "wrong"), True), (MessageTooLarge("wrong"), True), (QueueFull("wrong"), False)])
+async def test_refusal_throttle_delays_errors_of_the_client(error: ServeError, is_delayed: bool) -> None:
+    """A delayed call frees its request at once."""
+    throttle, context = RefusalThrottle(1, Clock()), Context()
+    for _ in range(BURST):
+        throttle.delay("ipv4:10.0.0.7")
+    refusal_throttle.set(throttle)
+
+    async def handle() -> None:
+        request = Context()
+        context.request = weakref.ref(request)
+        async with call(context, "Generate"):  # type: ignore[arg-type]
+            raise error
+
+    try:
+        await handle()
+    except DelayedRefusal as delayed:
+        refusal = delayed
+        refusal.seconds = 0.0
+    if is_delayed:
+        assert context.ended is None
+        await refuse_after_delay(context, refusal)  # type: ignore[arg-type]
+    assert context.ended
+    assert context.ended[0].endswith("wrong")  # type: ignore[attr-defined]
+    assert context.ended[1] or not is_delayed
 
 
 async def test_refusal_throttle_flood_delays_refusals_only(tmp_path: Path) -> None:
