@@ -1,5 +1,7 @@
-"""Start of the server without the private names of grpcio, and lost connections. tests/e2e/test_fuzz.py tests the
-workaround itself."""
+"""Start of the server without the private names of grpcio, lost connections and unknown methods.
+
+tests/e2e/test_fuzz.py tests the workaround itself.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +79,19 @@ async def test_server_lost_connection_with_an_unread_message_is_no_error(
     await until(lambda: not health._calls)
     await server.stop(0)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_server_unknown_methods_are_unimplemented() -> None:
+    server = aio_server.server([], [])
+    port = await _listen(server)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for _ in range(2):
+                with pytest.raises(grpc.aio.AioRpcError, match="Method not found!") as refused:
+                    await channel.unary_unary("/a.B/C")(b"", timeout=30)
+                assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    finally:
+        await server.stop(0)
 
 
 async def _listen(server: grpc.aio.Server) -> int:

@@ -34,7 +34,7 @@ class Call:
 
 
 async def test_connections_wait_until_idle_returns_after_last_call() -> None:
-    connections, calls = Connections(), [Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:2")]
+    connections, calls = Connections(), [Call("ipv4:127.0.0.1:1"), Call("ipv4:127.0.0.1:2"), Call("ipv4:127.0.0.1:1")]
     assert await connections.wait_until_idle(60)
     for call in calls:
         connections.begin(call)  # type: ignore[arg-type]
@@ -43,6 +43,7 @@ async def test_connections_wait_until_idle_returns_after_last_call() -> None:
     for call in calls:
         await asyncio.sleep(0)
         assert not waiting.done()
+        assert not connections._idle.is_set()
         call.end()
     assert await waiting
 

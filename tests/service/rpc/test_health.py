@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
+from npuserve.service import metrics
 from npuserve.service.rpc.health import LIVENESS, MAX_CALLS, READINESS, HealthServicer
 
 SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NOT_SERVING
@@ -64,6 +65,7 @@ async def test_health_check_follows_readiness() -> None:
 
         for ready in (False, True, False):
             health.set_ready(ready)
+            assert metrics.ready._value.get() == ready
             for service in READINESS:
                 assert await status(service) == (SERVING if ready else NOT_SERVING)
             assert await status(LIVENESS) == SERVING
@@ -147,3 +149,18 @@ async def test_health_calls_beyond_the_limit_of_a_connection_are_refused() -> No
                 pass
 
         await asyncio.wait_for(serves_again(), 30)
+
+
+async def test_health_calls_that_have_ended_leave_no_count() -> None:
+    health, ends = HealthServicer(), []
+
+    class Context(FakeContext):
+        def add_done_callback(self, callback: Callable[[object], None]) -> None:
+            ends.append(callback)
+
+    for _ in range(2):
+        await health.Check(pb.HealthCheckRequest(), Context())  # type: ignore[arg-type]
+    for left in (1, 0):
+        ends.pop()(None)
+        assert sum(health._calls.values()) == left
+    assert not health._calls
