@@ -39,7 +39,7 @@ DEVICE_BACKENDS = {
 }
 """Text of ModelInfo -> value of GetModelInfo's enum. A text that is absent here is UNSPECIFIED."""
 MAX_UNREAD_ANSWER_BYTES = 64 << 20
-"""Unread answers of Generate, above what a client that reads has when many large answers end together."""
+"""Unread answers of Generate, above which a client gets no new ones."""
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -64,6 +64,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._begin_trace(request, context, "Generate")
         async with call(context, "Generate", logging.INFO, trace) as fields:
+            caller = get_caller(context).name
+            self._unread_answers.check(caller, "generate")
             checked = await self._generation.check(request, context, fields)
             validation.check_unary_size(checked.request)
             answer = Answer(checked.request.samples)
@@ -73,7 +75,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
             await self._generation.answer(checked, context, fields, trace, add)
             response = answer.response()
-            self._unread_answers.add(context, get_caller(context).name, "generate", response.ByteSize())
+            self._unread_answers.count(context, caller, response.ByteSize())
         return response
 
     async def StreamGenerate(self, request: pb.GenerateRequest, context: Context) -> None:

@@ -32,7 +32,13 @@ class UnreadReplies:
 
         Raises QueueFull if the unread replies of the client or of all clients would exceed the limit.
         """
-        own, total = self._bytes[owner], sum(self._bytes.values())
+        self.check(owner, kind, size)
+        self.count(context, owner, size)
+
+    def check(self, owner: str, kind: str, size: int = 0) -> None:
+        """Raise QueueFull if the unread replies of the client or of all clients exceed the limit with `size` bytes
+        more."""
+        own, total = self._bytes[owner], self._bytes.total()
         if own and own + size > self._max_bytes // 2:
             raise _refused(kind, "client_limit", (
                 f"client limit: {own} bytes of replies to this client are unread; a client may have half of "
@@ -40,6 +46,9 @@ class UnreadReplies:
         if own and total + size > self._max_bytes:
             raise _refused(kind, "queue_full", (
                 f"queue full: {total} bytes of replies are unread; the limit is {self._max_bytes} bytes"))
+
+    def count(self, context: Context, owner: str, size: int) -> None:
+        """Count a reply of `size` bytes until its call ends, whatever the limit."""
         self._bytes[owner] += size
         context.add_done_callback(lambda _: self._end(owner, size))  # type: ignore[arg-type]  # the stub names a class
 

@@ -141,6 +141,7 @@ async def test_generate_of_a_client_with_too_many_unread_answers_is_resource_exh
             with pytest.raises(grpc.aio.AioRpcError, match="replies to this client are unread") as refused:
                 await server.inference.Generate(ask())
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert len(server.engine.got(Submit)) == 1  # nothing is generated in vain
         await until(lambda: not unread._bytes)
         assert (await server.inference.Generate(ask("a", 1))).text == "b"
 
