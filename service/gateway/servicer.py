@@ -49,6 +49,8 @@ SERVICE = "vllm"
 MAX_ABORT_IDS = 1024
 ABORT_SECONDS = 10.0
 """Maximum time for which Abort waits for a restarted engine. It is the deadline of smg's own Abort."""
+BYTES_PER_LOGPROB = 7
+"""Estimated size of a log-probability in an answer: 4 of value and 3 of id."""
 MAX_FLUSH_SECONDS = 600.0
 POLL_SECONDS = 0.05
 
@@ -237,11 +239,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 def _check_size(request: Request, stream: bool) -> None:
     """Raise InvalidField if log-probabilities alone exceed the message size limit of most clients.
 
-    Log-probabilities of the prompt are in one message, also of a stream.
+    Log-probabilities of the prompt are in one message, also of a stream. Each sample has messages of its own.
     """
     if stream:
         request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, logprobs=None))
-    validation.check_unary_size(request)
+    validation.check_unary_size(msgspec.structs.replace(request, samples=1), BYTES_PER_LOGPROB)
 
 
 def _rpc(method: str) -> str:

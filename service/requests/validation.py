@@ -164,15 +164,17 @@ def _check_samples(message: pb.GenerateRequest, info: ModelInfo, policy: Policy,
     return samples
 
 
-def check_unary_size(request: Request) -> None:
+def check_unary_size(request: Request, bytes_per_logprob: int = BYTES_PER_LOGPROB) -> None:
     """Raise InvalidField if log-probabilities alone certainly exceed the message size limit of most clients.
 
     Certain are the log-probabilities of the prompt, once, and of the first `min_tokens` tokens of each sample.
+
+    request: its `samples` are in one message.
     """
     fit = f"the answer must fit {MAX_UNARY_BYTES >> 20} MiB, the largest message that clients take by default: "
     sampling, size = request.sampling, 0
     if sampling.prompt_logprobs is not None:
-        token_bytes = BYTES_PER_LOGPROB * (sampling.prompt_logprobs + 1)
+        token_bytes = bytes_per_logprob * (sampling.prompt_logprobs + 1)
         size = len(request.prompt_ids) * token_bytes
         if size > MAX_UNARY_BYTES:
             raise InvalidField(
@@ -180,13 +182,13 @@ def check_unary_size(request: Request) -> None:
                 f"{fit}at most {MAX_UNARY_BYTES // token_bytes} tokens of prompt with {sampling.prompt_logprobs} "
                 f"log-probabilities each, got {len(request.prompt_ids)}; StreamGenerate has no such limit")
     if sampling.logprobs is not None:
-        token_bytes = request.samples * BYTES_PER_LOGPROB * (sampling.logprobs + 1)
+        token_bytes = request.samples * bytes_per_logprob * (sampling.logprobs + 1)
         max_tokens = (MAX_UNARY_BYTES - size) // token_bytes
         if sampling.min_tokens > max_tokens:
             raise InvalidField(
                 "output.logprobs",
-                f"{fit}at most {max_tokens} tokens of each of {request.samples} samples with {sampling.logprobs} "
-                f"log-probabilities each, but min_tokens is {sampling.min_tokens}; StreamGenerate has no such limit")
+                f"{fit}at most {max_tokens} tokens of each sample with {sampling.logprobs} log-probabilities each, but "
+                f"min_tokens is {sampling.min_tokens}; StreamGenerate has no such limit")
 
 
 def tokenize(

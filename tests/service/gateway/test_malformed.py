@@ -120,17 +120,24 @@ async def test_oversized_messages_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_prompt_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, stream: bool) -> None:
-    """They are in one message, also of a stream."""
+async def test_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, stream: bool) -> None:
+    """A message holds those of the prompt, also in a stream, or all of a sample."""
+    most = (4 << 20) // (7 * 21)
     async with running(make_folder(tmp_path / "m"), start_engine=False) as server:
-        server.engine.info = msgspec.structs.replace(server.engine.info, max_model_len=10_000)
+        server.engine.info = msgspec.structs.replace(server.engine.info, max_model_len=2 * most)
         server.engine.start()
         await until(lambda: server.frontend._engine.state == "ready")
-        request = vllm_request([1] * 9000, 1, prompt_logprobs=20, stream=stream)
-        error = await error_of(engine_stub(server.channel).Generate(request))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert error.details().startswith("sampling_params.prompt_logprobs: the answer must fit 4 MiB")
-        assert error.details().endswith("got 9000")
+        generate = engine_stub(server.channel).Generate
+        async for message in generate(vllm_request([299] * 9000, 1, prompt_logprobs=20, stream=stream)):
+            assert message.ByteSize() < 4 << 20
+        prompt = vllm_request([1] * (most + 1), 1, prompt_logprobs=20, stream=stream)
+        output = vllm_request([1], n=2, logprobs=20, min_tokens=most + 1, max_tokens=most + 1)
+        for name, request in (("prompt_logprobs", prompt), ("logprobs", output)):
+            error = await error_of(generate(request))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert error.details().startswith(f"sampling_params.{name}: the answer must fit 4 MiB")
+            assert f"at most {most} tokens" in error.details()
+            assert error.details().endswith(str(most + 1))
 
 
 async def test_model_without_a_tokenizer_accepts_ids_only(tmp_path: Path) -> None:
