@@ -317,7 +317,7 @@ async def test_get_model_info_without_defaults_and_tokenizer(tmp_path: Path) -> 
 
 
 async def test_get_server_info(folder: Path) -> None:
-    async with running(folder) as server:
+    async with running(folder, block_size=32) as server:
         stub = engine_stub(server.channel)
         before = await stub.GetServerInfo(vllm.GetServerInfoRequest())
         assert (before.last_receive_timestamp, before.active_requests) == (0, 0)
@@ -325,6 +325,7 @@ async def test_get_server_info(folder: Path) -> None:
         server.frontend._engine._last_load = Load(running=2, waiting=3)
         found = await stub.GetServerInfo(vllm.GetServerInfoRequest())
     assert (found.active_requests, found.server_type, found.data_parallel_size) == (5, "npuserve", 1)
+    assert found.block_size == 32
     assert (found.max_num_seqs, found.kv_cache_dtype, found.model_dtype) == (4, "float32", "torch.float32")
     assert found.constrained_decoding_start == "first_token"
     assert found.uptime_seconds > before.uptime_seconds > 0

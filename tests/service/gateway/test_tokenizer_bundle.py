@@ -59,6 +59,7 @@ async def test_bundle_is_made_once_and_again_after_a_change(
     second = await bundles.get(folder)
     assert entries(second.data)["chat_template.jinja"] == b"new"
     assert second.sha256 != first.sha256
+    assert await bundles.get(folder) is second
     assert len(made) == 2
 
 
@@ -122,11 +123,17 @@ async def test_bundle_without_a_further_open_file_is_unavailable(
     assert entries((await bundles.get(folder)).data)
 
 
-async def test_bundle_of_too_large_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_folder(tmp_path / "m")
-    monkeypatch.setattr(tokenizer_bundle, "MAX_BYTES", 100)
+@pytest.mark.parametrize("limit", ["MAX_BYTES", "MAX_FILES"])
+async def test_bundle_of_too_large_or_too_many_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    folder, bundles = make_folder(tmp_path / "m"), TokenizerBundle()
+    files = entries((await bundles.get(folder)).data)
+    monkeypatch.setattr(tokenizer_bundle, limit, sum(map(len, files.values())) if limit == "MAX_BYTES" else len(files))
+    assert await TokenizerBundle().get(folder)
+    (folder / "x.jinja").write_text("x")
     with pytest.raises(NoTokenizer, match="must be at most"):
-        await TokenizerBundle().get(folder)
+        await bundles.get(folder)
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
