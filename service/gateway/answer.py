@@ -54,13 +54,12 @@ class AnswerTranslator:
         sample = self._samples.get(index)
         if sample is None:
             sample = self._samples[index] = _Sample()
-        if part.prompt_logprobs:
-            _add_prompt_logprobs(sample.prompt_logprobs, part.prompt_logprobs, self._prompt_has_top)
-        if self._stream and part.token_ids:
-            yield vllm.GenerateResponse(chunk=self._chunk(part, index, sample))
-        elif not self._stream:
+        _add_prompt_logprobs(sample.prompt_logprobs, part.prompt_logprobs, self._prompt_has_top)
+        if not self._stream:
             sample.token_ids.extend(part.token_ids)
             _add_logprobs(sample.logprobs, part.logprobs, self._has_top)
+        elif part.token_ids:
+            yield vllm.GenerateResponse(chunk=self._chunk(part, index, sample))
         if part.HasField("finish"):
             yield vllm.GenerateResponse(complete=_complete(part.finish, index, self._samples.pop(index)))
 

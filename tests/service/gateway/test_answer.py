@@ -43,6 +43,7 @@ def test_translate_stream_sends_deltas_and_one_complete() -> None:
     (answer,) = translated(request(), True, *PARTS).values()
     assert [list(chunk.token_ids) for chunk in answer.chunks] == [[4, 5], [6]]
     assert {chunk.prompt_tokens for chunk in answer.chunks} == {3}
+    assert not any(chunk.HasField("output_logprobs") or chunk.HasField("input_logprobs") for chunk in answer.chunks)
     assert answer.complete == vllm.GenerateComplete(
         finish_reason="length", prompt_tokens=3, completion_tokens=3, cached_tokens=2)
 
