@@ -142,7 +142,7 @@ def contiguous_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tenso
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_paged_attention_against_transformers(heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """Decode rows, whole prompts and chunks in one call, over blocks in any order."""
+    """Decode rows, whole prompts and chunks in one call, over blocks in any order. No other blocks are read."""
     (q_heads, kv_heads), dim, block_size = heads, 8, 4
     queries, contexts = [1, 6, 3, 1, 2], [9, 6, 12, 1, 15]
     q = randn(sum(queries), q_heads, dim, dtype=dtype)
@@ -152,6 +152,8 @@ def test_paged_attention_against_transformers(heads: tuple[int, int], dtype: tor
     for table, row in zip(block_tables.tolist(), rows, strict=True):
         for place in range(row.shape[1]):
             caches[:, table[place // block_size], place % block_size] = row[:, place]
+    for table, context in zip(block_tables, contexts, strict=True):
+        table[-(-context // block_size) :] = 2**30
     metadata = AttentionMetadata.from_lengths(block_tables, contexts, queries)
     assert metadata.cu_seqlens_q.tolist() == metadata.host_cu_seqlens_q == [0, 1, 7, 10, 11, 13]
     assert metadata.context_lens.tolist() == metadata.host_context_lens == contexts

@@ -58,6 +58,10 @@ def test_translate_zero_beside_a_top_p_is_off(folder: ModelFolder, name: str, of
     assert getattr(sampling(folder, **{name: 0.5 if name == "min_p" else 7}), name) == (0.5 if name == "min_p" else 7)
 
 
+def test_translate_largest_top_k_is_off(folder: ModelFolder) -> None:
+    assert sampling(folder, top_k=2**31 - 1).top_k == 0
+
+
 def test_translate_of_smgs_fields_takes_all_of_them(folder: ModelFolder) -> None:
     """smg has merged the model's defaults, so every value in its request is meant."""
     found = check(like_smg([1], temperature=0.0), folder).request.sampling
