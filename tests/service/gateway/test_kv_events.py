@@ -269,6 +269,13 @@ async def test_subscribe_ends_with_the_engine_and_with_a_drain(tmp_path: Path) -
         assert (await end_of(call))[0] == grpc.StatusCode.UNAVAILABLE
 
 
+async def test_subscribe_to_an_engine_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        server.client.state = "stalled"
+        code, details = await end_of(server.subscribe())
+        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the engine does not answer")
+
+
 async def test_subscribe_on_a_server_without_kv_events_is_unimplemented(tmp_path: Path) -> None:
     async with serving(tmp_path, has_kv_events=False) as server:
         code, details = await end_of(server.subscribe())
