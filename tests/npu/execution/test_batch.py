@@ -81,6 +81,10 @@ def same(batch: Batch, own: Batch) -> None:
     for name in ("context_lens", "cu_seqlens_q", "host_context_lens", "host_cu_seqlens_q"):
         mine, its = getattr(batch.attention, name), getattr(own.attention, name)
         assert list(mine) == list(its)
+    tables = zip(batch.attention.block_tables.tolist(), own.attention.block_tables.tolist(), strict=True)
+    for (mine, its), context in zip(tables, own.attention.host_context_lens, strict=True):
+        used = -(-context // 16)
+        assert mine[:used] == its[:used]  # further columns are not read
 
 
 def test_fill_reused_buffers_equal_fresh_ones():
