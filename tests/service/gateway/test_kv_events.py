@@ -89,6 +89,7 @@ class View:
     def apply(self, batch: Any) -> None:
         assert batch.dp_rank == 0
         assert batch.HasField("load")
+        assert abs(batch.timestamp - time.time()) < 60
         self.samples.append(batch.load.sample)
         if batch.load.load_only:
             assert batch.sequence_number == self.last
