@@ -214,21 +214,25 @@ def test_sampler_chooses_only_allowed_tokens() -> None:
     assert choose(logits, biased) == 50
 
 
-def test_sampler_min_tokens_equals_transformers() -> None:
+@pytest.mark.parametrize("min_tokens", [1, 4])
+def test_sampler_min_tokens_equals_transformers(min_tokens: int) -> None:
     ending = (6, 7)
     logits = logits_of(1)
     logits[0, 7] = 60
-    theirs = MinNewTokensLengthLogitsProcessor(3, 4, list(ending))
-    made = sampler(SamplingParams(temperature=0.0, min_tokens=4, ending_ids=ending))
+    theirs = MinNewTokensLengthLogitsProcessor(3, min_tokens, list(ending))
+    made = sampler(SamplingParams(temperature=0.0, min_tokens=min_tokens, ending_ids=ending))
     for position in range(3, 10):
         expected = theirs(torch.zeros(1, position, dtype=torch.int64), logits[:, :VOCABULARY].clone())
         assert made.choose(logits, [(0, position)]).ids.item() == int(expected.argmax())
-        assert (int(expected.argmax()) == 7) == (position >= 7)
+        assert (int(expected.argmax()) == 7) == (position >= 3 + min_tokens)
 
 
-def test_sampler_min_tokens_with_only_endings_allowed_is_ignored() -> None:
-    params = SamplingParams(temperature=0.0, min_tokens=4, ending_ids=(6, 7, 8), allowed_token_ids=(6, 7))
-    assert choose(logits_of(1), params) in (6, 7)
+@pytest.mark.parametrize(("ending", "is_ignored"), [((6, 7, 8), True), ((6, 7), True), ((7, 8), False)])
+def test_sampler_min_tokens_with_only_endings_allowed_is_ignored(ending: tuple[int, ...], is_ignored: bool) -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=4, ending_ids=ending, allowed_token_ids=(6, 7))
+    logits = logits_of(1)
+    logits[0, 7] = 60
+    assert choose(logits, params) == (7 if is_ignored else 6)
 
 
 def test_sampler_bias_does_not_override_min_tokens() -> None:
