@@ -56,8 +56,8 @@ def server_info(
     return made
 
 
-def loads(engine: EngineClient, info: ModelInfo, dp_rank: int | None) -> vllm.GetLoadsResponse:
-    """Return the load. dp_rank: rank to report; None for all. This server has rank 0 alone.
+def loads(engine: EngineClient, info: ModelInfo, dp_rank: int) -> vllm.GetLoadsResponse:
+    """Return the load of a rank. This server has rank 0 alone.
 
     Blocks that hold only reusable prefixes count as free, also in `token_usage`: they cost a new request nothing.
     """
@@ -71,7 +71,7 @@ def loads(engine: EngineClient, info: ModelInfo, dp_rank: int | None) -> vllm.Ge
         num_waiting_uncached_tokens=engine.waiting_prompt_tokens)
     return vllm.GetLoadsResponse(
         timestamp=clock.now().isoformat(), version=metadata.version("npuserve"), dp_rank_count=1,
-        loads=[rank] if dp_rank in (None, 0) else [])
+        loads=[rank] if dp_rank == 0 else [])
 
 
 def _id(value: Any) -> int:

@@ -153,8 +153,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
         async with call(context, _rpc("GetLoads")):
-            rank = request.dp_rank if request.HasField("dp_rank") else None
-            response = info.loads(self._engine, self._engine.require(), rank)
+            response = info.loads(self._engine, self._engine.require(), request.dp_rank)
         return response
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
