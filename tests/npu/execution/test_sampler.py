@@ -242,7 +242,8 @@ def test_sampler_bias_does_not_override_min_tokens() -> None:
 
 def test_sampler_ignores_ids_beyond_vocabulary() -> None:
     params = SamplingParams(
-        temperature=0.0, min_tokens=9, ending_ids=(100, 10**6), logit_bias={99: 9.0}, allowed_token_ids=(5, 98)
+        temperature=0.0, min_tokens=9, ending_ids=(VOCABULARY, 10**6), logit_bias={VOCABULARY: 9.0},
+        allowed_token_ids=(5, VOCABULARY)
     )
     assert choose(logits_of(1), params) == 5
 
