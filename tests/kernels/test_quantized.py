@@ -22,6 +22,8 @@ from npuserve.kernels.quantized import (
     DYNAMIC,
     FLOAT8,
     FLOAT8_DYNAMIC,
+    FLOAT8_GROUPED,
+    GROUP,
     SCHEMES,
     Quantized,
     QuantizedWeight,
@@ -159,13 +161,26 @@ def test_quantize_to_float8_equals_compressed_tensors() -> None:
     assert torch.equal(got.values.float(), theirs(x[None], scale, zero, by, dtype=FLOAT8)[0].float())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 128, 300])
+def test_quantize_groups_equals_quantize_of_each(dtype: torch.dtype, hidden: int) -> None:
+    x = randn(5, hidden).mul(torch.logspace(-3, 3, hidden)).to(dtype)
+    got, groups = quantize(x, FLOAT8_GROUPED), [quantize(part, FLOAT8_DYNAMIC) for part in x.split(GROUP, dim=1)]
+    assert torch.equal(got.values.float(), torch.cat([group.values.float() for group in groups], dim=1))
+    assert torch.equal(got.scale, torch.stack([group.scale for group in groups], dim=1))
+    assert got.scale.stride(0) == 1
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_of_float8_is_exact_before_scales(dtype: torch.dtype, bias: bool) -> None:
-    x, weight = quantize(randn(9, 130), FLOAT8_DYNAMIC), quantize(randn(70, 130, seed=1), FLOAT8_DYNAMIC)
+@pytest.mark.parametrize("scheme", [FLOAT8_DYNAMIC, FLOAT8_GROUPED], ids=["rows", "groups"])
+def test_linear_of_float8_is_exact_before_scales(scheme: Scheme, dtype: torch.dtype, bias: bool) -> None:
+    x, weight = quantize(randn(9, 130), scheme), quantize(randn(70, 130, seed=1), scheme)
     b = randn(70, seed=3).to(dtype) if bias else None
-    got = linear(x, QuantizedWeight.of(weight.values, weight.scale, dtype, inputs=FLOAT8_DYNAMIC), b)
-    left, right = (y.values.double().numpy() * y.scale.double().numpy()[:, None] for y in (x, weight))
+    got = linear(x, QuantizedWeight.of(weight.values, weight.scale, dtype, inputs=scheme), b)
+    columns = GROUP if scheme.grouped else 130
+    scales = (y.scale.double().reshape(len(y), -1).numpy().repeat(columns, axis=1)[:, :130] for y in (x, weight))
+    left, right = (y.values.double().numpy() * scale for y, scale in zip((x, weight), scales, strict=True))
     want = left @ right.T + (b.double().numpy() if b is not None else 0)
     np.testing.assert_allclose(got.double().numpy(), want, rtol=2**-8 if dtype == torch.bfloat16 else 2**-23)
 
