@@ -121,7 +121,7 @@ async def test_oversized_messages_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, stream: bool) -> None:
-    """A message holds those of the prompt, also in a stream, or all of a sample."""
+    """The prompt has one message, also in a stream. Without a stream a sample has one."""
     most = (4 << 20) // (7 * 21)
     async with running(make_folder(tmp_path / "m"), start_engine=False) as server:
         server.engine.info = msgspec.structs.replace(server.engine.info, max_model_len=2 * most)
