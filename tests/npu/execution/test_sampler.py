@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 from npuserve.kernels.registry import KERNELS, Implementation, KernelSet
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.backends import select
+from npuserve.npu.execution.masks import mask_of
 from npuserve.npu.execution.sampler import Plan, SampledIds, Sampler
 from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
 
@@ -233,6 +234,13 @@ def test_sampler_min_tokens_with_only_endings_allowed_is_ignored(ending: tuple[i
     logits = logits_of(1)
     logits[0, 7] = 60
     assert choose(logits, params) == (7 if is_ignored else 6)
+
+
+@pytest.mark.parametrize(("position", "kept"), [(3, [9]), (4, [9]), (5, [6, 7, 9])])
+def test_sampler_restrict_removes_ending_ids_until_min_tokens(position: int, kept: list[int]) -> None:
+    mask = mask_of([6, 7, 9], 4)
+    sampler(SamplingParams(min_tokens=2, ending_ids=(6, 7))).restrict(0, position, mask)
+    assert mask.tolist() == mask_of(kept, 4).tolist()
 
 
 def test_sampler_bias_does_not_override_min_tokens() -> None:
