@@ -242,7 +242,7 @@ async def test_profile_calls_take_steps_and_a_name(folder: Path, tmp_path: Path)
 async def test_flush_cache_waits_for_running_requests(folder: Path) -> None:
     async with running(folder, administrator=True) as server:
         stub = engine_stub(server.channel)
-        flushed = await stub.FlushCache(common_pb2.FlushCacheRequest())
+        flushed = await stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=600))
         assert (flushed.success, flushed.message) == (True, "11 blocks freed")
         client = server.frontend._engine
         client._last_load = Load(running=1, waiting=1, paused=1)
