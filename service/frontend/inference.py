@@ -39,7 +39,7 @@ DEVICE_BACKENDS = {
 }
 """Text of ModelInfo -> value of GetModelInfo's enum. A text that is absent here is UNSPECIFIED."""
 MAX_UNREAD_ANSWER_BYTES = 64 << 20
-"""Unread answers of Generate, above which a client gets no new ones."""
+"""Unread answers of Generate. A client that has some gets no new ones above it, nor above half of it of its own."""
 
 
 class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
@@ -64,9 +64,9 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         trace = self._begin_trace(request, context, "Generate")
         async with call(context, "Generate", logging.INFO, trace) as fields:
+            checked = await self._generation.check(request, context, fields)
             caller = get_caller(context).name
             self._unread_answers.check(caller, "generate")
-            checked = await self._generation.check(request, context, fields)
             validation.check_unary_size(checked.request)
             answer = Answer(checked.request.samples)
 

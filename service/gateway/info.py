@@ -57,7 +57,7 @@ def server_info(
 
 
 def loads(engine: EngineClient, info: ModelInfo, dp_rank: int) -> vllm.GetLoadsResponse:
-    """Return the load of a rank. This server has rank 0 alone.
+    """Return the load of a rank. This server has rank 0 alone, which an absent number means too.
 
     Blocks that hold only reusable prefixes count as free, also in `token_usage`: they cost a new request nothing.
     """

@@ -49,8 +49,8 @@ SERVICE = "vllm"
 MAX_ABORT_IDS = 1024
 ABORT_SECONDS = 10.0
 """Maximum time for which Abort waits for a restarted engine. It is the deadline of smg's own Abort."""
-BYTES_PER_LOGPROB = 7
-"""Estimated size of a log-probability in an answer: 4 of value and 3 of id."""
+BYTES_PER_LOGPROB, BYTES_PER_TOKEN = 7, 9
+"""Estimated size of a log-probability in an answer, with an id of 3 bytes, and of what is around those of a token."""
 MAX_FLUSH_SECONDS = 600.0
 POLL_SECONDS = 0.05
 
@@ -242,7 +242,7 @@ def _check_size(request: Request, stream: bool) -> None:
     """
     if stream:
         request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, logprobs=None))
-    validation.check_unary_size(msgspec.structs.replace(request, samples=1), BYTES_PER_LOGPROB)
+    validation.check_unary_size(msgspec.structs.replace(request, samples=1), BYTES_PER_LOGPROB, BYTES_PER_TOKEN)
 
 
 def _rpc(method: str) -> str:

@@ -343,7 +343,7 @@ class EngineClient:
         found = self._resuming.get(key)
         if found is None or found.done():  # the caller was cancelled
             self.send(messages.Cancel(key))
-            self._records.end(record, time.monotonic())  # its last reader, which was taken over, has dropped it
+            self._records.end(record, time.monotonic())  # the reader before it has dropped it
             return
         stream = self._streams[key] = Stream(self, key, record, resumed=True)
         self._records.drop(record.request.resume_token)

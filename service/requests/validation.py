@@ -164,17 +164,18 @@ def _check_samples(message: pb.GenerateRequest, info: ModelInfo, policy: Policy,
     return samples
 
 
-def check_unary_size(request: Request, bytes_per_logprob: int = BYTES_PER_LOGPROB) -> None:
-    """Raise InvalidField if log-probabilities alone certainly exceed the message size limit of most clients.
+def check_unary_size(request: Request, bytes_per_logprob: int = BYTES_PER_LOGPROB, bytes_per_token: int = 0) -> None:
+    """Raise InvalidField if log-probabilities alone exceed the message size limit of most clients.
 
-    Certain are the log-probabilities of the prompt, once, and of the first `min_tokens` tokens of each sample.
+    The prompt's are counted once, and those of the first `min_tokens` tokens of each sample, since a call has no fewer.
 
     request: its `samples` are in one message.
+    bytes_per_token: estimated size of a token without its log-probabilities.
     """
     fit = f"the answer must fit {MAX_UNARY_BYTES >> 20} MiB, the largest message that clients take by default: "
     sampling, size = request.sampling, 0
     if sampling.prompt_logprobs is not None:
-        token_bytes = bytes_per_logprob * (sampling.prompt_logprobs + 1)
+        token_bytes = bytes_per_token + bytes_per_logprob * (sampling.prompt_logprobs + 1)
         size = len(request.prompt_ids) * token_bytes
         if size > MAX_UNARY_BYTES:
             raise InvalidField(
@@ -182,7 +183,7 @@ def check_unary_size(request: Request, bytes_per_logprob: int = BYTES_PER_LOGPRO
                 f"{fit}at most {MAX_UNARY_BYTES // token_bytes} tokens of prompt with {sampling.prompt_logprobs} "
                 f"log-probabilities each, got {len(request.prompt_ids)}; StreamGenerate has no such limit")
     if sampling.logprobs is not None:
-        token_bytes = request.samples * bytes_per_logprob * (sampling.logprobs + 1)
+        token_bytes = request.samples * (bytes_per_token + bytes_per_logprob * (sampling.logprobs + 1))
         max_tokens = (MAX_UNARY_BYTES - size) // token_bytes
         if sampling.min_tokens > max_tokens:
             raise InvalidField(

@@ -78,7 +78,7 @@ def _close_unless_busy(descriptor: int, port: int, busy: Set[tuple[str, int]]) -
 def _address(peer: str) -> tuple[str, int]:
     """Return host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) for any other peer.
 
-    The host has no zone, as in `fe80::1%2`, since that of socket.getpeername has none.
+    A zone, as in `fe80::1%2`, is removed, since socket.getpeername returns it apart from the host.
     """
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")

@@ -66,6 +66,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def List(self, request: pb.HealthListRequest, context: Context) -> None:
         """Refuse the call. grpc.aio would log the exception of the generated method as an error, with a traceback."""
+        await self._count(context)
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "List is not implemented; use Check or Watch")
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Context) -> None:

@@ -36,8 +36,10 @@ class UnreadReplies:
         self.count(context, owner, size)
 
     def check(self, owner: str, kind: str, size: int = 0) -> None:
-        """Raise QueueFull if the unread replies of the client or of all clients exceed the limit with `size` bytes
-        more."""
+        """Raise QueueFull if `size` bytes more exceed the limit of the client or of all clients.
+
+        A client without an unread reply is never refused.
+        """
         own, total = self._bytes[owner], self._bytes.total()
         if own and own + size > self._max_bytes // 2:
             raise _refused(kind, "client_limit", (

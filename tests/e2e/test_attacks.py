@@ -27,7 +27,7 @@ CONTEXT = 8192
 LONG_TOKEN = 1015
 """Token of the built-in model whose text has 13 characters."""
 MAX_CONNECTIONS = 3 * CALLS
-"""Also the connections of the calls before, whose end the server may not have noticed yet."""
+"""Enough for the connections of earlier calls too, whose end the server may not have noticed yet."""
 SERVICE = "/npuserve.v1.InferenceService/"
 EMPTY_MESSAGES = b"\x2a\x80\x80\x40" + b"\x0a\x00" * (1 << 19)
 """Message of 1 MiB for Generate, whose chat has 2**19 empty messages."""

@@ -18,7 +18,7 @@ from npuserve.service.errors import QueueFull, ServeError
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.resumable_streams import Records
-from tests.service.engine.test_loop import MODEL, Peer, Running
+from tests.service.engine.test_loop import MODEL, Peer, Running, until
 
 
 class Resuming(Running):
@@ -192,7 +192,7 @@ def test_resume_in_a_full_queue_is_refused_or_displaces_a_request_of_a_client_wi
             peer.send(m.Cancel(key))
         for key in range(10, 17):  # 4 run and 3 wait
             peer.submit(key, [1], 200, client="busy")
-        peer.until_tokens(10, 1)
+        until(lambda: (engine.scheduler.num_running, engine.scheduler.num_waiting) == (4, 3))
         counted: list[ServeError] = []
         engine.engine._metrics.rejected = counted.append  # type: ignore[method-assign]
         saves: list[bool] = []

@@ -139,8 +139,9 @@ async def test_generate_of_a_client_with_too_many_unread_answers_is_resource_exh
             await call.write(message.SerializeToString())
             await until(lambda: unread._bytes)
             with pytest.raises(grpc.aio.AioRpcError, match="replies to this client are unread") as refused:
-                await server.inference.Generate(ask())
+                await server.inference.Generate(ask(request_id="mine"))
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert ("x-request-id", "mine") in tuple(refused.value.trailing_metadata())
             assert len(server.engine.got(Submit)) == 1  # nothing is generated in vain
         await until(lambda: not unread._bytes)
         assert (await server.inference.Generate(ask("a", 1))).text == "b"

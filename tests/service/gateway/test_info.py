@@ -1,4 +1,4 @@
-"""Descriptions of the server and the model. test_servicer.py has them of a running server."""
+"""Descriptions of the server and the model. test_servicer.py tests them on a running server."""
 
 from __future__ import annotations
 

@@ -122,14 +122,15 @@ async def test_oversized_messages_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, stream: bool) -> None:
     """The prompt has one message, also in a stream. Without a stream a sample has one."""
-    most = (4 << 20) // (7 * 21)
+    most = (4 << 20) // (9 + 7 * 21)
     async with running(make_folder(tmp_path / "m"), start_engine=False) as server:
         server.engine.info = msgspec.structs.replace(server.engine.info, max_model_len=2 * most)
         server.engine.start()
         await until(lambda: server.frontend._engine.state == "ready")
         generate = engine_stub(server.channel).Generate
-        async for message in generate(vllm_request([299] * 9000, 1, prompt_logprobs=20, stream=stream)):
-            assert message.ByteSize() < 4 << 20
+        messages = [message async for message in generate(
+            vllm_request([299] * 9000, 1, prompt_logprobs=20, stream=stream))]
+        assert 1_000_000 < max(message.ByteSize() for message in messages) < 4 << 20
         prompt = vllm_request([1] * (most + 1), 1, prompt_logprobs=20, stream=stream)
         output = vllm_request([1], n=2, logprobs=20, min_tokens=most + 1, max_tokens=most + 1)
         for name, request in (("prompt_logprobs", prompt), ("logprobs", output)):
