@@ -87,6 +87,10 @@ def test_refusal_throttle_addresses_are_bounded() -> None:
     assert len(throttle._due) == MAX_ADDRESSES
 
 
+class Request:
+    """Request of which a weak reference is taken."""
+
+
 class Context:
     """Context of a call that keeps the details of its status, and whether the call's request was freed before it."""
 
@@ -117,7 +121,7 @@ async def test_refusal_throttle_delays_errors_of_the_client(error: ServeError, i
     refusal_throttle.set(throttle)
 
     async def handle() -> None:
-        request = Context()
+        request = Request()
         context.request = weakref.ref(request)
         async with call(context, "Generate"):  # type: ignore[arg-type]
             raise error
