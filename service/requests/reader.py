@@ -51,8 +51,7 @@ class RequestReader:
         self._max_slow = min(MAX_SLOW_READS, max(2, MAX_SLOW_BYTES // largest))
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._heavy: OrderedDict[str, None] = OrderedDict()
-        self._slow: dict[asyncio.Future[object], str] = {}
-        self._displaced: set[asyncio.Future[object]] = set()
+        self._slow: dict[asyncio.Future[object], str] = {}  # without displaced ones
 
     async def read(self, context: Context, owner: str) -> bytes | None:
         """Return the call's next message, None if the client half-closed the call.
@@ -131,17 +130,16 @@ class RequestReader:
             counts = Counter(self._slow.values())
             busiest = max(counts, key=lambda client: (counts[client], client in self._heavy))
             newest = [slow for slow, client in self._slow.items() if client == busiest][-1]
-            self._displaced.add(newest)
+            del self._slow[newest]  # otherwise a further read would choose it again before its task runs
             newest.cancel()
         try:
             await asyncio.wait((reading,), timeout=MAX_SLOW_SECONDS)
-            if reading in self._displaced:
+            if reading not in self._slow:
                 raise _refused("displaced", f"displaced: {self._max_slow} messages arrive slowly; that is the limit")
             if not reading.done():
                 raise _refused("timeout", f"timeout: the message must arrive within {MAX_SLOW_SECONDS:g} s")
         finally:
-            del self._slow[reading]
-            self._displaced.discard(reading)
+            self._slow.pop(reading, None)
 
 
 def _refused(why: str, message: str) -> QueueFull:
