@@ -332,7 +332,8 @@ class Engine:
         for key, record in message.live:
             origin = frontend, key
             try:
-                self._outbox.take_over(self.registry.restore(record, origin, now))
+                self._outbox.take_over(self.registry.end_previous(record, now))
+                self.registry.restore(record, origin, now)
             except ServeError as error:
                 self._outbox.refuse(origin, error)
             else:

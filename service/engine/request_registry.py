@@ -135,16 +135,20 @@ class RequestRegistry:
             displaced = self.add(record.continuation(accepted=False), origin, now, record)
         return Resumption(record, previous, displaced)
 
-    def restore(self, record: Record, origin: Origin, now: float) -> Origin | None:
-        """Continue a stream of an earlier engine. No request is displaced for it, since that engine had accepted it.
+    def restore(self, record: Record, origin: Origin, now: float) -> None:
+        """Continue a stream of an earlier engine, after `end_previous`. Raises the errors of `add`.
 
-        Return the origin that read the stream until now, if two front ends read it. Raises the errors of `add`.
+        No request is displaced for it, since that engine had accepted it.
         """
-        twin = self.records.live.get(record.request.resume_token)
-        previous = self._calls[_name(twin.request)][twin.request.index] if twin else None
-        if previous:
-            self.end(self.live[previous], now)
         self.add(record.continuation(accepted=True), origin, now, record)
+
+    def end_previous(self, record: Record, now: float) -> Origin | None:
+        """End the live request of a stream that another front end has restored. Return its origin; None if none has."""
+        live = self.records.live.get(record.request.resume_token)
+        if live is None:
+            return None
+        previous = self._calls[_name(live.request)][live.request.index]
+        self.end(self.live[previous], now)
         return previous
 
     def check_integrity(self) -> None:

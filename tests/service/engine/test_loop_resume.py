@@ -285,6 +285,18 @@ def test_restore_by_two_front_ends_ends_the_first_reader(tmp_path: Path) -> None
         assert error[0] == "TakenOver"
 
 
+def test_restore_that_is_refused_ends_both_readers(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        first, second = Reader(engine.address), Reader(engine.address)
+        first.send(m.Restore([restored(1, 3)], []))
+        first.until_tokens(1, 1)
+        second.send(m.Restore([restored(1, 30)], []))
+        for reader, name in ((second, "InvalidField"), (first, "TakenOver")):
+            error = reader.until_end(1)[1].error
+            assert error
+            assert error[0] == name
+
+
 def test_restore_waits_for_all_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTORE_SECONDS", 30.0)
     with running(tmp_path, frontends=2) as engine:
