@@ -174,15 +174,15 @@ class PageText:
         self._folder = folder
         self._on_broken = on_broken
         self._files: dict[str, _File] = {}
+        self._changed: set[Group] = set()  # groups to format; kept if a refresh ends with an error
         self.families = {name: Family(name, kind, text) for name, kind, text in declared}
 
     def refresh(self) -> set[str]:
         """Read what has changed. Return the names of the metrics whose text has changed. Raises OSError."""
         with os.scandir(self._folder) as entries:
             found = {entry.name: entry.inode() for entry in entries if entry.name.endswith(".db")}
-        changed: set[Group] = set()
         for name in [name for name, file in self._files.items() if found.get(name) != file.inode]:
-            changed |= self._drop(name)
+            self._changed |= self._drop(name)
         for name, inode in sorted(found.items()):
             file = self._files.get(name)
             if file is None:
@@ -191,14 +191,14 @@ class PageText:
             if file is None:
                 continue
             try:
-                changed |= file.refresh(self._group_of)
+                self._changed |= file.refresh(self._group_of)
             except OSError:
                 raise
             except Exception as error:  # of a broken file, whatever it is
-                changed |= self._drop(name)
+                self._changed |= self._drop(name)
                 self._remove_empty_groups()
                 self._on_broken(name, error)
-        return self._update(changed)
+        return self._update()
 
     def values(self, name: str) -> Iterator[float]:
         """Yield the values of all samples of a counter or gauge."""
@@ -237,15 +237,16 @@ class PageText:
         for family in self.families.values():
             family.groups = {labels: group for labels, group in family.groups.items() if not group.is_empty}
 
-    def _update(self, changed: set[Group]) -> set[str]:
+    def _update(self) -> set[str]:
         families: dict[str, Family] = {}
-        for group in changed:
+        for group in self._changed:
             family = group.family
-            if group.is_empty:
-                family.groups.pop(group.labels, None)
-            else:
+            if not group.is_empty:
                 group.update()
+            elif family.groups.get(group.labels) is group:  # a group of a new file may have replaced it
+                del family.groups[group.labels]
             families[family.name] = family
+        self._changed.clear()
         for family in families.values():
             family.update()
         return set(families)

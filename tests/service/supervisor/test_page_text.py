@@ -137,6 +137,31 @@ def test_refresh_returns_what_has_changed_and_formats_nothing_else(
     assert list(text.values("calls")) == [1]
 
 
+def test_page_after_an_error_shows_what_changed_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, process, gone = made(tmp_path), Process(tmp_path, 7), Process(tmp_path, 8)
+    process.count(1)
+    gone.set("top", 5)
+    page(text)
+    process.count(1)
+    gone.remove()
+    process.set("live", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(page_text.os, "open", lambda *_: os.read(-1, 1))  # an OSError, when the new file is opened
+        with pytest.raises(OSError, match="descriptor"):
+            text.refresh()
+    assert samples(page(text)) == expected(tmp_path)
+
+
+def test_page_beside_a_broken_file_shows_a_new_process_in_place_of_another(tmp_path: Path) -> None:
+    text, process = made(tmp_path, []), Process(tmp_path, 7)
+    (tmp_path / "counter_1.db").write_bytes(b"x" * 100)
+    process.set("live", 3)
+    page(text)
+    process.remove()
+    Process(tmp_path, 8).set("live", 4)
+    assert samples(page(text))["live", ()] == 4
+
+
 @pytest.mark.parametrize("content", [
     b"\xff\xff\xff\xff", struct.pack("i", 1 << 30), struct.pack("ii", 4096, 0),
     struct.pack("iii", 64, 0, -5) + bytes(52),
