@@ -46,7 +46,7 @@ class Certificates:
 
 
 class Tls:
-    """TLS of the server, from the files of `config`. `credentials` are for the server's port. Call `refresh` regularly.
+    """TLS of the server, from the files of `config`. Call `refresh` regularly.
 
     wall: returns Unix time in seconds.
     Raises ConfigError if a file cannot be read, if the key does not match the certificate, or if gRPC cannot use it.
@@ -57,12 +57,25 @@ class Tls:
         self._wall = wall
         files = [config.tls_cert, config.tls_key, *filter(None, [config.tls_client_ca])]
         self._certificates = FileReloader("tls_cert", files, self._read)
-        self._fetched = self._certificates.value.configuration
         self._next_reminder = 0.0
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._fetched, self._fetch,  # type: ignore[arg-type]
-            require_client_authentication=bool(config.tls_client_ca))
         self._report_expiry()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for one attempt to listen. gRPC fetches their first configuration only once."""
+        fetched = self._certificates.value.configuration
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Return the new configuration, None if gRPC has it. gRPC calls this in a thread before each handshake."""
+            nonlocal fetched
+            current = self._certificates.value.configuration
+            if current is fetched:
+                return None
+            fetched = current
+            return current
+
+        return grpc.dynamic_ssl_server_credentials(
+            fetched, fetch,  # type: ignore[arg-type]
+            require_client_authentication=bool(self._config.tls_client_ca))
 
     def refresh(self) -> None:
         """Reload files that have changed, and log certificates that expire soon."""
@@ -70,14 +83,6 @@ class Tls:
             self._next_reminder = 0.0
         if time.monotonic() >= self._next_reminder:
             self._report_expiry()
-
-    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the new configuration, None if gRPC has it. gRPC calls this in a thread before each handshake."""
-        current = self._certificates.value.configuration
-        if current is self._fetched:
-            return None
-        self._fetched = current
-        return current
 
     def _read(self) -> Certificates:
         cert, key = Path(self._config.tls_cert), Path(self._config.tls_key)

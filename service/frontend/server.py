@@ -96,12 +96,12 @@ class Servers:
 
     port: port to listen on; 0: a free port, known after `start`.
     find_key: see AuthInterceptor.
-    credentials: TLS of `port`; None: no TLS.
+    make_credentials: returns credentials for one attempt to listen on `port`; None: no TLS.
     """
 
     def __init__(
         self, config: ServerConfig, port: int, servicers: Servicers, limit: MessageLimit, preparation: Preparation,
-        find_key: Callable[[str], Caller | None] | None, credentials: grpc.ServerCredentials | None,
+        find_key: Callable[[str], Caller | None] | None, make_credentials: Callable[[], grpc.ServerCredentials] | None,
     ):
         self.port = port
         self.connections = Connections()
@@ -109,7 +109,7 @@ class Servers:
         self._servicers = servicers
         self._limit = limit
         self._preparation = preparation
-        self._credentials = credentials
+        self._make_credentials = make_credentials
         self._interceptor = AuthInterceptor(
             find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second))
         # Each intake has its own reader, so that its messages do not wait for messages of other services.
@@ -187,9 +187,10 @@ class Servers:
 
         Raises ConfigError if the port is not available, or if gRPC cannot use the credentials.
         """
-        address, credentials = endpoint(self._config.host, self.port), self._credentials
-        if credentials is None:
+        address = endpoint(self._config.host, self.port)
+        if self._make_credentials is None:
             return _add_port("port", address, server.add_insecure_port)
+        credentials = self._make_credentials()
         try:
             return _add_port("port", address, lambda address: server.add_secure_port(address, credentials))
         except ConfigError:

@@ -111,6 +111,24 @@ async def test_tls_new_certificate_applies_to_new_connections(
         assert (await server.inference.Generate(ask("a", 1))).text == "b", "the old connection still works"
 
 
+async def test_tls_in_a_drain_answers_clients_that_reconnect(tmp_path: Path, files: Pair, authority: Authority) -> None:
+    async with running(make_folder(tmp_path / "m"), credentials=trust(authority), **settings(files)) as server:
+        server.engine.hold.clear()
+        stream = server.inference.StreamGenerate(ask("a", 2))
+        await until(lambda: server.engine.live == 1)
+        stopping = asyncio.ensure_future(server.frontend.stop(60))
+        server.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        try:
+            await until(lambda: len(server.frontend._servers._servers) == 2)
+            async with connected(server, trust(authority)) as stub:
+                with pytest.raises(grpc.aio.AioRpcError, match="draining"):
+                    await stub.Generate(ask(), wait_for_ready=True, timeout=10)
+        finally:
+            server.engine.hold.set()
+        assert "".join([part.text async for part in stream]) == "bc"
+        await stopping
+
+
 async def test_tls_invalid_new_files_keep_old_ones(
     tmp_path: Path, files: Pair, authority: Authority, other: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
