@@ -95,9 +95,13 @@ class ChildProcess:
         _require_files(START_FILES)
         output = _Output(self._on_line)
         pipe = asyncio.subprocess.PIPE
-        transport, _ = await asyncio.get_running_loop().subprocess_exec(
-            lambda: output, *self._command, env=self._environment, pass_fds=self._files, stdin=pipe, stdout=pipe,
-            stderr=pipe, **OWN_GROUP)
+        try:
+            transport, _ = await asyncio.get_running_loop().subprocess_exec(
+                lambda: output, *self._command, env=self._environment, pass_fds=self._files, stdin=pipe, stdout=pipe,
+                stderr=pipe, **OWN_GROUP)
+        except (OSError, RuntimeError):
+            output.is_abandoned = True
+            raise
         try:
             self._transport = transport
             self.pid = transport.get_pid()
@@ -208,15 +212,21 @@ class _Output(asyncio.SubprocessProtocol):
 
     exited: done when the process has exited, even if other processes hold its pipes.
     closed: done when both pipes are closed.
+    is_abandoned: whether nothing waits for its exit, as the system has no thread for that. The process is then killed.
     """
 
     def __init__(self, on_line: Callable[[bytes], None]):
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
+        self.is_abandoned = False
         self._sinks: dict[int, Callable[[bytes], None]] = {1: on_line, 2: _forward}
         self._rest = {1: b"", 2: b""}
         self._open = {1, 2}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self.is_abandoned:
+            transport.close()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         *lines, rest = (self._rest[fd] + data).split(b"\n")
