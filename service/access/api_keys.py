@@ -84,11 +84,16 @@ def hashes(entry: dict[str, Any]) -> list[str]:
 def load_tables(path: str) -> dict[str, dict[str, Any]]:
     """Return the file's tables, by name. Raises OSError, or ConfigError with the reason if it is invalid."""
     tables = read_toml(path)
-    if len(tables) > MAX_NAMES:
-        raise ConfigError(f"{path}: at most {MAX_NAMES} names, got {len(tables)}")
+    check_count(path, tables)
     for name, entry in tables.items():
         check_table(f"{path}: {name}", name, entry)
     return tables
+
+
+def check_count(path: str, tables: dict[str, dict[str, Any]]) -> None:
+    """Raise ConfigError if the tables of a file are too many."""
+    if len(tables) > MAX_NAMES:
+        raise ConfigError(f"{path}: at most {MAX_NAMES} names, got {len(tables)}")
 
 
 def check_table(where: str, name: str, entry: object) -> None:

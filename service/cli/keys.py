@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from npuserve.service.access.api_keys import LIMITS, PREFIX, check_table, hash_key, hashes, load_tables, save_tables
+from npuserve.service.access.api_keys import (
+    LIMITS,
+    PREFIX,
+    check_count,
+    check_table,
+    hash_key,
+    hashes,
+    load_tables,
+    save_tables,
+)
 from npuserve.service.config import ConfigError
 
 
@@ -71,6 +80,7 @@ def _add(args: argparse.Namespace) -> str:
     if args.admin:
         entry["admin"] = True
     entry.update({field: value for field in LIMITS if (value := getattr(args, field)) is not None})
+    check_count(args.file, tables)
     check_table(args.name, args.name, entry)
     save_tables(args.file, tables)
     return key

@@ -121,6 +121,14 @@ def test_keys_command_invalid_arguments_name_fault(
     assert file.read_text() == ""
 
 
+def test_keys_add_beyond_the_limit_of_names_leaves_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys.save_tables(str(file), {f"k{i}": {"sha256": [f"{i:064x}"]} for i in range(keys.MAX_NAMES)})
+    before = file.read_bytes()
+    assert main(["keys", "add", str(file), "one-more"]) == 2
+    assert "at most 1000 names, got 1001" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
 def test_keys_list_of_unreadable_toml_is_one_sentence(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("a=" + "[" * 20_000)
     assert main(["keys", "list", str(file)]) == 2
