@@ -66,9 +66,13 @@ async def fetch(model: str) -> Path:
     The hub's client downloads in threads that the interpreter joins at exit, even while they wait for the hub. So the
     download runs in a child process, which is killed on cancellation and ends with its parent.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "npuserve.service.text.model_path", model, start_new_session=True,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "npuserve.service.text.model_path", model, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
+        raise ConfigError(
+            f"model: {model} cannot be downloaded from the hub: no process can be started: {error}") from error
     assert process.stdout
     try:
         output = await process.stdout.read()

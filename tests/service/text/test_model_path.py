@@ -114,3 +114,9 @@ async def test_fetch_with_a_failed_process_raises(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match=r"^model: org/name cannot .* its download ended with code 1$"):
         await fetch("org/name")
+
+
+async def test_fetch_whose_process_cannot_be_started_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(ConfigError, match=r"^model: org/name cannot .* no process can be started: .*No such file"):
+        await fetch("org/name")
