@@ -27,6 +27,7 @@ from npuserve.service.cli import connection
 from npuserve.service.cli.bench import report as bench_report
 from npuserve.service.cli.bench.load import Load
 from npuserve.service.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, poisson, read_trace
+from npuserve.v1 import model_pb2
 
 MAX_SCALE = 1e6
 MAX_REQUESTS = 1_000_000
@@ -150,15 +151,10 @@ async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
     slos = [None if ms is None else ms / 1000 for ms in (args.slo_ttft_ms, args.slo_tpot_ms)]
     identity = {"name": model.name, "family": model.family, "dtype": model.dtype, "backend": model.backend}
     figures = {"model": identity, **bench_report.summary(load.outcomes, seconds, len(requests), *slos)}
-    out = Console()
-    out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", markup=False,
-              highlight=False)
-    bench_report.show(figures, out)
-    if warning := bench_report.lag_warning(figures):
-        console.print(warning)
-    for code, detail in {o.code: o.detail for o in load.outcomes if o.detail}.items():
-        console.print(f"{code}: {detail}", markup=False)
-    _write(args, figures, load)
+    try:
+        _print(args, model, figures, load, console)
+    finally:
+        _write(args, figures, load)  # also if nothing reads the output
     if signals:
         return 128 + signals[0]
     return 0 if figures["requests"]["ok"] else 1
@@ -171,6 +167,21 @@ async def _run_with_progress(
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("requests", total=len(requests))
         return await load.run(requests, prompts, stop, concurrency, lambda ended: bar.update(task, completed=ended))
+
+
+def _print(
+    args: argparse.Namespace, model: model_pb2.GetModelInfoResponse, figures: dict[str, Any], load: Load,
+    console: Console
+) -> None:
+    """Print the figures on stdout, and warnings and errors on `console`."""
+    out = Console()
+    out.print(f"{model.name} ({model.family}, {model.dtype}, {model.backend}) at {args.target}", markup=False,
+              highlight=False)
+    bench_report.show(figures, out)
+    if warning := bench_report.lag_warning(figures):
+        console.print(warning)
+    for code, detail in {o.code: o.detail for o in load.outcomes if o.detail}.items():
+        console.print(f"{code}: {detail}", markup=False)
 
 
 def _write(args: argparse.Namespace, figures: dict[str, Any], load: Load) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -263,6 +264,17 @@ def test_run_prints_a_model_name_with_brackets_as_it_is(name: str, capsys: pytes
     with served_elsewhere(FakeService(name=name)) as target:
         assert bench_serve.run(parsed("--target", target, "--requests", "1")) == 0
     assert capsys.readouterr().out.startswith(f"{name} (FakeLM")
+
+
+def test_run_whose_output_cannot_be_printed_writes_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def show(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bench_report, "show", show)
+    figures = tmp_path / "out.json"
+    with served_elsewhere(FakeService()) as target, pytest.raises(OSError, match="No space"):
+        bench_serve.run(parsed("--target", target, "--requests", "1", "--json", str(figures)))
+    assert json.loads(figures.read_text())["requests"]["ok"] == 1
 
 
 def test_run_plot_writes_an_image(tmp_path: Path):
