@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Maximum calls that wait for the end of a profile."""
+"""Maximum calls that wait for the end of a profile. A call whose client has left counts until the end. A further
+`StopProfile` ends the profile, but gets no summary."""
 Send = Callable[[bytes, ProfileReply], None]
 
 
@@ -81,11 +82,11 @@ class Profiles:
             reply = self._last_reply(profiler)
             send(frontend, ProfileReply(self._epoch, call, "", reply.summary, reply.error))
             return
+        if not wait:
+            profiler.stop()
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} calls wait for the end of the profile already")
         self._waiting.append((frontend, call))
-        if not wait:
-            profiler.stop()
 
     def _last_reply(self, profiler: Profiler) -> ProfileReply:
         """Return the result of the last profile, for call 0."""
