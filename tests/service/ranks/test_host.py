@@ -117,6 +117,7 @@ def test_rank_reuses_the_last_weights_until_two_runs_were_short(
     assert resolved == [70.0] * 4
 
 
+@pytest.mark.usefixtures("without_nohup")
 def test_second_signal_ends_a_host_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -194,10 +194,14 @@ async def test_tracing_resource_is_of_the_environment(
     assert collector.resources[0]["service.version"]
 
 
-async def test_tracing_unreachable_collector_delays_no_call(folder: Path, free_port: Any) -> None:
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+async def test_tracing_unreachable_collector_delays_no_call(
+    folder: Path, free_port: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracing = pytest.importorskip("npuserve.service.rpc.tracing")
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.1)  # the exporter gives up and logs within this test
     async with running(folder, otlp_endpoint=f"http://127.0.0.1:{free_port()}") as server:
         assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
+    await until(lambda: not any(thread.name.startswith("OtelBatch") for thread in threading.enumerate()))
 
 
 def test_trace_phases_cover_whole_time() -> None:

@@ -14,6 +14,7 @@ from tests.service.supervisor.test_supervisor import Run, supervise
 __all__ = ["supervise"]
 
 
+@pytest.mark.usefixtures("without_nohup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_supervisor_hangup_drains_and_is_no_second_signal(supervise: Callable[..., Run], number: int) -> None:
     """A terminal may send SIGHUP twice, and systemd with SendSIGHUP sends it after SIGTERM."""
@@ -27,9 +28,7 @@ def test_supervisor_hangup_drains_and_is_no_second_signal(supervise: Callable[..
     assert not run.folder().exists()
 
 
-def test_supervisor_under_nohup_ignores_hangup(
-    supervise: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervisor_under_nohup_ignores_hangup(supervise: Callable[..., Run]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor inherits it
     try:
         run = supervise()
