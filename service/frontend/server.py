@@ -171,7 +171,8 @@ class Servers:
         if self._servicers.vllm_engine:
             self._servicers.vllm_engine.add_to(parsing)
             services = (*services, self._servicers.vllm_engine.NAME)
-        reflection.add_reflection(services, ParsingServer(server, self._reflection_intake.message, begin))
+        # A drain does not wait for a reflection stream, which a client may keep open.
+        reflection.add_reflection(services, ParsingServer(server, self._reflection_intake.message))
         return server
 
     def _make_health_server(self) -> grpc.aio.Server:

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from npuserve.service.frontend import server
 from npuserve.v1 import generate_pb2 as pb
@@ -162,4 +163,13 @@ async def test_drain_waits_for_no_call_that_has_ended(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await server.inference.Generate(ask("a", 5), timeout=0.1)
         await asyncio.wait_for(server.frontend.stop(600), 60)
+        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+
+
+async def test_drain_waits_for_no_open_reflection_stream(tmp_path: Path) -> None:
+    async with running(make_folder(tmp_path / "m")) as server:
+        call = reflection_pb2_grpc.ServerReflectionStub(server.channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services="*"))
+        await call.read()
+        await asyncio.wait_for(server.frontend.stop(600), 20)  # an unfinished message ends after 30 s
         server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
