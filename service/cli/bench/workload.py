@@ -17,6 +17,8 @@ import numpy as np
 
 HASH_TOKENS = 512
 """Prompt tokens that one hash of a Mooncake trace represents (Mooncake, FAST'25, description of its traces)."""
+MAX_LENGTH = 10**9
+"""Maximum tokens of a prompt or an answer in a trace. They are cut to the model's context later."""
 TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?")
 
 
@@ -119,8 +121,8 @@ def _tokens(row: dict[str, object], field: str, where: str) -> int:
         value = int(str(row[field]))
     except (KeyError, ValueError):
         raise TraceError(f"{where}: {field}: not a whole number: {row.get(field)!r}") from None
-    if value < 0:
-        raise TraceError(f"{where}: {field}: {value} is below 0")
+    if not 0 <= value <= MAX_LENGTH:
+        raise TraceError(f"{where}: {field}: must be from 0 to {MAX_LENGTH}: {str(value)[:20]}")
     return max(1, value)
 
 
