@@ -159,6 +159,10 @@ class Frontend:
         if self._tracing:
             self._tracing.close()  # not in a thread of the loop's pool: all may be waiting for the chat template
 
+    def end_streams(self) -> None:
+        """End all streams: the engine has failed during the drain and is not restarted."""
+        self._engine.fail_all(Unavailable("the engine failed in the drain and is not restarted; the output is lost"))
+
     async def _beat(self) -> None:
         """Send heartbeats to the supervisor, and reload settings files that have changed."""
         while True:
@@ -254,6 +258,8 @@ async def serve(args: FrontendArgs) -> None:
     def handle(order: dict[str, Any]) -> None:
         if "drain" in order:
             drain(order["drain"])
+        elif "engine_failed" in order:
+            frontend.end_streams()
         elif not folder.done():
             folder.set_result(Path(order["folder"]))
 

@@ -14,7 +14,8 @@
    model, before it was ready for the first time. Later it retries until the cause is repaired.
 4. SIGTERM, Ctrl-C or AdminService.Drain starts a drain: the front ends finish their requests, then the engine stops. A
    second signal kills the children. SIGHUP, which a closed terminal sends, drains too, but never as a second signal: a
-   terminal may send it twice, and systemd after SIGTERM. It is ignored under nohup.
+   terminal may send it twice, and systemd after SIGTERM. It is ignored under nohup. If the engine fails for good during
+   a drain, the front ends end their requests at once.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class Supervisor:
         self._capture_failed = ""  # why an engine could not use captured steps; later ones capture none
         self._unusable = ""  # first reason why a child was unusable before the server was ready
         self._signals = 0
+        self._drain_code = 0  # exit code of an engine that failed for good during the drain
         self._drain_seconds = config.drain_seconds
         self._start_date = clock.unix_time()
         self._started = self._start_began = time.monotonic()
@@ -157,7 +159,7 @@ class Supervisor:
                 await self._kill()
         if self._unusable:
             raise ConfigError(self._unusable)
-        return code or (0 if clean else 1)
+        return code or self._drain_code or (0 if clean else 1)
 
     def stop(self) -> None:
         """Drain and exit; at the second call, kill the children. Called by signals."""
@@ -323,10 +325,13 @@ class Supervisor:
         return 1
 
     def _finish(self, end: int | BaseException) -> None:
-        """End the server with an exit code or an exception, unless it is ending."""
+        """End the server with an exit code or an exception. During a drain, a code other than 0 ends the drain."""
         if self._exit_code.done():
-            return
-        if isinstance(end, BaseException):
+            if isinstance(end, int) and end:
+                self._drain_code = end
+                for frontend in self._frontends:
+                    frontend.order(engine_failed=True)
+        elif isinstance(end, BaseException):
             self._exit_code.set_exception(end)
         else:
             self._exit_code.set_result(end)

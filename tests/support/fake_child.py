@@ -5,6 +5,7 @@ the last one:
 
 live            run until it is stopped
 live:SECONDS    take so long to stop
+streaming       end only when the engine has failed for good
 deaf            ignore SIGTERM and orders
 exit:CODE       exit at once
 killer          report that the request which crashed the earlier runs was found, then exit
@@ -59,8 +60,11 @@ if behaviour in ("exit", "killer", "uncaptured"):
 
 def listen() -> None:
     for line in sys.stdin:
-        if behaviour != "deaf":
-            stop(**json.loads(line))
+        order = json.loads(line)
+        if behaviour == "streaming" and "engine_failed" not in order:
+            note("draining")
+        elif behaviour != "deaf":
+            stop(**order)
     note("orphaned")
     os._exit(1)
 

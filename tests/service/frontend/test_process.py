@@ -153,10 +153,16 @@ def test_frontend_parent_dead_exits_at_once(tmp_path: Path, processes: list[Proc
 
 
 async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Path, processes: list[Process]) -> None:
-    """A drain by the supervisor's order ends calls with UNAVAILABLE, RetryInfo and the resume token."""
+    """A drain by the supervisor's order ends calls with UNAVAILABLE, RetryInfo and the resume token.
+
+    It ends after its time, or when the engine has failed for good.
+    """
     folder = make_folder(tmp_path / "m")
-    for state, reason in (
-        ("", "its output is lost"), (str(tmp_path), "resume it with x-resume-token after the next start"),
+    order = '{"drain": 0.5}\n{"drain": 600}\n'  # the second one changes nothing
+    for orders, state, reason in (
+        (order, "", "its output is lost"),
+        (order, str(tmp_path), "resume it with x-resume-token after the next start"),
+        ('{"drain": 600}\n{"engine_failed": true}\n', str(tmp_path), "is not restarted; the output is lost"),
     ):
         async with fake_engine.engine(delay=0.2) as engine:
             processes.append(Process(args(folder, engine.address, drain_seconds=600, state_folder=state)))
@@ -171,7 +177,7 @@ async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Pat
                 await stream.read()
                 token = dict(await stream.initial_metadata())["x-resume-token"]
                 assert process.stdin
-                process.stdin.write('{"drain": 0.5}\n{"drain": 600}\n')  # the second one changes nothing
+                process.stdin.write(orders)
                 process.stdin.flush()
                 with pytest.raises(grpc.aio.AioRpcError) as cut:
                     await rest_of(stream)

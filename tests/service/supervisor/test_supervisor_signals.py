@@ -1,7 +1,8 @@
-"""SIGHUP to a supervisor of fake children."""
+"""SIGHUP to a supervisor of fake children, and an engine that fails in a drain."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -37,3 +38,13 @@ def test_supervisor_under_nohup_ignores_hangup(supervise: Callable[..., Run]) ->
     run.until_up()
     [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{run.process.pid}/status").read_text())
     assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+
+
+def test_supervisor_engine_failed_for_good_in_a_drain_ends_the_drain(supervise: Callable[..., Run]) -> None:
+    run = supervise(front="streaming", engine="live exit:4", drain_seconds=600)
+    run.until_up()
+    run.process.terminate()
+    run.until(lambda: run.journal("front", "draining"))
+    os.kill(run.journal("engine", "started")[0][2]["pid"], signal.SIGKILL)
+    assert run.process.wait(20) == 4
+    assert len(run.journal("front", "stopped")) == 1
