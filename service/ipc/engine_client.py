@@ -46,6 +46,9 @@ An engine sends two heartbeats per second, but none during a step, and a long ch
 a CPU.
 """
 
+MAX_UNSENT_BYTES = 64 << 20
+"""Maximum bytes that the engine may leave unread, besides the kernel's buffer. Beyond it, new requests are refused:
+clients that submit and cancel again and again would add to it until the engine counts as stalled."""
 RECONNECT_SECONDS = 0.05
 RETRY_SECONDS = 1.0
 """Pause before a background task that failed by a bug restarts."""
@@ -88,7 +91,6 @@ class EngineClient:
         self._stall_seconds = stall_seconds
         self._on_state = on_state
         self._connection: EngineConnection | None = None  # to a ready engine
-        self._deferred: list[messages.ToEngine] | None = None  # messages sent during a restore
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
         self._limit = StreamLimit(self._streams)
@@ -125,6 +127,8 @@ class EngineClient:
         """Return the model's properties. Raises Unavailable if the engine accepts no requests."""
         if self.state != "ready" or self.model_info is None:
             raise Unavailable(REFUSALS[self.state])
+        if self._connection and self._connection.unsent_bytes > MAX_UNSENT_BYTES:
+            raise Unavailable(REFUSALS["stalled"])
         return self.model_info
 
     @property
@@ -191,16 +195,10 @@ class EngineClient:
         return await self._call(FlushPrefixCache(self._next_key()))
 
     def send(self, message: messages.ToEngine) -> bool:
-        """Send a message without waiting. Return False if no engine is connected.
-
-        The engine reads every message and refuses requests by an output, so the socket is never blocked for long.
-        """
+        """Send a message without waiting. Return False if no engine is connected."""
         if self._connection is None:
             return False
-        if self._deferred is not None:
-            self._deferred.append(message)
-        else:
-            self._connection.write(message)
+        self._connection.send(message)
         return True
 
     @property
@@ -294,7 +292,7 @@ class EngineClient:
                 self._on_outputs(message)
             case messages.Ready(epoch=epoch, model=model):
                 self._connection, self.epoch, self.model_info = connection, epoch, model
-                self._deferred = []
+                connection.defer()
                 waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
                 self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
                 self._restoring.add_done_callback(connection.failed)
@@ -364,14 +362,14 @@ class EngineClient:
             connection.write(message)
             await connection.drained()
         # Without acceptance, no engine has checked their limits.
-        new = [messages.Submit(one.key, one.request) for one in waiting if one.is_live and not one.is_accepted]
-        deferred, self._deferred = self._deferred or [], None
-        for later in [*new, *deferred]:
-            connection.write(later)
+        for one in waiting:
+            if one.is_live and not one.is_accepted:
+                connection.write(messages.Submit(one.key, one.request))
+        connection.write_deferred()
 
     def _on_disconnect(self) -> None:
         """Handle the loss of the connection: streams wait for the next engine, calls fail."""
-        self._connection = self._deferred = None
+        self._connection = None
         if self._restoring:
             self._restoring.cancel()
         for stream in list(self._streams.values()):

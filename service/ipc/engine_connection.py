@@ -26,10 +26,32 @@ class EngineConnection(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._writable = asyncio.Event()
         self._writable.set()
+        self._deferred: bytearray | None = None  # encoded messages of `send`; None if it writes them at once
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Number of bytes that did not fit the kernel's buffer, or are deferred."""
+        return self._transport.get_write_buffer_size() + len(self._deferred or b"")
 
     def write(self, message: messages.ToEngine) -> None:
         """Write a message without waiting."""
         self._transport.write(messages.encode(message))
+
+    def send(self, message: messages.ToEngine) -> None:
+        """Write a message without waiting; after `defer` with `write_deferred`."""
+        if self._deferred is None:
+            self.write(message)
+        else:
+            self._deferred += messages.encode(message)
+
+    def defer(self) -> None:
+        """Defer the messages of `send`."""
+        self._deferred = bytearray()
+
+    def write_deferred(self) -> None:
+        """Write the deferred messages. Defer no further ones."""
+        self._transport.write(self._deferred or b"")
+        self._deferred = None
 
     async def drained(self) -> None:
         """Yield to other tasks, and wait until the engine has read most of what was written."""

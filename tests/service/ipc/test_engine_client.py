@@ -288,6 +288,16 @@ async def test_engine_client_too_many_streams_raises_queue_full() -> None:
             stream.close()
 
 
+async def test_engine_client_bytes_that_the_engine_does_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 1 << 20)
+    async with connected() as (client, engine):
+        assert engine._task
+        engine._task.cancel()  # it reads nothing any more, but keeps the connection
+        cancelled = (client.submit(Request("r", [1000] * 10_000, 5, time.monotonic())).close() for _ in range(1000))
+        with pytest.raises(Unavailable, match="the engine does not answer"):
+            list(cancelled)
+
+
 async def test_engine_client_live_streams_of_one_client_fill_the_queue() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()

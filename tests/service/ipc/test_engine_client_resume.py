@@ -104,7 +104,6 @@ async def test_engine_client_restore_ends_with_its_connection() -> None:
     written: list[object] = []
     connection: Any = SimpleNamespace(write=written.append, drained=asyncio.Event().wait)
     client = EngineClient("")
-    client._deferred = [Cancel(1)]
     client._restoring = asyncio.ensure_future(client._restore(connection, []))
     await asyncio.sleep(0)
     assert [type(message) for message in written] == [Restore]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from npuserve.service.ipc.engine_connection import EngineConnection
+from npuserve.service.ipc.messages import Hello, Pause, encode
 
 
 async def test_engine_connection_drained_waits_for_an_engine_that_reads() -> None:
@@ -17,3 +19,19 @@ async def test_engine_connection_drained_waits_for_an_engine_that_reads() -> Non
     assert not waiting.done()
     connection.resume_writing()
     await asyncio.wait_for(waiting, 10)
+
+
+async def test_engine_connection_deferred_messages_are_written_last_and_count_as_unsent() -> None:
+    written: list[bytes] = []
+    connection = EngineConnection(lambda data, connection: None)
+    connection._transport = SimpleNamespace(  # type: ignore[assignment]
+        write=lambda data: written.append(bytes(data)), get_write_buffer_size=lambda: 1000)
+    connection.defer()
+    connection.send(Pause(1))
+    connection.send(Pause(2))
+    connection.write(Hello())
+    assert connection.unsent_bytes == 1000 + len(encode(Pause(1)) + encode(Pause(2)))
+    connection.write_deferred()
+    connection.send(Pause(3))
+    assert written == [encode(Hello()), encode(Pause(1)) + encode(Pause(2)), encode(Pause(3))]
+    assert connection.unsent_bytes == 1000
