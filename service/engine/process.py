@@ -161,17 +161,20 @@ def build_engine(
         kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
         parameters=runner.parameters, deterministic=runner.deterministic)
-    records = load_streams(config, model, args.folder)
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
     socket = EngineSocket(args.address)
     lead = LeadRunner(runner, ranks.group) if ranks else runner
+    profiler = open_profiler(args, runner, socket)
+    # Nothing may end this process between the load of the streams, which removes their file, and the loop.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    records = load_streams(config, model, args.folder)
     engine = Engine(scheduler, lead, socket, model, args.epoch, config.double_buffering,
                     child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
-                    profiler=open_profiler(args, runner, socket), on_idle=ranks.check if ranks else None)
+                    profiler=profiler, on_idle=ranks.check if ranks else None)
     if publisher and kv_events:
         publisher.start(kv_events.first)
     seconds = time.monotonic() - began
@@ -317,7 +320,6 @@ def serve(args: EngineArgs, stop_order: StopOrder) -> int:
         return child.report_unusable(error)
     except (ConfigError, ValueError, OSError, MemoryError) as error:
         return faults.start_code(error, args.may_drop_captures)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stop_order.attach(engine)
     process_control.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them

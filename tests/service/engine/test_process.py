@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine import process
-from npuserve.service.engine.process import StopOrder, load_streams, open_profiler
+from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, load_streams, open_profiler
 from npuserve.service.ipc.resumable_streams import FILE
+from tests.support.counting_runner import ServedRunner
 from tests.support.fake_engine import INFO
 
 NO_UTF8 = b"\x92\xa2\xff\xff\x90"
@@ -39,12 +41,26 @@ def test_streams_are_saved_before_anything_that_may_hang_ends(monkeypatch: pytes
     engine = SimpleNamespace(run=lambda: order.append("loop"), profiles=ends("profiles"), grammars=ends("grammars"))
     monkeypatch.setattr(process, "build", lambda _: (engine, ends("ranks", "stop")))
     monkeypatch.setattr(process, "save_streams", lambda *_: order.append("streams"))
-    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(process.gc, "freeze", lambda: None)
     monkeypatch.setattr(process.process_control, "request_slice", lambda: None)
     assert process.serve(Any, StopOrder()) == 0  # type: ignore[arg-type]
     assert order[:2] == ["loop", "streams"]
     assert sorted(order[2:]) == ["grammars", "profiles", "ranks"]
+
+
+def test_kept_streams_are_loaded_once_the_start_can_no_longer_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their file is removed then."""
+    order: list[str] = []
+
+    def spied(name: str) -> Any:
+        return lambda *_, **__: order.append(name) or SimpleNamespace()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(process.signal, "signal", lambda *call: order.append(f"{call[0].name} {call[1].name}"))
+    for name in ("load_streams", "CrashTracker", "EngineSocket", "open_profiler", "Engine"):
+        monkeypatch.setattr(process, name, spied(name))
+    runner: Any = ServedRunner(storyteller.FOLDER, 0.0)
+    build_engine(EngineArgs(ServerConfig(), "", "", 1), runner, None, 0.0)
+    assert order[-3:] == ["SIGTERM SIG_IGN", "load_streams", "Engine"]
 
 
 @pytest.mark.parametrize(
