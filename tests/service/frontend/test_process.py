@@ -159,10 +159,11 @@ async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Pat
     """
     folder = make_folder(tmp_path / "m")
     order = '{"drain": 0.5}\n{"drain": 600}\n'  # the second one changes nothing
-    for orders, state, reason in (
-        (order, "", "its output is lost"),
-        (order, str(tmp_path), "resume it with x-resume-token after the next start"),
-        ('{"drain": 600}\n{"engine_failed": true}\n', str(tmp_path), "is not restarted; the output is lost"),
+    for orders, state, dies, reason in (
+        (order, "", False, "its output is lost"),
+        (order, str(tmp_path), False, "resume it with x-resume-token after the next start"),
+        (order, str(tmp_path), True, "its output is lost"),
+        ('{"drain": 600}\n{"engine_failed": true}\n', str(tmp_path), True, "is not restarted; the output is lost"),
     ):
         async with fake_engine.engine(delay=0.2) as engine:
             processes.append(Process(args(folder, engine.address, drain_seconds=600, state_folder=state)))
@@ -176,6 +177,8 @@ async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Pat
                 whole, stream = stub.Generate(ask("a", 60)), stub.StreamGenerate(ask("a", 60))
                 await stream.read()
                 token = dict(await stream.initial_metadata())["x-resume-token"]
+                if dies:
+                    await engine.die()
                 assert process.stdin
                 process.stdin.write(orders)
                 process.stdin.flush()
