@@ -59,11 +59,13 @@ async def test_engine_client_states_and_model_info() -> None:
         engine.start()
         await until(lambda: client.state == "ready")
         assert (client.epoch, states) == (2, ["ready", "down", "ready"])
+        assert sum("_detect_stall" in repr(task) for task in asyncio.all_tasks()) == 1
         assert await ids_of(client.submit(request())) == [1, 2, 3, 4, 5]
         await client.close()
 
 
-async def test_engine_client_silent_engine_is_stalled() -> None:
+async def test_engine_client_silent_engine_is_stalled(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
     async with connected() as (client, engine):
         client._stall_seconds = 1
         engine.hold.clear()
@@ -77,6 +79,8 @@ async def test_engine_client_silent_engine_is_stalled() -> None:
         await until(lambda: client.state == "stalled")
         await engine.die()
         await until(lambda: client.state == "down")
+    levels = [record.levelname for record in caplog.records if record.message.startswith("engine is ")]
+    assert levels == ["DEBUG", "WARNING", "INFO", "WARNING", "WARNING"]
 
 
 async def test_engine_client_concurrent_streams_get_own_outputs() -> None:
