@@ -285,7 +285,7 @@ class EngineClient:
         self._silent_seconds = 0
         if self.state == "stalled":
             self._set_state("ready")
-        if not isinstance(message, messages.Ready) and (self._connection is None or message.epoch != self.epoch):
+        if not isinstance(message, messages.Ready) and message.epoch != self.epoch:
             return  # of an earlier engine
         match message:
             case Outputs():
