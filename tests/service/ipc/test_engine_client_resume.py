@@ -175,5 +175,6 @@ async def test_engine_client_engine_death_fails_resume() -> None:
         await engine.die()
         with pytest.raises(Unavailable):
             await resuming
-        with pytest.raises(Unavailable, match="restarting"):
-            await client.resume("t", 0, "me", None)
+        for call in (client.resume("t", 0, "me", None), client.flush_prefix_cache()):
+            with pytest.raises(Unavailable, match="restarting"):
+                await asyncio.wait_for(call, 10)
