@@ -67,10 +67,11 @@ async def test_engine_client_states_and_model_info() -> None:
 async def test_engine_client_silent_engine_is_stalled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     async with connected() as (client, engine):
-        client._stall_seconds = 1
+        client._stall_seconds = 2
         engine.hold.clear()
         stream = client.submit(request())
         await until(lambda: client.state == "stalled")
+        assert client._silent_seconds == 2
         with pytest.raises(Unavailable, match="does not answer"):
             client.submit(request())
         engine.hold.set()

@@ -1,4 +1,4 @@
-"""Engine client: streams that are restored in the next engine, and streams that a later call resumes."""
+"""Engine client: streams that are restored in the next engine, streams that a later call resumes, and other calls."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     Cancel,
+    FlushPrefixCache,
+    Hello,
     Load,
     Output,
     Outputs,
@@ -87,6 +89,7 @@ async def test_engine_client_restore_is_split_and_new_requests_follow() -> None:
         parts = engine.got(Restore)
         assert [record.request.request_id for part in parts for _, record in part.live] == [
             f"old {i}" for i in range(11)]
+        assert all(record.timing for part in parts for _, record in part.live)
         assert [one.token for part in parts for one in part.ended] == [f"t{i}" for i in range(40)]
         assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
         assert len(parts) > 5
@@ -178,3 +181,13 @@ async def test_engine_client_engine_death_fails_resume() -> None:
         for call in (client.resume("t", 0, "me", None), client.flush_prefix_cache()):
             with pytest.raises(Unavailable, match="restarting"):
                 await asyncio.wait_for(call, 10)
+
+
+async def test_engine_client_reply_to_a_cancelled_call_is_ignored() -> None:
+    async with connected() as (client, engine):
+        call = asyncio.ensure_future(client.flush_prefix_cache())
+        await asyncio.sleep(0)
+        call.cancel()
+        assert await client.flush_prefix_cache() == 11
+        assert len(engine.got(FlushPrefixCache)) == 2
+        assert len(engine.got(Hello)) == 1
