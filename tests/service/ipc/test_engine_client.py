@@ -14,7 +14,7 @@ from npuserve.service import metrics
 from npuserve.service.errors import InternalError, QueueFull, StreamNotFound, Unavailable
 from npuserve.service.ipc import engine_client as module
 from npuserve.service.ipc.engine_client import EngineClient, Stream
-from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore, Submit
+from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore, Started, Submit
 from tests.support import fake_engine
 from tests.support.fake_engine import INFO, FakeEngine, until
 
@@ -151,18 +151,20 @@ async def test_engine_client_engine_death_fails_calls() -> None:
             await call
 
 
-async def test_engine_client_message_of_earlier_epoch_is_dropped() -> None:
+async def test_engine_client_outputs_of_earlier_epoch_and_of_ended_streams_are_dropped() -> None:
     async with connected(epoch=7) as (client, engine):
         engine.hold.clear()
         stream = client.submit(request())
         await until(lambda: engine.live == 1)
         frontend, key = next(iter(engine._live))
         await engine.send(frontend, Outputs(6, Load(running=99), [Output(key, [25])]))
-        await engine.send(frontend, Outputs(7, Load(running=3), [Output(key + 1000, [25])]))
+        other = key + 1000  # of a stream that has ended here
+        await engine.send(frontend, Outputs(7, Load(running=3), [Output(other, [25])], [Started(other, 0)], [other]))
         await until(lambda: client.load.running == 3)
         assert stream.buffered == 0
         engine.hold.set()
         assert await ids_of(stream) == [1, 2, 3, 4, 5]
+        assert len(engine.got(Hello)) == 1
 
 
 async def test_engine_client_load_counts_unanswered_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,17 +341,6 @@ async def test_engine_client_unread_streams_of_one_client_take_half() -> None:
         for stream in streams:
             stream.close()
         assert client._limit._clients == client._limit._counts == {}
-
-
-async def test_engine_client_abort_and_flush() -> None:
-    async with connected(delay=0.005) as (client, _):
-        stream = client.submit(request(1000, "mine"))
-        await stream.__anext__()
-        assert await client.abort("mine")
-        assert not await client.abort("mine")
-        finishes = [outputs[-1].finish async for outputs in stream]
-        assert finishes[-1].reason == "aborted"
-        assert await client.flush_prefix_cache() == 11
 
 
 async def test_engine_client_malformed_message_reconnects() -> None:

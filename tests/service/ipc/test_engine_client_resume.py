@@ -181,6 +181,18 @@ async def test_engine_client_engine_death_fails_resume() -> None:
         for call in (client.resume("t", 0, "me", None), client.flush_prefix_cache()):
             with pytest.raises(Unavailable, match="restarting"):
                 await asyncio.wait_for(call, 10)
+        assert client.require_model_info() == fake_engine.INFO
+
+
+async def test_engine_client_abort_and_flush() -> None:
+    async with connected(delay=0.005) as (client, _):
+        stream = client.submit(request(1000, "mine"))
+        await stream.__anext__()
+        assert await client.abort("mine")
+        assert not await client.abort("mine")
+        finishes = [outputs[-1].finish async for outputs in stream]
+        assert finishes[-1].reason == "aborted"
+        assert await client.flush_prefix_cache() == 11
 
 
 async def test_engine_client_reply_to_a_cancelled_call_is_ignored() -> None:
