@@ -1,7 +1,7 @@
 """The engine process: loads the model, then serves the front ends until the supervisor orders the stop.
 
-SIGTERM ends it while it loads, and is ignored afterwards: systemd and Slurm send it to all processes of the server, and
-the engine must run until the front ends have drained.
+SIGTERM ends the first engine while it loads. It is ignored afterwards, and by restarted engines: systemd and Slurm send
+it to all processes of the server, and the engine must run until the front ends have drained.
 
     python -m npuserve.service.engine.process      started by the supervisor, which writes EngineArgs on its stdin
 """
@@ -303,6 +303,8 @@ def main() -> int:
     logs.setup(args.config, "engine")
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the supervisor handles them
         signal.signal(number, signal.SIG_IGN)
+    if args.epoch > 1:  # streams may wait for it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stop_order = StopOrder()
     child.listen(lambda _: stop_order.give())
     try:

@@ -130,9 +130,9 @@ class ChildProcess:
         self.order(drain=seconds)
 
     def stop(self) -> None:
-        """End the engine for good: by an order if it runs, by SIGTERM if it still loads."""
+        """End the engine for good: by an order if it runs, by a signal if it still loads, see engine/process.py."""
         self.order(stop=True)
-        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGKILL if self.starts > 1 and self.ready_event is None else signal.SIGTERM)
 
     def order(self, **order: object) -> None:
         """Write an order on its stdin, if it is running."""

@@ -76,6 +76,15 @@ def kill(server: Server, pid: int) -> None:
     until(lambda: pid not in dict(descendants(server.process.pid)))
 
 
+def ignores_sigterm(pid: int) -> bool:
+    """Return whether a process ignores SIGTERM; False if there is none."""
+    try:
+        ignored = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    except FileNotFoundError:
+        return False
+    return bool(int(ignored[0], 16) >> signal.SIGTERM - 1 & 1)
+
+
 def until_serving(server: Server) -> None:
     until(lambda: server.process.poll() is not None or is_serving(server))
     assert server.process.poll() is None, server.log
@@ -158,6 +167,28 @@ def test_engine_that_hangs_while_it_loads_again_is_killed(load_file: Path, monke
         until_serving(server)
         assert server.metric("npuserve_process_failures_total", process="engine", why="hung") >= 1
         until(lambda: server.metric("npuserve_engine_loading_seconds") == 0)
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_sigterm_to_all_processes_while_the_engine_loads_again(load_file: Path, is_loaded: bool) -> None:
+    """The load continues until the drain's end, as systemd sends the signal to all of them."""
+    with serving("--drain-seconds", "60" if is_loaded else "1", **COUNTING) as server:
+        call = server.stub.StreamGenerate(request("Once upon a time", 400, ignore_eos=True), timeout=60)
+        tokens = len(next(call).token_ids)
+        load_file.write_text("hold")
+        kill(server, engine_of(server))
+        until(lambda: ignores_sigterm(engine_of(server)), server)
+        for pid in (*children(server).values(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        if is_loaded:
+            until(lambda: "draining" in server.log)
+            load_file.unlink()
+            assert tokens + sum(len(part.token_ids) for part in call) == 400
+        else:
+            with pytest.raises(grpc.RpcError, match="its output is lost"):
+                list(call)
+        assert server.process.wait(30) == 0
+        assert server.log.count("starting it again") == 1
 
 
 def test_memory_that_is_not_free_at_a_restart_is_waited_for(load_file: Path) -> None:
