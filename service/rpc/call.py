@@ -67,7 +67,8 @@ async def call(
 
     A ServeError becomes its gRPC status, and a MemoryError UNAVAILABLE. Any other exception is a bug: the client gets
     INTERNAL with an id, which the log holds beside the traceback. The exception's text is logged only if prompts are. A
-    cancel, by the client or its deadline, is raised again.
+    cancel, by the client or its deadline, is raised again. A call that ended before the status of its error could be
+    sent counts as cancelled: gRPC may report the end of a call's messages before it cancels the call.
 
     rpc: name of the method, see `rpc_name`.
     level: level of the log line.
@@ -94,9 +95,15 @@ async def call(
             delay := throttle.delay(peer_name(context.peer()), work_seconds.get())
         ):
             raise DelayedRefusal(error, delay) from None
-        with contextlib.suppress(asyncio.TimeoutError):
-            seconds = UNREAD_SECONDS if error.is_behind_messages else None
+        seconds = UNREAD_SECONDS if error.is_behind_messages else None
+        try:
             await asyncio.wait_for(_abort(context, error), seconds)
+        except asyncio.TimeoutError:
+            pass
+        except Exception as failed:
+            if is_lost_connection(failed):
+                code = cancel_code(context.time_remaining(), allowed)
+            raise
     except Exception as error:
         if is_lost_connection(error):
             code = cancel_code(context.time_remaining(), allowed)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from npuserve.service.errors import MalformedRequest
 from npuserve.service.rpc.call import call, cancel_code, peer_name
 
 
@@ -49,6 +50,24 @@ async def test_call_without_memory_is_unavailable_and_no_bug(caplog: pytest.LogC
     assert aborted[:2] == [grpc.StatusCode.UNAVAILABLE, "the front end has no memory for the request"]
     (record,) = caplog.records
     assert (record.message, record.fields["code"]) == ("request", "UNAVAILABLE")  # type: ignore[attr-defined]
+
+
+async def test_call_that_ended_before_its_error_was_sent_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC may report the end of the messages of a call before its cancel: the call seems to have no message."""
+    caplog.set_level(logging.INFO, "npuserve")
+
+    class Context(LiveContext):
+        def trailing_metadata(self) -> None:
+            return None
+
+        async def abort(self, *status: object) -> None:
+            raise cygrpc.ExecuteBatchError("Failed")
+
+    with pytest.raises(cygrpc.ExecuteBatchError):
+        async with call(Context(), "Generate", logging.INFO):  # type: ignore[arg-type]
+            raise MalformedRequest("the call has no message")
+    (record,) = caplog.records
+    assert (record.message, record.fields["code"]) == ("request", "CANCELLED")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("left", "allowed", "code"), [
