@@ -42,9 +42,12 @@ def test_reload_after_an_error_of_the_system_reads_the_unchanged_file(
     reader.error = OSError(errno.EIO, "Input/output error")
     assert not reloader.reload_if_changed()
     assert len(failures(caplog)) == 2
+    file.write_text("newest file")
+    assert not reloader.reload_if_changed()
+    assert len(failures(caplog)) == 3
     reader.error = None
     assert reloader.reload_if_changed()
-    assert reloader.value == "new file"
+    assert reloader.value == "newest file"
     assert not reloader.reload_if_changed()
 
 

@@ -65,6 +65,14 @@ def test_last_known_good_keeps_no_copy_of_a_file_that_changes_meanwhile(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == ({"file"} if later else set())
 
 
+def test_last_known_good_without_a_folder_for_the_copy_reads_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("good")
+    assert LastKnownGoodFile("api_keys", str(tmp_path / "file"), tmp_path / "absent" / "copy", read).read() == "good"
+    assert caplog.messages == ["no copy for other processes"]
+
+
 @pytest.mark.parametrize("copy", [True, False])
 def test_last_known_good_without_copy_raises_config_error(tmp_path: Path, copy: bool) -> None:
     (tmp_path / "file").write_text("bad")

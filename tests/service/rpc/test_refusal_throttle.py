@@ -13,7 +13,14 @@ import pytest
 
 from npuserve.service.errors import InvalidField, MessageTooLarge, QueueFull, ServeError
 from npuserve.service.rpc.call import DelayedRefusal, call, refusal_throttle, refuse_after_delay
-from npuserve.service.rpc.refusal_throttle import BURST, MAX_ADDRESSES, MAX_SECONDS, MAX_WORK_SHARE, RefusalThrottle
+from npuserve.service.rpc.refusal_throttle import (
+    BURST,
+    MAX_ADDRESSES,
+    MAX_SECONDS,
+    MAX_WORK_SHARE,
+    RefusalThrottle,
+    add_work,
+)
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2
 from tests.support.fake_engine import make_folder
@@ -84,7 +91,7 @@ def test_refusal_throttle_addresses_are_bounded() -> None:
     throttle = RefusalThrottle(1, Clock())
     for number in range(2 * MAX_ADDRESSES):
         throttle.delay(str(number))
-    assert len(throttle._due) == MAX_ADDRESSES
+    assert [*throttle._due] == [str(number) for number in range(MAX_ADDRESSES, 2 * MAX_ADDRESSES)]
 
 
 class Request:
@@ -137,6 +144,16 @@ async def test_refusal_throttle_delays_errors_of_the_client(error: ServeError, i
     assert context.ended
     assert context.ended[0].endswith("wrong")  # type: ignore[attr-defined]
     assert context.ended[1] or not is_delayed
+
+
+async def test_refusal_throttle_counts_all_work_of_a_call() -> None:
+    refusal_throttle.set(RefusalThrottle(100, Clock()))
+    add_work(2 * MAX_WORK_SHARE)
+    add_work(MAX_WORK_SHARE)
+    with pytest.raises(DelayedRefusal) as delayed:
+        async with call(Context(), "Generate"):  # type: ignore[arg-type]
+            raise InvalidField("n", "wrong")
+    assert delayed.value.seconds == pytest.approx(3 - BURST / 100)
 
 
 async def test_refusal_throttle_flood_delays_refusals_only(tmp_path: Path) -> None:

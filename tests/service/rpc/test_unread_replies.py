@@ -47,6 +47,10 @@ def test_unread_replies_total_is_bounded_and_each_client_may_have_one() -> None:
         replied(unread, "bob", 1)
     large.end()
     replied(unread, "bob", 1)
+    replied(unread, "carol", 49)
+    replied(unread, "dave", 49)
+    with pytest.raises(QueueFull, match="queue full: 100 bytes"):
+        replied(unread, "bob", 1)
 
 
 def test_unread_replies_of_ended_calls_leave_nothing() -> None:
