@@ -50,12 +50,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     find_key: returns the caller of an API key, None for an unknown key. None: the server has no API keys.
     admin_names: names of client certificates with the admin right.
-    throttle: throttle of this server's refusals; None: no limit.
+    throttle: throttle of this server's refusals.
     """
 
     def __init__(
-        self, find_key: Callable[[str], Caller | None] | None, admin_names: Collection[str] = (),
-        throttle: RefusalThrottle | None = None,
+        self, find_key: Callable[[str], Caller | None] | None, admin_names: Collection[str], throttle: RefusalThrottle
     ):
         self._find_key = find_key
         self._throttle = throttle
@@ -65,8 +64,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await self._authenticated_handler(continuation, details)
-        if self._throttle is None or handler is None:
-            return handler
         inner = handler.stream_unary or handler.stream_stream
         if inspect.isasyncgenfunction(inner):  # reflection, whose messages have a few bytes
             return handler
@@ -84,10 +81,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     async def _authenticated_handler(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the handler of a call, or a handler that refuses it; None for an unknown method."""
+        """Return the handler of a call, or a handler that refuses it. Calls to unknown methods do not arrive here."""
         handler = await continuation(details)
         method: str = details.method  # type: ignore[attr-defined]
-        if handler is None or method.startswith(HEALTH):
+        if method.startswith(HEALTH):
             return handler
         service, _, name = method[1:].rpartition("/")
         rpc = rpc_name(service, name)

@@ -48,7 +48,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def set_ready(self, ready: bool) -> None:
         """Set readiness. Ignored during a drain."""
-        if ready != self._ready and not self._draining:
+        if not self._draining:
             self._ready = ready
             self._notify()
 

@@ -21,6 +21,7 @@ from npuserve.service.access.auth import KV_EVENTS, AuthInterceptor
 from npuserve.service.access.caller import Caller
 from npuserve.service.cli.main import main
 from npuserve.service.ipc.messages import Submit
+from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.support.fake_engine import until
@@ -143,7 +144,7 @@ async def test_auth_kv_events_need_admin_right_of_callers_with_a_key() -> None:
         await context.write(b"events")
 
     async def outcome(find_key: Any, metadata: Any) -> str:
-        server = grpc.aio.server(interceptors=[AuthInterceptor(find_key)])
+        server = grpc.aio.server(interceptors=[AuthInterceptor(find_key, (), RefusalThrottle(0))])
         service, _, method = KV_EVENTS[1:].partition("/")
         handlers = {method: grpc.stream_stream_rpc_method_handler(subscribe)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
