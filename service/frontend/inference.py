@@ -114,10 +114,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         async with call(context, "Detokenize"):
             folder = self._generation.require_folder()
             validation.check_model(request, folder)
-            vocabulary = self._engine.require().vocabulary_size
+            info = self._engine.require_model_info()
             text = await self._generation.prepare(
-                context, "detokenize", request, validation.detokenize, request, folder.tokenizer, vocabulary,
-                self._generation.max_model_len)
+                context, "detokenize", request, validation.detokenize, request, folder.tokenizer, info.vocabulary_size,
+                info.max_model_len)
             response = tokenize_pb2.DetokenizeResponse(text=text)
             self._unread.add(context, get_caller(context).name, "detokenize", response.ByteSize())
         return response
@@ -126,7 +126,7 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
         async with call(context, "GetModelInfo"):
-            folder, info = self._generation.require_folder(), self._engine.require()
+            folder, info = self._generation.require_folder(), self._engine.require_model_info()
             tokenizer = folder.tokenizer
             response = model_pb2.GetModelInfoResponse(
                 name=folder.name, family=info.family, vocabulary_size=info.vocabulary_size,

@@ -48,6 +48,16 @@ async def test_tokenize_and_detokenize_of_another_model_are_not_found(folder: Pa
             assert failed.value.code() == grpc.StatusCode.NOT_FOUND
 
 
+async def test_calls_without_the_engine_are_served_while_it_restarts(folder: Path) -> None:
+    async with running(folder) as server:
+        await server.engine.die()
+        await until(lambda: server.frontend._engine.state == "down")
+        ids = (await server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text="ab"))).token_ids
+        assert (await server.inference.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=ids))).text == "ab"
+        info = await server.inference.GetModelInfo(model_pb2.GetModelInfoRequest())
+        assert info.max_model_len == INFO.max_model_len
+
+
 async def test_get_load_counts_requests_in_preparation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
