@@ -6,13 +6,14 @@ import json
 import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 
-from npuserve.service import logs
+from npuserve.service import log_queue, logs, metrics
 from npuserve.service.config import ServerConfig
 
 log = logging.getLogger("npuserve.service.somewhere")
@@ -73,6 +74,39 @@ def test_json_formatter_includes_exception(capsys: Capture) -> None:
     (line,) = lines(capsys)
     assert line["level"] == "error"
     assert line["exception"].endswith("ValueError: why")
+
+
+def test_bug_names_the_exceptions_that_led_to_it(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="json"), "engine")
+    error = ValueError()
+    error.__context__ = KeyError()
+    logs.bug(log, "bug", error)
+    error.__suppress_context__ = True  # raise … from None
+    logs.bug(log, "bug", error)
+    error.__cause__ = OSError()
+    logs.bug(log, "bug", error)
+    found = [line["exception_type"] for line in lines(capsys)]
+    assert found == ["ValueError from KeyError", "ValueError", "ValueError from OSError"]
+
+
+def test_dropped_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs.setup(ServerConfig(log_format="json"), "engine")
+    metrics.flush()
+    before = metrics.log_lines_dropped_total._value.get()
+    monkeypatch.setattr(log_queue, "MAX_QUEUED_BYTES", 0)
+    logs.event(log, "lost")
+    logs.forward(b"lost\n")
+    for _ in range(2):
+        metrics.flush()
+        assert metrics.log_lines_dropped_total._value.get() == before + 2
+
+
+def test_warnings_are_lines(capsys: Capture) -> None:
+    logs.setup(ServerConfig(log_format="json"), "engine")
+    warnings.warn("careful", stacklevel=1)
+    (line,) = lines(capsys)
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
+    assert "careful" in line["message"]
 
 
 def test_exception_that_ends_the_process_is_one_json_line_without_its_text() -> None:

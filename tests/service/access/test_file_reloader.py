@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_reload_after_an_error_of_the_system_reads_the_unchanged_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "npuserve")
     file = tmp_path / "file"
     file.write_text("old")
     reader = Reader(file)
@@ -49,6 +51,7 @@ def test_reload_after_an_error_of_the_system_reads_the_unchanged_file(
     assert reloader.reload_if_changed()
     assert reloader.value == "newest file"
     assert not reloader.reload_if_changed()
+    assert caplog.messages.count("read again") == 1
 
 
 def test_reload_after_a_change_of_the_mode_reads_the_file(tmp_path: Path) -> None:
