@@ -1,0 +1,54 @@
+"""Limits of connections, calls and metadata, which gRPC enforces."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.e2e.fuzz.wire import PREFACE, SETTINGS, frame
+from tests.support.front_end import Running, ask, running
+from tests.support.raw_connection import RawConnection
+
+MAX_CONCURRENT_STREAMS = 3
+"""Identifier of the HTTP/2 setting."""
+
+
+def port_of(server: Running) -> int:
+    return int(server.target.rpartition(":")[2])
+
+
+async def test_server_connections_above_the_limit_are_closed(folder: Path) -> None:
+    async with running(folder, max_connections=2) as server:
+        kept = [await RawConnection.open(port_of(server)) for _ in range(2)]
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await RawConnection.open(port_of(server))
+        for connection in kept:
+            assert b"grpc-status\x010" in await connection.generate(ask("a", 1))
+            connection.close()
+
+
+@pytest.mark.parametrize(("running_and_queued", "calls"), [((64, 256), 640), ((1, 0), 256)])
+async def test_server_calls_of_a_connection_are_limited(
+    folder: Path, running_and_queued: tuple[int, int], calls: int
+) -> None:
+    max_num_seqs, max_queue = running_and_queued
+    async with running(folder, max_num_seqs=max_num_seqs, max_queue=max_queue) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+        writer.write(PREFACE + frame(SETTINGS))
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        assert head[3] == SETTINGS
+        assert dict(struct.iter_unpack(">HI", payload))[MAX_CONCURRENT_STREAMS] == calls
+        writer.close()
+
+
+@pytest.mark.parametrize(("size", "code"), [
+    (7 << 10, grpc.StatusCode.OK), (16 << 10, grpc.StatusCode.RESOURCE_EXHAUSTED)])
+async def test_server_metadata_is_limited(folder: Path, size: int, code: grpc.StatusCode) -> None:
+    """Between 8 and 16 KiB gRPC refuses at random."""
+    async with running(folder) as server:
+        assert await server.inference.Generate(ask("a", 1), metadata=(("x", "v" * size),)).code() is code
