@@ -226,7 +226,7 @@ def _open_vllm_engine(
 ) -> VllmEngineServicer | None:
     """Return None, without an import, if the extra `gateway` is not installed; also if its stubs cannot be used.
 
-    Raises ConfigError if it is not installed and KV events need it: only VllmEngine offers them over gRPC.
+    Raises ConfigError in both cases if KV events need it: only VllmEngine offers them over gRPC.
     """
     if importlib.util.find_spec("smg_grpc_proto") is None:
         if config.kv_events == "grpc":
@@ -235,6 +235,9 @@ def _open_vllm_engine(
     try:
         from npuserve.service.gateway.servicer import VllmEngineServicer
     except Exception as error:  # generated code raises several classes for the versions of grpcio and protobuf
+        if config.kv_events == "grpc":
+            reason = f"kv_events: grpc needs smg-grpc-proto, and the installed one cannot be used: {error}"
+            raise ConfigError(reason) from None
         logs.event(log, "VllmEngine is off: the installed smg-grpc-proto cannot be used", level=logging.WARNING,
                    error=str(error))
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -290,6 +291,11 @@ def test_kv_events_over_grpc_without_the_stubs_say_what_to_install(monkeypatch: 
         return process._open_vllm_engine(ServerConfig(kv_events=kv_events), None, None, None)
 
     assert opened("grpc")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "npuserve.service.gateway.servicer", None)
+        assert opened("zmq") is None
+        with pytest.raises(ConfigError, match="kv_events: grpc needs smg-grpc-proto, and the installed one cannot be"):
+            opened("grpc")
     monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
     for other in ("off", "zmq"):
         assert opened(other) is None
