@@ -123,6 +123,7 @@ async def test_auth_admin_service_needs_admin_right(
         assert names == {"alice", "root"}
         lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
         assert {line["client"] for line in lines if line["code"] == "PERMISSION_DENIED"} == {"alice"}
+        assert "API keys are sent unencrypted: TLS is off" in caplog.messages
         # The scheme is case-insensitive, as in HTTP.
         await server.inference.Generate(ask(), metadata=(("authorization", f"bearer {keys['alice']}"),))
 
