@@ -47,12 +47,25 @@ def test_finished_observes_the_answer() -> None:
     assert {name: metric(name) - before[name] for name in expected} == pytest.approx(expected)
 
 
+def test_finished_observes_the_time_per_token_of_answers_with_several() -> None:
+    names = [f"time_per_output_token_seconds_{part}" for part in ("count", "sum")]
+    before = [metric(name) for name in names]
+    for generated, last in ((1, 10.5), (2, 10.75)):
+        fields: dict[str, Any] = {}
+        finish(CallSummary(CONFIG, "m", 1, fields, None), generated, 10.5, last)
+    assert [metric(name) - old for name, old in zip(names, before, strict=True)] == pytest.approx([1, 0.25])
+    assert fields == {"reason": "length", "cached_tokens": 1, "generated_tokens": 2, "ttft": 0.5, "e2e": 0.75}
+
+
 def test_finished_of_samples_adds_up_their_fields() -> None:
     fields: dict[str, Any] = {}
-    summary = CallSummary(CONFIG, "m", 3, fields, None)
+    traced: list[object] = []
+    trace: Any = SimpleNamespace(finished=lambda *arguments: traced.append(arguments))
+    summary = CallSummary(CONFIG, "m", 3, fields, trace)
     finish(summary, 4, 10.5, 14.0, index=1)
     finish(summary, 2, 10.25, 13.0, index=0)
     finish(summary, 1, 10.75, 10.75, index=2)
     assert fields == {
         "samples": 3, "reason": "length,length,length", "cached_tokens": 1, "generated_tokens": 7, "ttft": 0.25,
         "e2e": 4.0}
+    assert traced == [(TIMING, "m", 10.25)]
