@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import subprocess
 import sys
 import threading
@@ -143,6 +144,7 @@ async def test_trace_has_the_operation_of_its_prompt(tmp_path: Path, collector: 
 async def test_trace_of_error_and_cancel_has_status(
     folder: Path, collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "npuserve")
     async with running(folder, otlp_endpoint=collector.url) as server:
         with pytest.raises(grpc.aio.AioRpcError):
             await server.inference.Generate(ask("ab", 5, top_p=7.0))
@@ -162,6 +164,8 @@ async def test_trace_of_error_and_cancel_has_status(
     assert [span.status.code for span in collector.spans] == [0, 0, 2]
     assert collector.spans[2].status.message == "the engine is restarting"
     assert len({span.trace_id for span in collector.spans}) == 3
+    lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
+    assert [line["trace_id"] for line in lines] == [span.trace_id.hex() for span in collector.spans]
 
 
 async def test_trace_unsampled_by_client_is_not_exported(folder: Path, collector: Collector) -> None:
@@ -192,6 +196,17 @@ async def test_tracing_resource_is_of_the_environment(
     assert collector.resources[0]["service.name"] == name
     assert collector.resources[0].get("team") == ("a b" if variables else None)
     assert collector.resources[0]["service.version"]
+
+
+async def test_tracing_exports_the_last_spans_at_the_end(
+    folder: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+    monkeypatch.setattr("npuserve.service.rpc.tracing.TRACES_SECONDS", 60.0)
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        await server.inference.Generate(ask("ab", 2))
+        assert not collector.spans
+    assert len(collector.spans) == 4
 
 
 async def test_tracing_unreachable_collector_delays_no_call(
