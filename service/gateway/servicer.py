@@ -120,13 +120,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         async with call(context, _rpc("HealthCheck")):
+            self._generation.require_folder()  # smg registers a worker that answers, and then needs its model
+            self._engine.require_model_info()
             try:
-                self._generation.require_folder()
                 self._engine.require()
                 response = vllm.HealthCheckResponse(healthy=True, message="ready")
             except Unavailable as error:
-                if self._engine.model_info is None:  # smg registers a worker that answers, and then needs its model
-                    raise
                 response = vllm.HealthCheckResponse(healthy=False, message=error.message)
         return response
 
