@@ -163,6 +163,16 @@ def test_sampler_reads_ids_from_first_column(monkeypatch: pytest.MonkeyPatch) ->
             assert a.reports() == b.reports()
 
 
+@pytest.mark.parametrize(("params", "cut"), [
+    ([SamplingParams(min_p=0.1)], False), ([GREEDY, SamplingParams()], False), ([SamplingParams(top_k=1)], True),
+    ([SamplingParams(), SamplingParams(top_p=0.9)], True), ([GREEDY, SamplingParams(top_k=9)], True)])
+def test_sampler_cut_is_true_if_a_row_has_top_k_or_top_p(params: list[SamplingParams], cut: bool) -> None:
+    made, found = sampler(*params), []
+    made._k.sample = lambda *args: found.append(args[-1]) or KERNELS["sample"](*args)  # type: ignore[func-returns-value]
+    made.choose(logits_of(len(params)), [(r, 3) for r in range(len(params))])
+    assert found == [cut]
+
+
 def test_sampler_penalties_equal_transformers() -> None:
     """Greedy over many steps: repetition as in transformers, presence and frequency computed by hand."""
     params = SamplingParams(temperature=0.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
@@ -243,9 +253,10 @@ def test_sampler_restrict_removes_ending_ids_until_min_tokens(position: int, kep
     assert mask.tolist() == mask_of(kept, 4).tolist()
 
 
-def test_sampler_bias_does_not_override_min_tokens() -> None:
+@pytest.mark.parametrize(("output", "chosen"), [([], 9), ([1, 1, 1], 9), ([1, 1, 1, 1], 6)])
+def test_sampler_bias_does_not_override_min_tokens(output: list[int], chosen: int) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=4, ending_ids=(6,), logit_bias={6: 100.0, 9: 50.0})
-    assert choose(logits_of(1), params) == 9
+    assert choose(logits_of(1), params, output=output) == chosen
 
 
 def test_sampler_ignores_ids_beyond_vocabulary() -> None:
@@ -311,6 +322,16 @@ def test_sampler_counts_only_with_penalties() -> None:
     made.choose(logits_of(len(MIXED)), [(request, 3) for request in range(len(MIXED))])
     penalized = [request for request, state in made._states.items() if state.on_device and state.on_device.counts]
     assert penalized == [request for request, p in zip(count(), MIXED) if p.penalized] == [4, 5, 9]
+
+
+def test_sampler_slots_belong_to_live_requests_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPU, "captures_sampler", True)
+    made, penalized = Sampler(KernelSet("none"), VOCABULARY, CPU, 1), SamplingParams(presence_penalty=1.0)
+    for request, params in enumerate([SamplingParams(), penalized, penalized]):
+        made.add(NewRequest(request, [1], [], params))
+    made.remove(1)
+    made.add(NewRequest(3, [1], [], penalized))
+    assert {request: state.slot for request, state in made._states.items()} == {0: 0, 2: 0, 3: 1}
 
 
 @pytest.mark.parametrize("position", [2, 4])
