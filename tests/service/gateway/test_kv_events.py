@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,7 +22,7 @@ from npuserve.service.errors import Unavailable
 from npuserve.service.frontend import process
 from npuserve.service.gateway import kv_events
 from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.messages import Request
+from npuserve.service.ipc.messages import Load, Request
 from tests.service.engine.test_loop_kv_events import FIRST, RunningKv
 from tests.support.fake_engine import until
 
@@ -203,9 +204,27 @@ async def test_subscribe_without_batches_sends_load_at_changes_and_as_a_heartbea
         assert (load.running_requests, load.waiting_requests, load.token_usage) == (0, 0, 0)
         assert load.max_running_requests == 4
         assert (load.max_total_num_tokens, load.num_used_tokens, load.age_ms < 1000) == (512, 0, True)
-        await server.generate([1, 2, 3], 2)  # fills no block: its load alone is news
-        began = time.monotonic()
-        view.apply(await asyncio.wait_for(call.read(), 30))
+        call.cancel()
+
+
+async def test_subscribe_record_of_the_load_has_all_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of the load is sent without a heartbeat. Events after the first batch come without the cache's sizes."""
+    monkeypatch.setattr(kv_events, "HEARTBEAT_SECONDS", math.inf)
+    async with serving(tmp_path) as server:
+        call = server.subscribe()
+        first = (await call.read()).load
+        assert (first.load_only, first.max_total_num_tokens, first.num_used_tokens) == (False, 512, 0)
+        monkeypatch.setattr(EngineClient, "load", Load(3, 2, 0.75, 12.5))
+        load = (await asyncio.wait_for(call.read(), 30)).load
+        assert (load.running_requests, load.waiting_requests, load.token_usage, load.active_token_usage) == (
+            3, 2, 0.25, 0.25)
+        assert (load.gen_throughput, load.max_running_requests, load.num_used_tokens) == (12.5, 4, 128)
+        await server.generate(list(range(9)), 2)
+        event = (await asyncio.wait_for(call.read(), 30)).load
+        assert not event.load_only
+        assert not event.HasField("max_total_num_tokens")
         call.cancel()
 
 
