@@ -22,6 +22,7 @@ from npuserve.service.errors import Unavailable
 from npuserve.service.frontend import process
 from npuserve.service.gateway import kv_events
 from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.ipc.kv_events import AllBlocksCleared, Batch, BlockStored, KvEvents, SnapshotPart, encode_batch
 from npuserve.service.ipc.messages import Load, Request
 from tests.service.engine.test_loop_kv_events import FIRST, RunningKv
 from tests.support.fake_engine import until
@@ -165,6 +166,18 @@ async def test_subscribe_events_replayed_equal_the_cache(tmp_path: Path) -> None
         assert view.samples == list(range(1, len(view.samples) + 1))
         call.cancel()
         await until(lambda: not server.engine.stream._subscribers)
+
+
+def test_batches_have_parents_as_signed_hashes_and_parts_of_a_snapshot() -> None:
+    """Events of a snapshot have no id, also in the middle of a stream."""
+    batches, stored = kv_events._Batches(), BlockStored([7, 1 << 63], (1 << 64) - 1, [1, 2, 3, 4], 2)
+    made = [batches.to_proto(KvEvents(1, 1, 10 + number, encode_batch(Batch(0.0, [event])), part))
+            for number, (event, part) in enumerate([
+                (stored, None), (AllBlocksCleared(), SnapshotPart(0, 2, 2)), (stored, SnapshotPart(1, 2, 2))])]
+    assert [batch.events[0].event_id for batch in made] == [1, 0, 0]
+    assert [(batch.snapshot.index, batch.snapshot.count) for batch in made] == [(0, 0), (0, 2), (1, 2)]
+    assert made[0].events[0].stored.parent_block_hash == -1
+    assert [block.block_hash for block in made[0].events[0].stored.blocks] == [7, -1 << 63]
 
 
 async def test_subscribe_resumes_and_refuses_as_the_gateway_needs(tmp_path: Path) -> None:
