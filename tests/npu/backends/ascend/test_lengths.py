@@ -112,23 +112,26 @@ def test_ascend_lengths_from_python_give_tokens_of_cpu(tmp_path: Path) -> None:
         equal_to_the_cpu(tmp_path, {})
 
 
+@pytest.mark.parametrize("captures", [0, 1])
 @emulated(relax=RELAX)
-def test_ascend_unsupported_call_is_updated_from_python(tmp_path: Path) -> None:
-    """The test at the start succeeds, and the model's attention has an argument that the native library lacks."""
+def test_ascend_unsupported_call_is_updated_from_python(tmp_path: Path, captures: int) -> None:
+    """The test at the start succeeds, and the model's attention has an argument that the native library lacks. If it
+    serves captured steps already, no further one is captured: two threads must not update lengths."""
     saved(tmp_path)
     add, added = NativeLengths.add, []
 
-    def refuse_second(self: NativeLengths, graph: Any) -> None:
+    def refuse_later(self: NativeLengths, graph: Any) -> None:
         added.append(graph)
-        if len(added) > 1:
+        if len(added) > 1 + captures:
             raise native_lengths.UnsupportedCall("actual_shared_prefix_len")
         add(self, graph)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeLengths, "add", refuse_second)
-        runner = load(tmp_path)
+        patch.setattr(NativeLengths, "add", refuse_later)
+        runner = load(tmp_path, decode_buckets=(4,))
     assert isinstance(runner.backend, AscendBackend)
-    assert isinstance(runner.backend._lengths, LengthThread)
+    assert isinstance(runner.backend._lengths, NativeLengths if captures else LengthThread)
+    assert (runner._dispatch.greedy is None) == (captures > 0)
     assert answers(runner, asks(3, 4))[0] == answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(3, 4))[0]
 
 
@@ -145,6 +148,8 @@ def test_ascend_failed_length_update_raises_device_error(tmp_path: Path, updater
     with pytest.raises(RuntimeError, match="507899") as raised:
         runner.collect(launched)
     assert AscendBackend.fault(raised.value) is Fault.NODE
+    with pytest.raises(RuntimeError, match="507899"):
+        runner.backend.synchronize()
     let_go()
 
 
