@@ -143,7 +143,6 @@ class Grammars:
         pending.isolation = isolation
         self._pending[sequence] = pending
         self._is_due = True
-        metrics.requests_compiling.set(len(self._pending))
 
     def poll(self) -> list[CompiledRequest]:
         """Queue the requests whose grammars are compiled. Return these requests, and the refused ones."""
@@ -174,8 +173,6 @@ class Grammars:
 
     def close(self) -> None:
         """End the compiler."""
-        if self._builder:
-            self._builder.join()
         if self._built:
             self._built.compiler.close()
 
