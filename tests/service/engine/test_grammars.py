@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.npu import storyteller
+from npuserve.service import metrics
 from npuserve.service.engine import grammars as grammars_module
 from npuserve.service.engine.grammars import RETRY_SECONDS, BuiltCompiler, Grammars, PendingGrammar
 from npuserve.service.engine.process import build_compiler
@@ -92,7 +93,7 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("cause", [OSError(errno.EMFILE, "Too many open files"), PanicException("assertion failed")])
 def test_compiler_that_could_not_be_built_is_built_again(
-    cause: BaseException, monkeypatch: pytest.MonkeyPatch
+    cause: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler = FakeCompiler(9, frozenset({2}))
     causes = [cause]
@@ -109,6 +110,7 @@ def test_compiler_that_could_not_be_built_is_built_again(
     with pytest.raises(Unavailable, match="choices: the compiler cannot start") as refused:
         pending.submit()
     assert 0 < refused.value.retry_seconds <= RETRY_SECONDS
+    assert "the compiler of constraints cannot start" in caplog.text
     monkeypatch.setattr(grammars, "_retry_at", 0.0)
     assert_compiled(grammars, pending)
     grammars.close()
@@ -152,6 +154,7 @@ def test_failed_compiler_ends_the_request_with_unavailable() -> None:
     grammars.watch(sequence, pending)
     while CHOICES not in compiler.compilations:
         assert grammars.poll() == []
+    assert metrics.requests_compiling._value.get() == 1
     compiler.compilations[CHOICES].error = CompilerFailed("the process was killed")
     compiler.finish()
     grammars._notify()
@@ -159,7 +162,32 @@ def test_failed_compiler_ends_the_request_with_unavailable() -> None:
     assert ended is sequence
     assert isinstance(error, Unavailable)
     assert (error.message, len(grammars)) == ("choices: the process was killed", 0)
+    assert metrics.requests_compiling._value.get() == 0
     grammars.close()
+
+
+def test_poll_advances_after_a_change_or_after_poll_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "POLL_SECONDS", 1e9)
+    scheduler, advanced = new_scheduler(), list[int]()
+    grammars = Grammars(scheduler)
+
+    def advance(pending: PendingGrammar, most: int) -> int:
+        advanced.append(int(pending.request.request_id))
+        return 0
+
+    monkeypatch.setattr(grammars, "_advance", advance)
+    for number in range(2):
+        added = Request(f"{number}", [1], 9, 0.0, constraint=CHOICES)
+        pending = grammars.pending(added)
+        assert pending
+        grammars.watch(scheduler.add(added, (b"f", number), 0.0).sequence, pending)
+        for _ in range(2):
+            grammars.poll()
+    assert advanced == [0, 0, 1]
+    grammars._notify()
+    for _ in range(2):
+        grammars.poll()
+    assert advanced == [0, 0, 1, 0, 1]
 
 
 def test_replay_is_in_parts_and_waits_for_a_grammar_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
