@@ -48,19 +48,22 @@ def test_streams_are_saved_before_anything_that_may_hang_ends(monkeypatch: pytes
     assert sorted(order[2:]) == ["grammars", "profiles", "ranks"]
 
 
-def test_kept_streams_are_loaded_once_the_start_can_no_longer_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their file is removed then."""
+@pytest.mark.parametrize(("epoch", "frontends"), [(1, 0), (2, 3)])
+def test_kept_streams_are_loaded_once_the_start_can_no_longer_fail(
+    monkeypatch: pytest.MonkeyPatch, epoch: int, frontends: int
+) -> None:
+    """Their file is removed then. A restarted engine also waits for the front ends."""
     order: list[str] = []
 
     def spied(name: str) -> Any:
-        return lambda *_, **__: order.append(name) or SimpleNamespace()  # type: ignore[func-returns-value]
+        return lambda *_, **options: order.append(f"{name} {options.get('frontends', '')}")
 
     monkeypatch.setattr(process.signal, "signal", lambda *call: order.append(f"{call[0].name} {call[1].name}"))
     for name in ("load_streams", "CrashTracker", "EngineSocket", "open_profiler", "Engine"):
         monkeypatch.setattr(process, name, spied(name))
     runner: Any = ServedRunner(storyteller.FOLDER, 0.0)
-    build_engine(EngineArgs(ServerConfig(), "", "", 1), runner, None, 0.0)
-    assert order[-3:] == ["SIGTERM SIG_IGN", "load_streams", "Engine"]
+    build_engine(EngineArgs(ServerConfig(frontends=3), "", "", epoch), runner, None, 0.0)
+    assert order[-3:] == ["SIGTERM SIG_IGN", "load_streams ", f"Engine {frontends}"]
 
 
 @pytest.mark.parametrize(
