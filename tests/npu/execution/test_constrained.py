@@ -208,9 +208,10 @@ def test_constrained_bits_beyond_vocabulary_do_not_count(load: Any) -> None:
     {}, {"temperature": 1.5, "seed": 4}, {"frequency_penalty": 1.9, "repetition_penalty": 1.5},
     {"temperature": 1.0, "presence_penalty": 2.0, "seed": 3}], ids=str)
 def test_constrained_token_without_mask_is_discarded(load: Any, sampling: dict[str, Any]) -> None:
-    """The position is sampled again, and the discarded token does not count for penalties."""
+    """The position is sampled again, and the discarded token, the likeliest with the mask too, does not count for
+    penalties."""
     runner, prompt, found = load(), ids_of(6), []
-    mask, params = bits_of(range(0, 100, 3)), SamplingParams(**({"temperature": 0.0} | sampling))
+    mask, params = bits_of(range(VOCABULARY)), SamplingParams(**({"temperature": 0.0} | sampling))
     for number, is_discarded in enumerate((False, True)):
         tokens, new = list(prompt), [NewRequest(number, prompt, [], params)]
         start = 0
