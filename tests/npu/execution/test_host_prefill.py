@@ -277,6 +277,7 @@ def test_host_prefill_decode_rows_do_not_wait(pair):
     token = runner.collect(first).token_ids[0]
     runner._waiting.queued.wait()  # the decode rows are complete
     early = int(runner._last[0])
+    assert not runner.ready(second)
     assert second.output is None
     free.set()
     result = runner.collect(second)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -60,6 +61,16 @@ def test_kv_cache_slow_allocation_shows_progress(cpu, monkeypatch, caplog):
     with caplog.at_level("INFO"):
         KVCache.allocate(config, plan.num_blocks, plan.block_size, torch.float32, cpu)
     assert re.fullmatch(r"zeroing the KV cache: \d+ of \d+ MiB", caplog.messages[0])
+
+
+def test_kv_cache_has_padding_blocks_and_no_nan(monkeypatch):
+    """Memory of a device is not zero."""
+    backend = CpuBackend(native=False)
+    monkeypatch.setattr(CpuBackend, "padding_blocks", 2)
+    monkeypatch.setattr(backend, "empty", lambda shape, dtype: torch.full(shape, math.nan, dtype=dtype))
+    config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
+    cache = KVCache.allocate(config, 5, 16, torch.float32, backend)
+    assert all(len(tensor) == 7 and not tensor.any() for tensor in cache.tensors)
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (128, "float32")])

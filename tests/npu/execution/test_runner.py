@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 
 import pytest
 import torch
@@ -97,6 +98,16 @@ def test_runner_greedy_tokens_equal_transformers(tmp_path, kind, chunk):
     model = random_model(kind)
     prompt = ids_of(20)
     assert Driver(load(saved(model, tmp_path))).answer(prompt, 40, chunk) == greedy(model, prompt, 40)
+
+
+def test_runner_step_is_ready_once_it_is_computed(tmp_path):
+    runner, free = load(saved(random_model("qwen3"), tmp_path)), threading.Event()
+    runner.backend.enqueue(lambda: free.wait(60))
+    launched = runner.launch(Step([Row(0, [5], 0, [0], True)], [NewRequest(0, [5], [], GREEDY)]))
+    assert not runner.ready(launched)
+    free.set()
+    runner.backend.synchronize()
+    assert runner.ready(launched)
 
 
 def test_runner_many_requests_equal_transformers(tmp_path):
