@@ -15,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.process import Frontend, FrontendArgs
+from npuserve.service.gateway import servicer
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.support.fake_engine import make_folder, until
@@ -145,6 +146,16 @@ async def test_abort_of_too_many_ids_is_refused(tmp_path: Path) -> None:
 async def test_abort_before_the_first_engine_finds_nothing(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m"), start_engine=False) as server:
         await engine_stub(server.channel).Abort(vllm.AbortRequest(request_ids=["x"]), timeout=5)
+
+
+async def test_abort_while_no_engine_starts_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "ABORT_SECONDS", 0.1)
+    async with running(make_folder(tmp_path / "m")) as server:
+        await server.engine.die()
+        await until(lambda: server.frontend._engine.state == "down")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await engine_stub(server.channel).Abort(vllm.AbortRequest(request_ids=["x"]), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_abort_while_the_engine_restarts_ends_the_request_that_continues(tmp_path: Path) -> None:

@@ -133,6 +133,9 @@ async def test_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, str
         assert 1_000_000 < max(message.ByteSize() for message in messages) < 4 << 20
         prompt = vllm_request([1] * (most + 1), 1, prompt_logprobs=20, stream=stream)
         output = vllm_request([1], n=2, logprobs=20, min_tokens=most + 1, max_tokens=most + 1)
+        streamed = generate(vllm_request([1], stream=True, logprobs=20, min_tokens=most + 1, max_tokens=most + 1))
+        assert (await streamed.read()).chunk.output_logprobs.token_ids
+        streamed.cancel()
         for name, request in (("prompt_logprobs", prompt), ("logprobs", output)):
             error = await error_of(generate(request))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
