@@ -177,6 +177,10 @@ def test_ascend_int8_chunks_are_gathered_in_groups(most: int) -> None:
     torch.testing.assert_close(got, paged_attention.golden(q, keys, values, metadata, 0.2), rtol=1e-5, atol=1e-5)
 
 
+def test_group_of_rows_has_the_blocks_of_its_own_longest_row() -> None:
+    assert [*attention._groups([9, 5000, 100, 300, 0], 1, 128)] == [(1, 2, 40), (2, 5, 3)]
+
+
 @emulated()
 def test_ascend_int8_cache_memory_plan(tmp_path: Path) -> None:
     """A block holds numbers of 1 byte and a scale of 4 bytes per token and head; chunks take memory beside it."""
