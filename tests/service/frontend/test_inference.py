@@ -196,8 +196,10 @@ async def test_deadline_cancels_request(folder: Path) -> None:
     async with running(folder) as server:
         server.engine.hold.clear()
         before = metric("requests_total", rpc="Generate", code="DEADLINE_EXCEEDED")
+        call = server.inference.Generate(ask(), timeout=1)
+        await until(lambda: server.engine.live == 1)
         with pytest.raises(grpc.aio.AioRpcError) as late:
-            await server.inference.Generate(ask(), timeout=0.1)
+            await call
         assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: server.engine.live == 0)
         assert len(server.engine.got(Cancel)) == 1

@@ -65,7 +65,7 @@ async def test_engine_client_states_and_model_info() -> None:
 
 
 async def test_engine_client_silent_engine_is_stalled(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "npuserve")
     async with connected() as (client, engine):
         client._stall_seconds = 2
         engine.hold.clear()
