@@ -16,10 +16,13 @@ from npuserve.service.frontend.response import ResponseBuilder
 from npuserve.service.ipc.messages import Finish, Output, Request, Timing
 from npuserve.service.parsing.answer_parser import AnswerParser
 from npuserve.service.requests.validation import CheckedRequest
-from npuserve.service.text.answer_format import AnswerFormat
+from npuserve.service.text.answer_format import PLAIN, TAGS, AnswerFormat
+from npuserve.service.text.fast_tokenizer import FastTokenizer
+from npuserve.service.text.tokenizer import Tokenizer
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.parsing.test_answer_parser import CUT, call, found
 from tests.service.text.test_detokenizer import tokenizer
+from tests.support.tokenizers import train
 
 BOTH = AnswerFormat(True, True)
 KINDS = ["byte level", "byte fallback"]
@@ -146,6 +149,21 @@ def test_a_part_is_sent_with_the_token_that_ends_it(text: str) -> None:
         parser = AnswerParser(BOTH, "possible")
         parser.feed(made.decode(ids[:at]))
         assert parser.is_clean
+
+
+@pytest.mark.parametrize("answer_format", [BOTH, PLAIN])
+def test_tags_that_are_special_tokens_are_skipped_only_if_the_answer_is_not_parsed(answer_format: AnswerFormat) -> None:
+    with_tags = train()
+    with_tags.add_special_tokens([*TAGS])
+    special = Tokenizer(FastTokenizer(with_tags))
+    ids = special.encode("<think>\nb\n</think>\n\na\n" + call(), False)
+    builder = ResponseBuilder(
+        CheckedRequest(Request("r", [5], 99, 0.0), (), False, True, False, answer_format=answer_format), special)
+    finish = Finish("length", 1, 0, len(ids), TIMING)
+    assert builder.add([Output(1, ids, finish)]) is finish
+    message = builder.last_message(finish, 0.0)
+    assert (message.reasoning, len(message.tool_calls)) == (("b", 1) if answer_format else ("", 0))
+    assert message.text.startswith("a" if answer_format else "\nb\n\n\na\n")
 
 
 @pytest.mark.parametrize("text", ["a", "<think>\na", call()])
