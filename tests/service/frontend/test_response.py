@@ -133,6 +133,8 @@ def test_response_tokens_without_text_are_sent_on_request(folder: ModelFolder) -
     asked = answer(folder, ask("a", 9, return_token_ids=True), ids, "length", [1, 2])
     assert [(part.text, list(part.token_ids), part.offset) for part in asked] == [
         ("", [298], 0), ("", [299], 1), ("b", [1], 2)]
+    reported = answer(folder, ask("a", 9, logprobs=0), ids, "length", [1, 2])
+    assert [[position.chosen.token_id for position in part.logprobs] for part in reported] == [[298], [299], [1]]
     plain = answer(folder, ask("a", 9), ids, "length", [1, 2])
     assert [(part.text, list(part.token_ids), part.offset) for part in plain] == [("b", [], 0)]
 

@@ -92,9 +92,19 @@ async def test_get_load_counts_requests_in_preparation(
         assert preparing() == 0
 
 
-async def test_long_text_does_not_delay_others(folder: Path) -> None:
-    """A text that is tokenized in a thread gives the same ids as its parts."""
+async def test_long_text_does_not_delay_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tokenized in a thread, with the same ids as its parts."""
     async with running(folder) as server:
+        served, is_in_loop = server.frontend._generation.folder, {}
+        assert served
+        assert served.tokenizer
+        encode = served.tokenizer.encode
+
+        def record(text: str, **options: Any) -> list[int]:
+            is_in_loop[len(text)] = threading.current_thread() is threading.main_thread()
+            return encode(text, **options)
+
+        monkeypatch.setattr(served.tokenizer, "encode", record)
         server.frontend._engine.model_info = msgspec.structs.replace(INFO, max_model_len=150_000)
         text = "abcé" * 30_000
         long, short = await asyncio.gather(
@@ -102,3 +112,4 @@ async def test_long_text_does_not_delay_others(folder: Path) -> None:
             server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text=text[:100])))
         assert len(long.token_ids) == len(text.encode())
         assert long.token_ids[:125] == short.token_ids
+        assert is_in_loop == {len(text): False, 100: True}
