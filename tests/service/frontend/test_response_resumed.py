@@ -131,6 +131,7 @@ def test_response_resumed_after_any_message_is_whole(kind: str, data: st.DataObj
         calls += 1
         call_positions = 0
         for part in call.parts[: data.draw(st.integers(0, len(call.parts))) if calls < 6 else None]:
+            assert not (held and part.prompt_logprobs)
             repeated = max(0, prompt_positions - call_positions)  # a stream resumed at token 0 repeats them
             call_positions += len(part.prompt_logprobs)
             prompt_positions = max(prompt_positions, call_positions)
