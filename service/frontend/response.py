@@ -118,7 +118,7 @@ class ResponseBuilder:
             return finish
         is_silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._checked.include_stop
         self._push(self._detokenizer.push(ids[:-1] if is_silent else ids))
-        if finish and self.keep is None:
+        if finish:
             self._push(self._detokenizer.finish())
         if self._parser is None:
             self._skip_sent(self._detokenizer.client_characters)
