@@ -249,9 +249,9 @@ def test_response_prompt_logprobs_of_chunks_are_in_first_message(folder: ModelFo
     for token in (1, 2):
         report = TokenLogprobs(token, -0.5, 1, [token], [-0.5])
         assert builder.add([Output(1, prompt_logprobs=[report])]) is None
-        assert builder.next_message(10.0) is None
+        assert builder.next_message(10.0 + token) is None  # chunks may take longer than PROGRESS_SECONDS
     builder.add([Output(1, [3])])
-    first = builder.next_message(10.0)
+    first = builder.next_message(13.0)
     assert first
     assert [p.chosen.token_id for p in first.prompt_logprobs] == [0, 1, 2]
     assert [len(p.top) for p in first.prompt_logprobs] == [0, 1, 1]
