@@ -46,9 +46,10 @@ An engine sends two heartbeats per second, but none during a step, and a long ch
 a CPU.
 """
 
-MAX_UNSENT_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 128 << 20
 """Maximum bytes that the engine may leave unread, besides the kernel's buffer. Beyond it, new requests are refused:
-clients that submit and cancel again and again would add to it until the engine counts as stalled."""
+clients that submit and cancel again and again would add to it until the engine counts as stalled. It exceeds the 80 MB
+of 16 samples of a prompt of a million tokens, which are written together."""
 RECONNECT_SECONDS = 0.05
 RETRY_SECONDS = 1.0
 """Pause before a background task that failed by a bug restarts."""
