@@ -167,7 +167,7 @@ def build_engine(
     socket = EngineSocket(args.address)
     lead = LeadRunner(runner, ranks.group) if ranks else runner
     profiler = open_profiler(args, runner, socket)
-    # Nothing may end this process between the load of the streams, which removes their file, and the loop.
+    # SIGTERM may not end this process between the load of the streams, which removes their file, and the loop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     records = load_streams(config, model, args.folder)
     engine = Engine(scheduler, lead, socket, model, args.epoch, config.double_buffering,
