@@ -27,6 +27,7 @@ def loggers_as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, hook = root.handlers, sys.excepthook
     levels = {name: logging.getLogger(name).level for name in ("root", "npuserve", "__main__")}
+    logging.captureWarnings(False)  # else `setup` captures nothing in pytest's block for warnings
     yield
     root.handlers, sys.excepthook = handlers, hook
     for name, level in levels.items():

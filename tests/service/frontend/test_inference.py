@@ -194,9 +194,10 @@ async def test_closed_connection_cancels_request(folder: Path) -> None:
 
 async def test_deadline_cancels_request(folder: Path) -> None:
     async with running(folder) as server:
+        await server.inference.Generate(ask())  # connects
         server.engine.hold.clear()
         before = metric("requests_total", rpc="Generate", code="DEADLINE_EXCEEDED")
-        call = server.inference.Generate(ask(), timeout=1)
+        call = server.inference.Generate(ask(), timeout=2)
         await until(lambda: server.engine.live == 1)
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await call

@@ -151,8 +151,9 @@ async def test_end_of_the_call_cancels_all_samples(folder: Path, how: str) -> No
     async with running(folder) as server:
         server.engine.delay = 0.005
         if how == "deadline":
+            await server.inference.Generate(ask("a", 1))  # connects
             server.engine.hold.clear()
-        call = server.inference.StreamGenerate(ask("a", 60, n=4), timeout=1 if how == "deadline" else None)
+        call = server.inference.StreamGenerate(ask("a", 60, n=4), timeout=2 if how == "deadline" else None)
         if how == "deadline":
             await until(lambda: server.engine.live == 4)
             with pytest.raises(grpc.aio.AioRpcError) as late:
