@@ -32,7 +32,7 @@ from tests.e2e.processes import children, engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import is_serving
 from tests.support.certificates import Authority, needs_openssl
-from tests.support.processes import is_running
+from tests.support.processes import ignores, is_running
 
 pytestmark = pytest.mark.slow
 PROMPT = request("Once upon a time", 8)
@@ -74,15 +74,6 @@ def kill(server: Server, pid: int) -> None:
     """Kill a child and wait until it has ended."""
     os.kill(pid, signal.SIGKILL)
     until(lambda: pid not in dict(descendants(server.process.pid)))
-
-
-def ignores_sigterm(pid: int) -> bool:
-    """Return whether a process ignores SIGTERM; False if there is none."""
-    try:
-        ignored = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    except FileNotFoundError:
-        return False
-    return bool(int(ignored[0], 16) >> signal.SIGTERM - 1 & 1)
 
 
 def until_serving(server: Server) -> None:
@@ -177,7 +168,7 @@ def test_sigterm_to_all_processes_while_the_engine_loads_again(load_file: Path, 
         tokens = len(next(call).token_ids)
         load_file.write_text("hold")
         kill(server, engine_of(server))
-        until(lambda: ignores_sigterm(engine_of(server)), server)
+        until(lambda: ignores(engine_of(server), signal.SIGTERM), server)
         for pid in (*children(server).values(), server.process.pid):
             os.kill(pid, signal.SIGTERM)
         if is_loaded:

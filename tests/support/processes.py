@@ -1,7 +1,8 @@
-"""Waiting for conditions and for the ends of processes; free ports."""
+"""Waiting for conditions and for the ends of processes; states of processes; free ports."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import time
@@ -62,3 +63,13 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Return whether the process ignores the signal of this number. False if there is no process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+    [ignored] = re.findall(r"SigIgn:\s*(\w+)", status)
+    return bool(int(ignored, 16) & 1 << number - 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.service.supervisor.test_supervisor import Run, supervise
+from tests.support.processes import ignores
 
 __all__ = ["supervise"]
 
@@ -36,8 +35,7 @@ def test_supervisor_under_nohup_ignores_hangup(supervise: Callable[..., Run]) ->
     finally:
         signal.signal(signal.SIGHUP, before)
     run.until_up()
-    [ignored] = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{run.process.pid}/status").read_text())
-    assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+    assert ignores(run.process.pid, signal.SIGHUP)
 
 
 def test_supervisor_engine_failed_for_good_in_a_drain_ends_the_drain(supervise: Callable[..., Run]) -> None:
