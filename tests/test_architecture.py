@@ -24,7 +24,7 @@ SOURCE = sorted(file for folder in ("client", "service", "npu", "kernels")
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BENCH = sorted((ROOT / "bench").rglob("*.py"))
 
-MAX_LINES = 400
+MAX_LINES = 600
 LONG_FILES: dict[str, str] = {}
 """File of more than MAX_LINES lines -> why it is not split."""
 
