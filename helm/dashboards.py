@@ -368,7 +368,8 @@ KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's la
     {"type": "interval", "name": "baseline", "label": "Drift over", "values": ["1d", "1h", "6h", "7d", "15m"]},
 ])
 
-DASHBOARDS = {"service": SERVICE, "engine": ENGINE, "kernels": KERNELS}
+# Each file has its dashboard's uid as its name: Grafana's sidecar puts the files of all charts into one folder.
+DASHBOARDS = {dashboard.uid: dashboard for dashboard in (SERVICE, ENGINE, KERNELS)}
 
 
 def main() -> int:
