@@ -99,7 +99,8 @@ def shares(service: Object, age_seconds: float, pods: int = 3) -> list[float]:
     """Return each pod's expected part of the fair share, an hour after a rollout and a time of `age_seconds`.
 
     The rollout replaces pods one at a time, without a surge, as the devices' presets do. Clients of a pod that ends
-    connect to any other pod. Later connections are renewed each `age_seconds`, with the address's pod while its affinity lasts.
+    connect to any other pod. Later connections are renewed each `age_seconds`, with the address's pod while its
+    affinity lasts.
     """
     load = [1.0] * pods
     for replaced in range(pods):
