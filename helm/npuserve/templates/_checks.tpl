@@ -1,5 +1,5 @@
-{{/* Contradictions between values, each a sentence that names them and what to do. What is wrong by itself, values.schema.json
-and files/formats.yaml refuse. */}}
+{{/* Contradictions between values, each a sentence that names them and what to do. What is wrong by itself,
+values.schema.json and files/formats.yaml refuse. */}}
 
 {{- define "npuserve.checks" -}}
 {{- if and .Values.tls.clientCaSecretName (not .Values.tls.secretName) }}
@@ -224,7 +224,7 @@ and files/formats.yaml refuse. */}}
 {{- end }}
 {{- end }}
 
-{{/* Sources of the model that contradict each other. A device's preset names a model of the hub, so pvc may stand beside it. */}}
+{{/* Sources of the model that contradict each other. The devices' presets set hub.name, so it may stand beside pvc. */}}
 {{- define "npuserve.modelChecks" -}}
 {{- with .Values.model }}
 {{- $served := eq .source "builtin" | ternary "the small story teller in the image" (printf "%s of the hub" .hub.name) }}

@@ -29,7 +29,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Add to `texts` the values of a path by their names. node: a value; parts: the rest of the path, where * is every item. */}}
+{{/* Add to `texts` the values of a path by their names. node: a value; parts: the rest of its path, * for every item. */}}
 {{- define "npuserve.valuesAt" -}}
 {{- if not .parts }}
 {{- $_ := set .texts (trimPrefix "." .name) .node }}
@@ -43,9 +43,9 @@
 {{- end }}
 {{- end }}
 
-{{/* End with the context as the error. Helm 3.6 puts the templates' sources into the errors of `fail`. Those of `required` are
-the text alone if it is one line, and it reads a % there as a verb. `helm lint` passes over both, and fails because the text
-is no YAML. */}}
+{{/* End with the context as the error. Helm 3.6 puts the templates' sources into the errors of `fail`. Those of `required`
+are the text alone if it is one line, in which a % is read as a verb. `helm lint` passes over both, and fails because the
+text is no YAML. */}}
 {{- define "npuserve.refuse" -}}
 {{- required (replace "%" " percent" .) nil }}
 refused: [{{ . }}

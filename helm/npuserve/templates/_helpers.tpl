@@ -128,7 +128,7 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* Size of the volume on the node's disk that a pod fills with its model. Empty: the model is on a claim or in the image. */}}
+{{/* Size of the volume on the node's disk to which a pod downloads its model. Empty: it downloads none, or to a claim. */}}
 {{- define "npuserve.modelVolume" -}}
 {{- if and (eq .Values.model.source "init") (not (include "npuserve.modelClaim" .)) }}
 {{- .Values.model.init.size }}
