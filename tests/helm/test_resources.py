@@ -97,7 +97,7 @@ def test_cache_on_a_claim_takes_no_disk_of_the_node():
     {"podSecurityContext": {"runAsUser": 0}, "openshift": True},
     {"resources": {"requests": {"memory": "4096Mi", "cpu": "1500m"}, "limits": {"cpu": 1.5, "memory": "4Gi"}}},
     {"resources": {"requests": {"cpu": 1}, "limits": {"cpu": "1000m", "memory": 4294967296}}},
-    {"resources": {"limits": {"rdma/hca": 1}}},
+    {"resources": {"limits": {"rdma/hca": 1, "example.com/input-buffers": 1}}},
 ])
 def test_resources_and_users_that_kubernetes_accepts_are_rendered(values: Object):
     render(values)

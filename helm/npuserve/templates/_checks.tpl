@@ -227,7 +227,7 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{/* Sources of the model that contradict each other. The devices' presets set hub.name, so it may stand beside pvc. */}}
 {{- define "npuserve.modelChecks" -}}
 {{- with .Values.model }}
-{{- $served := eq .source "builtin" | ternary "the small story teller in the image" (printf "%s of the hub" .hub.name) }}
+{{- $served := eq .source "builtin" | ternary "the small story teller in the image" (printf "%s of the hub" (default "another model" .hub.name)) }}
 {{- range $name := list "name" "revision" }}
 {{- if and (eq $.Values.model.source "builtin") (get $.Values.model.hub $name) }}
 {{- include "npuserve.refuse" (printf "model.hub.%s: is set to %s, but model.source builtin serves %s; set model.source init (an init container downloads the model) or hub (the server does), or remove model.hub.%s" $name (get $.Values.model.hub $name) $served $name) }}
@@ -272,7 +272,7 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 {{- range $part := list "limits" "requests" }}
 {{- range $name := keys (default dict (get $.Values.resources $part)) | sortAlpha }}
-{{- if and (eq $.Values.accelerator.kind "cpu") (regexMatch "(?i)(gpu|npu|tpu|ascend|nvidia)" $name) }}
+{{- if and (eq $.Values.accelerator.kind "cpu") (regexMatch "(?i)((^|[-./_])(gpu|npu|tpu)|ascend|nvidia)" $name) }}
 {{- include "npuserve.refuse" (printf "resources.%s: %s is a device, and accelerator.kind cpu computes on none; set accelerator.kind cuda or ascend, whose accelerator.count requests it" $part $name) }}
 {{- end }}
 {{- end }}
