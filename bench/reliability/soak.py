@@ -236,8 +236,11 @@ class Killer:
             self.kill(("engine", "frontend")[len(self.killed) % 2])
 
     def kill(self, kind: str) -> bool:
-        """Kill one process of a kind and return True. Return False while all are being restarted, and soon after another
-        kill: a stream whose front end and engine die before it is resumed is lost."""
+        """Kill one process of a kind and return True.
+
+        Return False while all are being restarted, and within MIN_GAP_SECONDS after another kill: a stream whose front
+        end and engine die before it is resumed is lost.
+        """
         running = [pid for pid, name in children(self.supervisor).items() if name == kind]
         is_early = self.killed and time.monotonic() - self.killed[-1][0] < MIN_GAP_SECONDS
         if is_early or not running:
