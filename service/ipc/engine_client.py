@@ -137,7 +137,7 @@ class EngineClient:
         if self.state != "ready" or self.model_info is None:
             raise Unavailable(REFUSALS[self.state])
         if self._connection and self._connection.unsent_bytes > MAX_UNSENT_BYTES:
-            raise Unavailable(REFUSALS["stalled"])
+            raise Unavailable(f"{REFUSALS['stalled']}: more than {MAX_UNSENT_BYTES >> 20} MiB of requests wait for it")
         return self.model_info
 
     @property
