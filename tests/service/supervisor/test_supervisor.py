@@ -132,6 +132,8 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
         "index": 0, "engine_address": address, "port": 0, "heartbeat": True,
         "folder": ".", "last_good": str(run.folder())}
     assert engine["arguments"].pop("memory") >= -1
+    assert abs(engine["arguments"].pop("start_date") - time.time()) < 600
+    assert 0 <= time.monotonic() - engine["arguments"].pop("started") < 600
     assert [engine["arguments"].pop(name) for name in ("rank_memory", "shared_weights", "kernels")] == [[], None, None]
     assert engine["arguments"] == {
         "config": config, "folder": ".", "address": address, "epoch": 1, "heartbeat": True,
