@@ -341,7 +341,7 @@ def satisfies(text_schema: str, text: str) -> bool:
         answer = json.loads(text)
     except ValueError:
         return False
-    return answer.keys() == {"text"} and lengths["minLength"] <= len(answer["text"]) <= lengths["maxLength"]
+    return bool(answer.keys() == {"text"} and lengths["minLength"] <= len(answer["text"]) <= lengths["maxLength"])
 
 
 async def settle(target: str, metadata: Sequence[tuple[str, str]]) -> list[str]:
@@ -392,7 +392,8 @@ class Soak:
         self._server = server
         self._keys = keys
         self._parts = set(PARTS) - set(args.without)
-        self._killer = Killer(server.pid, tuple(map(float, args.gap.split(","))), args.seed)
+        low, high = map(float, args.gap.split(","))
+        self._killer = Killer(server.pid, (low, high), args.seed)
         self._disk = FullDisk(disk, self._killer if "kills" in self._parts else None) if disk else None
         self._metadata = [("authorization", f"Bearer {keys[TENANTS[0]]}")]
         self._checks: dict[str, tuple[object, list[str]]] = {}
@@ -418,7 +419,7 @@ class Soak:
             stack.push_async_callback(load.close)
             greedy = GreedyTenant(await self._client(stack, GREEDY), GREEDY_STREAMS, GREEDY_TOKENS)
             small = [SmallTenant(name, await self._client(stack, name), args.seed) for name in SMALL_TENANTS]
-            tenants = [greedy, *small] if "tenants" in self._parts else []
+            tenants: list[GreedyTenant | SmallTenant] = [greedy, *small] if "tenants" in self._parts else []
             await asyncio.gather(load.undisturbed(), *(tenant.record() for tenant in tenants))
             began = time.monotonic()
             watching = [asyncio.ensure_future(watch.run()) for watch in (memory, health, files)]
@@ -478,8 +479,9 @@ class Soak:
         waits, wrong = wait_percentiles([wait for tenant in small for wait in tenant.waits], kills), []
         if waits.get("p99", math.inf) > self._args.first_token:
             wrong.append(f"first tokens of small tenants: {waits}, more than {self._args.first_token} s")
-        self._checks["small tenants"] = (
-            {**waits, "bound": self._args.first_token}, wrong + [one for tenant in small for one in tenant.wrong])
+        for tenant in small:
+            wrong += tenant.wrong
+        self._checks["small tenants"] = {**waits, "bound": self._args.first_token}, wrong
 
     def _check_processes(self, killer: Killer, left: list[str]) -> None:
         kills = Counter(kind for _, kind in killer.killed)

@@ -25,11 +25,11 @@ class Restarts:
 
     A run that was ready has crashed, most likely because of a request, which the engine finds (crash_tracker.py), or
     because somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `crash_pause` times
-    the number of crashes, up to `max_crash_pause`, less the length of the run. After `max_crashes` crashes there is no
-    restart.
+    the number of crashes, up to `max_crash_pause`, less the time for which it was ready. After `max_crashes` crashes
+    there is no restart.
 
     Once the server was ready, a start that is killed from outside (SIGKILL) is a crash too: the start itself did not
-    fail. Its pause is not shortened by its length, since the system may have killed it for its memory.
+    fail.
     """
 
     start_pause: float = 0.5
@@ -44,7 +44,7 @@ class Restarts:
         """Return the seconds until the restart; None for no restart.
 
         failed_starts: 0 if the last run crashed.
-        ready_seconds: length of the last run; 0 if it was not ready.
+        ready_seconds: time for which the last run was ready.
         """
         if failed_starts >= self.deaths or crashes >= self.max_crashes:
             return None
@@ -68,6 +68,7 @@ class RunEnd:
     seconds: length of the run, without the time for which it hung.
     is_hung: whether it was killed because it hung.
     was_ready: whether it was ready, even if it hung later.
+    ready_seconds: time for which it was ready.
     is_killer_found: whether the request that crashed the earlier runs was found and ended.
     """
 
@@ -75,6 +76,7 @@ class RunEnd:
     seconds: float = 0.0
     is_hung: bool = False
     was_ready: bool = False
+    ready_seconds: float = 0.0
     is_killer_found: bool = False
 
     @property
@@ -137,4 +139,4 @@ class RestartPolicy:
             self._crashes += 1
         else:
             self._failed_starts += 1
-        return self._restarts.pause(self._failed_starts, self._crashes, end.seconds if end.was_ready else 0.0)
+        return self._restarts.pause(self._failed_starts, self._crashes, end.ready_seconds)

@@ -252,6 +252,7 @@ class Supervisor:
 
     def _on_ready(self, child: ChildProcess, event: dict[str, Any]) -> None:
         child.ready_event = event
+        child.ready_at = time.monotonic()
         if child is self._engine:
             self._shared_weights = event.get("shared_weights")
             self._kernels = self._kernels or event.get("kernels")
@@ -305,9 +306,11 @@ class Supervisor:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
             return RunEnd(error)
         silence = child.silence if child.is_hung else 0.0
-        seconds = time.monotonic() - child.started_at - silence
+        end = time.monotonic() - silence
+        was_ready = child.ready_event is not None
+        ready_seconds = end - child.ready_at if was_ready else 0.0
         is_killer_found, child.is_killer_found = child.is_killer_found, False
-        return RunEnd(code, seconds, child.is_hung, child.ready_event is not None, is_killer_found)
+        return RunEnd(code, end - child.started_at, child.is_hung, was_ready, ready_seconds, is_killer_found)
 
     def _give_up(self, child: ChildProcess, end: RunEnd, policy: RestartPolicy) -> int:
         """Log why a child is not restarted, unless it reported that. Return the server's exit code.

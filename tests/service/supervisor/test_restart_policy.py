@@ -46,7 +46,7 @@ def test_restart_policy_repairs_keep_failed_starts() -> None:
 def test_restart_policy_healthy_run_resets_crashes() -> None:
     crashed, healthy = RunEnd(-9, was_ready=True), RunEnd(-9, seconds=60, was_ready=True)
     runs = (crashed, crashed, healthy, crashed, crashed, crashed)
-    assert pauses(*runs, was_server_ready=True) == [0.5, 1, 0, 1, 1, None]
+    assert pauses(*runs, was_server_ready=True) == [0.5, 1, 0.5, 1, 1, None]
 
 
 def test_restart_policy_starts_killed_from_outside_are_crashes_once_the_server_was_ready() -> None:
@@ -57,9 +57,10 @@ def test_restart_policy_starts_killed_from_outside_are_crashes_once_the_server_w
     assert pauses(*[RunEnd(-9, is_hung=True)] * 3, was_server_ready=True) == [1, 2, None]
 
 
-def test_restart_policy_crash_of_an_engine_that_ran_has_no_further_pause() -> None:
-    runs = [RunEnd(-9, seconds, was_ready=True) for seconds in (0.125, 0.125, 30)]
-    assert pauses(*runs, was_server_ready=True) == [0.375, 0.875, 0]
+def test_restart_policy_crash_of_an_engine_that_served_has_no_further_pause() -> None:
+    """One that dies as soon as it is ready has the whole pause, however long it loaded."""
+    runs = [RunEnd(-9, 30, was_ready=True, ready_seconds=seconds) for seconds in (0, 0.125, 25)]
+    assert pauses(*runs, was_server_ready=True) == [0.5, 0.875, 0]
 
 
 HUNG_LOAD, UNUSABLE_LOAD = RunEnd(-9, 600, is_hung=True), RunEnd(UNUSABLE, 600)
