@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,11 +33,13 @@ def is_replaced(server: Server, killed: int, kind: str) -> bool:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """Small file system. Skipped for users who may not mount one; CI fails if the test is skipped in every run."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+def disk() -> Iterator[Path]:
+    """Small file system. Skipped for users who may not mount one; CI fails if the test is skipped in every run.
+
+    Its path is short enough for the engine's socket.
+    """
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="npu")))
         try:
             stack.enter_context(full_disk.small_disk(folder))
         except full_disk.CannotMount as error:
