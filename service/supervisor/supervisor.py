@@ -289,8 +289,9 @@ class Supervisor:
             if pause is None:
                 return self._give_up(child, end, policy)
             self._page.failed("engine" if is_engine else "frontend", end.why)
-            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why, pause=round(pause, 3),
-                       **{"error": str(end.code)} if end.why == "not_started" else {"code": end.code})
+            cause = {"error": str(end.code)} if end.why == "not_started" else {"code": end.code}
+            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why,
+                       pause=round(pause, 3), **cause)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.stopping.wait(), pause)
                 return 0

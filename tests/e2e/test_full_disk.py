@@ -10,10 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bench.reliability import full_disk
 from bench.serving import server as bench_server
+from tests.e2e.brittle import COUNTING, POISON
 from tests.e2e.processes import processes, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_deaths import wait_until_running
@@ -83,3 +85,17 @@ def test_full_disk_while_processes_are_restarted_fails_no_request(disk: Path) ->
         assert lines.count("no space for metrics, which wait in memory") == 2
         until(lambda: server.log.count("metrics are written again") == 2, server)
         assert server.stop() == 0
+
+
+def test_full_disk_request_that_kills_the_engine_is_found(disk: Path) -> None:
+    """The deaths that it caused are counted in a file under TMPDIR."""
+    process, filler = {"env": {**os.environ, "TMPDIR": str(disk)}}, full_disk.Filler(disk)
+    with serving(process=process, **COUNTING) as server, contextlib.ExitStack() as stack:
+        stack.callback(filler.stop)
+        filler.start()
+        poison = server.stub.Generate.future(request([5, POISON, 6], 50, ignore_eos=True), timeout=60)
+        with pytest.raises(grpc.RpcError) as failed:
+            poison.result()
+        assert failed.value.code() is grpc.StatusCode.INTERNAL
+        assert filler.is_full
+        assert len(streamed(server.stub, request("A cat", 20, ignore_eos=True))[1]) == 20
