@@ -309,6 +309,7 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
             "{{instance}} {{setting}} unusable":
                 f"sum by (instance, setting) (increase({of('settings_not_read_total')}{NOW}))",
             "{{instance}} metrics skipped": f"sum by (instance) (increase({of('metrics_files_skipped_total')}{NOW}))",
+            "{{instance}} metrics not stored": f"sum by (instance) (increase({of('metrics_files_full_total')}{NOW}))",
             "{{instance}} log lines dropped": f"sum by (instance) (increase({of('log_lines_dropped_total')}{NOW}))"},
               "short", "Each is a fault that ends nothing: the last good files stay, and lost lines delay nobody."),
         Panel("What runs", {

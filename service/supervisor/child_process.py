@@ -47,6 +47,7 @@ class ChildProcess:
     is_hung: whether the current run was killed because it hung.
     kill_seconds: seconds since that kill.
     ready_event: event by which the current run reported that it is ready; None before. The supervisor sets it.
+    ready_at: when the supervisor set it, time.monotonic() seconds.
     is_killer_found: whether the request that crashed the earlier runs was found. The supervisor sets it.
     stopping: set once it must not be started again.
     """
@@ -67,6 +68,7 @@ class ChildProcess:
         self.silence = 0.0
         self.is_hung = False
         self.ready_event: dict[str, Any] | None = None
+        self.ready_at = 0.0
         self.is_killer_found = False
         self.kill_seconds = 0.0
         self.stopping = asyncio.Event()

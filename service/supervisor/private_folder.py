@@ -14,7 +14,7 @@ from pathlib import Path
 from npuserve.service.config import ConfigError
 
 MIN_FREE_BYTES = 16 << 20
-"""Minimum free space for the metrics files. They are mapped, so a process that finds no space dies by SIGBUS."""
+"""Minimum free space for the metrics files and the step log."""
 PREFIX = "npuserve-"
 SOCKET = "engine.sock"
 """Socket in the folder that the engine binds."""

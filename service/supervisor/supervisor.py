@@ -196,6 +196,7 @@ class Supervisor:
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "heartbeat": True, "memory": memory, "rank_memory": others, "shared_weights": self._shared_weights,
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
+            "start_date": self._start_date, "started": self._started,
         }, self._on_event, [memory, *others] if memory >= 0 else [])
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
@@ -251,6 +252,7 @@ class Supervisor:
 
     def _on_ready(self, child: ChildProcess, event: dict[str, Any]) -> None:
         child.ready_event = event
+        child.ready_at = time.monotonic()
         if child is self._engine:
             self._shared_weights = event.get("shared_weights")
             self._kernels = self._kernels or event.get("kernels")
@@ -287,8 +289,9 @@ class Supervisor:
             if pause is None:
                 return self._give_up(child, end, policy)
             self._page.failed("engine" if is_engine else "frontend", end.why)
-            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why, pause=pause,
-                       **{"error": str(end.code)} if end.why == "not_started" else {"code": end.code})
+            cause = {"error": str(end.code)} if end.why == "not_started" else {"code": end.code}
+            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why,
+                       pause=round(pause, 3), **cause)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.stopping.wait(), pause)
                 return 0
@@ -304,9 +307,11 @@ class Supervisor:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
             return RunEnd(error)
         silence = child.silence if child.is_hung else 0.0
-        seconds = time.monotonic() - child.started_at - silence
+        end = time.monotonic() - silence
+        was_ready = child.ready_event is not None
+        ready_seconds = end - child.ready_at if was_ready else 0.0
         is_killer_found, child.is_killer_found = child.is_killer_found, False
-        return RunEnd(code, seconds, child.is_hung, child.ready_event is not None, is_killer_found)
+        return RunEnd(code, end - child.started_at, child.is_hung, was_ready, ready_seconds, is_killer_found)
 
     def _give_up(self, child: ChildProcess, end: RunEnd, policy: RestartPolicy) -> int:
         """Log why a child is not restarted, unless it reported that. Return the server's exit code.
