@@ -13,7 +13,8 @@ PARSERS = "none: parse_output of a request; the model's chat template decides th
 ALWAYS = "none: always on"
 MODEL = "{model} without a flag: npuserve serve MODEL"
 QUANTIZATION = (
-    "none: config.json says it. W8A8 of compressed-tensors is served, on GPUs also float8; npuserve quantize makes W8A8")
+    "none: config.json says it. W8A8 of compressed-tensors is served, on GPUs also float8; npuserve quantize makes "
+    "W8A8")
 REPLICAS = "none: start several servers, replicas, behind a gateway, see docs/gateway.md"
 
 # Flags that stand in one row of a table, and the answer.
@@ -88,7 +89,8 @@ CLIENTS: dict[tuple[str, ...], str] = {
     ("--stream", "--no-stream"): "leave it out: answers are always streamed",
     ("--prompt", "-p"): "PROMPT without a flag: npuserve generate PROMPT",
     ("--file", "-f"): "- in place of PROMPT, and the file as stdin: npuserve generate - < FILE",
-    ("--insecure", "-k", "--skip-verify"): "--tls-ca FILE, the authority of the server's certificate; no option trusts any",
+    ("--insecure", "-k", "--skip-verify"): (
+        "--tls-ca FILE, the authority of the server's certificate; no option trusts any certificate"),
     ("--plaintext", "--no-tls"): "leave it out: without --tls and --tls-ca no TLS is used",
 }
 """Flags of clients: of curl, grpcurl, vLLM's and TGI's benchmarks, llama-cli."""
