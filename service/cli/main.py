@@ -46,7 +46,8 @@ COMMANDS = {
 OTHER_NAMES = {
     "run": "serve", "start": "serve", "server": "serve", "api_server": "serve", "launch": "serve",
     "launch_server": "serve", "complete": "generate", "completions": "generate", "client": "generate",
-    "prompt": "generate", "benchmark": "bench", "monitor": "top", "convert": "quantize", "doctor": "check", "info": "check",
+    "prompt": "generate", "benchmark": "bench", "monitor": "top", "convert": "quantize", "doctor": "check",
+    "info": "check",
     "env": "collect", "collect-env": "collect", "version": "--version", "help": "--help",
 }
 """Commands by names that other programs have for them."""

@@ -1,7 +1,7 @@
 """`npuserve top`: show a server's load, latencies and slowest kernels, live from its metrics page.
 
-The key q or Ctrl-C ends it. All figures cover the time between two scrapes. Kernels are timed on about every 32nd step only, so their figures cover
-the time since the server's start if no step was timed between the scrapes.
+The key q or Ctrl-C ends it. All figures cover the time between two scrapes. Kernels are timed on about every 32nd step
+only, so their figures cover the time since the server's start if no step was timed between the scrapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,10 +77,8 @@ def run(args: argparse.Namespace) -> int:
     except Unreadable as error:
         print(f"npuserve top: {error}", file=sys.stderr)
         return 1
-    try:
+    with suppress(KeyboardInterrupt):
         _refresh(url, before, args.interval, console)
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

@@ -67,7 +67,8 @@ def test_invalid_field_logged_omits_client_names() -> None:
 
 @pytest.mark.parametrize(("text", "logged"), [
     ("must be in [1, 63], as max_model_len is 64 and the prompt has 1 token, got 5000", "must be in [1, 63], got 5000"),
-    ("must be in (0, 1], got 1.5", "must be in (0, 1], got 1.5"), ("must be in [0, 100], got nan", "must be in [0, 100], got nan"),
+    ("must be in (0, 1], got 1.5", "must be in (0, 1], got 1.5"),
+    ("must be in [0, 100], got nan", "must be in [0, 100], got nan"),
     ("must be in (0, 600] seconds, got -1e-09", "must be in (0, 600] seconds, got -1e-09"),
     ("token id must be in [0, 7], got 8", "must be in [0, 7], got 8"),
     ("must be at most 16 strings, got 17", "must be at most 16 strings, got 17"),

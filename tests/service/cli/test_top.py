@@ -192,8 +192,8 @@ def test_top_ends_with_q_and_restores_the_terminal() -> None:
         program = "import os, sys; os.setsid(); os.close(os.open(os.ttyname(0), os.O_RDWR)); "
         program += "from npuserve.service.cli.main import main; sys.exit(main())"
         process = subprocess.Popen(
-            [sys.executable, "-c", program, "top", "--target", url, "--interval", "60"], stdin=terminal, stdout=terminal,
-            stderr=terminal)
+            [sys.executable, "-c", program, "top", "--target", url, "--interval", "60"],
+            stdin=terminal, stdout=terminal, stderr=terminal)
         try:
             shown = b""
             while b"waiting 60 s" not in shown:
