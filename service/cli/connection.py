@@ -24,8 +24,8 @@ NO_CONNECTION = re.compile("failed to connect to all addresses|errors resolving 
 ADVICE = {
     grpc.StatusCode.UNAUTHENTICATED: "; give the key's file with --api-key-file",
     grpc.StatusCode.PERMISSION_DENIED: (
-        "; give with --api-key-file the file of a key that npuserve keys add FILE NAME --admin made, or with --tls-cert "
-        "and --tls-key the certificate"),
+        "; give with --api-key-file the file of a key that npuserve keys add FILE NAME --admin made, or with "
+        "--tls-cert and --tls-key the certificate"),
 }
 """Options that cure an error of our server, by its code."""
 

@@ -1,4 +1,4 @@
-"""Description of each running server, which its supervisor keeps in its private folder for commands of the same user."""
+"""Description of a running server, which its supervisor keeps in its private folder for commands of the same user."""
 
 from __future__ import annotations
 
