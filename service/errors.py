@@ -280,9 +280,12 @@ class QueueFull(Retryable):
 
 
 class SlowReader(ServeError):
-    """The client did not read its stream. The stream can be resumed, unless it has several samples."""
+    """The client did not read its stream. The stream can be resumed, unless it has several samples.
 
-    code = code_pb2.CANCELLED
+    Not CANCELLED, which says that the caller cancelled the call.
+    """
+
+    code = code_pb2.ABORTED
     is_behind_messages = True
 
 
