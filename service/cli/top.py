@@ -35,8 +35,8 @@ LATENCIES = {
     "per output token": "time_per_output_token", "end to end": "e2e_request_latency", "queue": "queue_time",
 }
 NOT_ERRORS = ("OK", "CANCELLED", "ABORTED")
-"""Status codes that are not counted as errors. CANCELLED: the client left. ABORTED: the client read nothing for too long,
-or resumed its stream by another call."""
+"""Status codes that are not counted as errors. CANCELLED: the client left. ABORTED: the client read nothing for too
+long, or resumed its stream by another call."""
 MAX_KERNELS = 12
 DROPPED_FIRST = ("backend", "calls", "p50", "tokens", "per s", "p90", "phase", "mean", "share")
 """Order in which a narrow screen drops columns."""
