@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from npuserve.npu import emulator
+from npuserve.kernels.native.binding import BINDING
 from npuserve.npu.backends.ascend import native_lengths
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.graphs import AscendGraphs
@@ -174,3 +175,35 @@ def test_native_lengths_of_unexamined_versions_are_refused(
     ("2.13.0", "8.5.0"), ("2.13.0+git1", "9.2.RC1"), ("2.10.0.post4", "9.1.0")])
 def test_native_lengths_of_examined_versions_are_accepted(torch_npu: str, cann: str) -> None:
     native_lengths._check_versions(torch_npu, cann)
+
+
+@pytest.mark.skipif(BINDING is None, reason="the native library is not built")
+@pytest.mark.parametrize("failing", range(4))
+def test_native_lengths_without_an_event_keep_nothing_of_the_graph(failing: int) -> None:
+    """With functions in place of CANN's: all events that were created are destroyed."""
+    live: list[int] = []
+    handle = ctypes.c_void_p
+
+    def create(event: Any, flags: int) -> int:
+        if len(live) == failing:
+            return 207008
+        live.append(len(live) + 1)
+        event[0] = live[-1]
+        return 0
+
+    def destroy(event: int) -> int:
+        live.remove(event)
+        return 0
+
+    done = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    made = {name: done for name in (*native_lengths.RUNTIME, *native_lengths.OPERATORS)} | {
+        "aclrtSetCurrentContext": ctypes.CFUNCTYPE(ctypes.c_int, handle)(lambda context: 0),
+        "aclrtCreateEventExWithFlag": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(handle), ctypes.c_uint32)(create),
+        "aclrtDestroyEvent": ctypes.CFUNCTYPE(ctypes.c_int, handle)(destroy)}
+    functions = (handle * len(made))(*(ctypes.cast(function, handle).value for function in made.values()))
+    updater, graph = handle(), handle()
+    assert BINDING is not None
+    assert BINDING.npuserve_lengths_open(functions, None, ctypes.byref(updater)) == 0
+    assert BINDING.npuserve_lengths_add(updater, None, 0, ctypes.byref(graph)) == 207008
+    BINDING.npuserve_lengths_close(updater)
+    assert (live, graph.value) == ([], None)
