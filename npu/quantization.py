@@ -154,8 +154,7 @@ def _read(data: Any, where: str) -> Quantization:
         return _read_fp8(found, where)
     if method != METHOD:
         raise ValueError(
-            f"{where}: the checkpoint is quantized by another method ({method}); supported: {METHOD}, {FP8}. Serve the "
-            "model that it was made from, or a W8A8 checkpoint of that: npuserve quantize MODEL OUT")
+            f"{where}: the checkpoint is quantized by another method ({method}); supported: {METHOD}, {FP8}")
     if not isinstance(groups := found.get("config_groups"), dict) or not groups:
         raise ValueError(f"{where}: config_groups is missing; a checkpoint of {METHOD} has it ({method})")
     sparsity = found.get("sparsity_config")

@@ -215,7 +215,8 @@ def _quantization(data: Mapping[str, Any]) -> Quantization | None:
     try:
         quantization = Quantization.from_config(data)
     except ValueError as error:
-        raise ModelError(f"config.json: {error}") from None
+        raise ModelError(f"config.json: {error}. Serve the model that this one was made from, or a W8A8 checkpoint of "
+                         "that: npuserve quantize MODEL OUT") from None
     if quantization and flag(data, "tie_word_embeddings", False) and quantization.of("lm_head"):
         raise ModelError(
             "config.json: tie_word_embeddings: the LM head is quantized, and the embedding that it is tied to is not; "

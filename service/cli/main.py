@@ -166,8 +166,12 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit with an error for arguments that the command does not have, and what to write in their place."""
-        word = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(word) if word else self._quote_hint()}")
+        flags = list(dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-")))
+        hints = {flag: hint for flag in flags if (hint := self._hint(flag))}
+        if len(flags) > 1:
+            hints = {flag: f"; {flag}: {hint.removeprefix('; ')}" for flag, hint in hints.items()}
+        hint = "".join(hints.values()) if flags else self._quote_hint()
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def _hint(self, flag: str) -> str:
         """Return the end of a sentence: what to write in place of an unknown flag."""

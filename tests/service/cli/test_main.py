@@ -124,11 +124,11 @@ def test_output_to_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffere
 
 
 @pytest.mark.parametrize(("closed", "arguments", "code", "err"), [
-    ("0<&-", "generate - --target {}", 0, ""),
+    ("0<&-", "generate - --target {}", 0, "npuserve: the model ended at once; for a chat model use --chat\n"),
     ("0<&-", "chat --target {}", 0, ""),
     ("1>&-", "--version", 1, "npuserve: cannot write the output: Bad file descriptor\n"),
     ("1>&-", "generate x --target {}", 1, "npuserve: cannot write the output: Bad file descriptor\n"),
-    ("1>&-", "keys list none", 2, "npuserve: none: No such file or directory\n"),
+    ("1>&-", "keys list none", 2, "npuserve: none: No such file or directory; npuserve keys add FILE NAME makes it\n"),
     ("2>&-", "nonsense", 2, ""),
     ("0<&- 1>&- 2>&-", "generate x --target {}", 1, ""),
 ])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from npuserve.npu import emulator
 from npuserve.kernels.native.binding import BINDING
+from npuserve.npu import emulator
 from npuserve.npu.backends.ascend import native_lengths
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.graphs import AscendGraphs
@@ -196,7 +196,7 @@ def test_native_lengths_without_an_event_keep_nothing_of_the_graph(failing: int)
         return 0
 
     done = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    made = {name: done for name in (*native_lengths.RUNTIME, *native_lengths.OPERATORS)} | {
+    made = dict.fromkeys((*native_lengths.RUNTIME, *native_lengths.OPERATORS), done) | {
         "aclrtSetCurrentContext": ctypes.CFUNCTYPE(ctypes.c_int, handle)(lambda context: 0),
         "aclrtCreateEventExWithFlag": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(handle), ctypes.c_uint32)(create),
         "aclrtDestroyEvent": ctypes.CFUNCTYPE(ctypes.c_int, handle)(destroy)}
