@@ -199,7 +199,7 @@ class Supervisor:
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "heartbeat": True, "memory": memory, "rank_memory": others, "shared_weights": self._shared_weights,
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
-        }, self._on_event, [memory, *others] if memory >= 0 else [])
+        }, self._on_event, [memory, *others] if memory >= 0 else [], defers_sigterm=True)
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
         self._page = MetricsPage(folder, self._config, self._processes)

@@ -145,6 +145,10 @@ def test_load_error_names_source(flags: str, environ: dict[str, str], message: s
     ("port = ", "not a TOML file"),
     ("port = " + "9" * 5000, "not a TOML file: a number has too many digits"),
     ("port = 0x" + "f" * 6000, "not a TOML file: an integer needs more than 64 bits"),
+    (".".join("a" * 101) + " = 1", "not a TOML file: a key has more than 100 parts"),
+    ("[ " + " . ".join(['"a"'] * 101) + " ]", "not a TOML file: a key has more than 100 parts"),
+    ("a = {b = 1, " + ".".join(["'a'"] * 101) + " = 2}", "not a TOML file: a key has more than 100 parts"),
+    (".".join("a" * 100) + " = 1", "a: no such setting"),
     ('port = "a"', "port: 'a' is not a whole number in [0, 65535] (from {file}:port)"),
     ("port = true", "port: True is not a whole number in [0, 65535] (from {file}:port)"),
     ("port = 1.5", "port: 1.5 is not a whole number in [0, 65535] (from {file}:port)"),
@@ -159,6 +163,17 @@ def test_load_error_names_file_and_key(tmp_path: Path, toml: str, message: str) 
     file.write_text(toml)
     with pytest.raises(ConfigError, match=re.escape(message.format(file=file))):
         load(f"--config {file}")
+
+
+def test_load_key_of_many_parts_needs_little_memory(tmp_path: Path) -> None:
+    """The parser alone needs 1.5 GB for 20,000 parts. Text of values is no key."""
+    file = tmp_path / "server.toml"
+    file.write_text(".".join("a" * 100_000) + " = 1")
+    with pytest.raises(ConfigError, match="a key has more than 100 parts"):
+        load(f"--config {file}")
+    text = ". ".join(["word"] * 101)
+    file.write_text(f'served_name = "{text}"\n')
+    assert load(f"--config {file}").served_name == text
 
 
 def test_load_ignores_foreign_variables() -> None:

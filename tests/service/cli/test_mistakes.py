@@ -258,7 +258,7 @@ def test_mistakes_differ() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--api-keys", "absent"), "absent cannot be read: No such file or directory; npuserve keys add FILE NAME makes it"),
+    (("--api-keys", "absent"), "absent cannot be read: No such file or directory; npuserve keys add FILE NAME makes"),
     (("--tls-cert", "a.pem", "--tls-key", "b.pem"), "tls_cert: a.pem cannot be read: No such file or directory"),
     (("model.gguf",), "model.gguf is a file of another format; serve the model that it was made from"),
     (("mistral",), "is not supported; serve a model of one of these"),
