@@ -132,7 +132,7 @@ ORDER = [
     ("version", 2, "did you mean --version?"),
     ("start", 2, "did you mean serve?"),
     ("genrate x", 2, "did you mean generate?"),
-    ("bench latency", 2, "choose from 'serve', 'kernels', 'step'"),
+    ("bench latency", 2, "argument WHAT: invalid choice: 'latency' (choose from"),
     ("serve a b", 2, "unrecognized arguments: b; MODEL is one argument: quote it if it has spaces;"),
     ("generate Once upon a time", 2, "upon a time; PROMPT is one argument: quote it if it has spaces;"),
     ("generate", 2, "required: PROMPT"),
@@ -162,7 +162,7 @@ VALUES = [
     ("generate x --system hi", 2, "--system: is for --chat only"),
     ("generate x --regex a --json-object", 2, "--json-object: not allowed with argument --regex"),
     ("top --interval 0", 2, "--interval: must be in [0.1, 3600], got '0'"),
-    ("bench kernels --device npu", 2, "choose from 'cpu', 'cuda'"),
+    ("bench kernels --device npu", 2, "--device: invalid choice: 'npu' (choose from"),
 ]
 FILES_OF_SETTINGS = [
     ("serve --config absent.toml", 2, "absent.toml: cannot be read: No such file or directory"),
