@@ -1,0 +1,183 @@
+"""Lexer of a compiled grammar, whose states the answers build, and its memory.
+
+The library builds a state where an answer or a mask reaches it, and frees none. In a string of limited length each
+character has states of its own: masks take 2.6 kB a character, the text alone 0.2 to 0.5 kB. So a lexer that has become
+large is worn. Each of its answers moves to a new one and replays its tokens there, which builds the states of the text
+alone. Masks and forced tokens depend on the text, so they stay the same.
+
+All answers of a grammar share its first lexer. After it is worn, each client has its own (`Compilation.lexer_for`): a
+usual grammar never wears one, and a client that does cannot slow the answers of others.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from llguidance import LLMatcher
+
+from npuserve.service.grammar.mask_threads import Lexer
+from npuserve.service.grammar.matcher import Matcher
+from npuserve.service.grammar.vocabulary import Vocabulary
+
+MAX_LEXER_BYTES = 16 << 20
+"""Estimated memory with which a lexer is worn, if a replay would free most of it."""
+MAX_REPLAYED_RATIO = 3
+"""Memory with which a lexer is worn, as a multiple of the memory that replays have built. So the replays of an answer
+take less time than its masks."""
+BYTES_PER_FUEL = 32
+"""Memory of a lexer by the work that built its states, in the library's unit. 12 to 28 bytes were measured."""
+MAX_UNMEASURED_BYTES = 1 << 20
+MAX_UNMEASURED_MASKS = 64
+_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
+
+Matchers = tuple[LLMatcher, LLMatcher | None]
+"""Matcher of a grammar over the vocabulary, and one over its bytes; None for no forced tokens."""
+
+
+class LexerAnswer(Protocol):
+    """Answer that uses a lexer.
+
+    arrival: of its request.
+    release: frees its matcher, which it builds again when it is prepared.
+    """
+
+    @property
+    def arrival(self) -> float: ...
+
+    def release(self) -> None: ...
+
+
+class GrammarLexer(Lexer):
+    """Lexer of a grammar. Only the thread that may use it (mask_threads.py) calls the methods, except `add`.
+
+    num_bytes: estimated memory.
+    replayed_bytes: the part that the grammar itself and replays have built, and that another lexer would need too.
+    expected_bytes: memory that it will need at least, from the lexer before it.
+    is_full: a new lexer must take its place, since it is too large.
+    is_worn: its answers must use another one.
+    """
+
+    __slots__ = ("__weakref__", "_answers", "_build", "_lock", "_masks", "_matchers", "_next", "_on_growth",
+                 "_vocabulary", "expected_bytes", "is_full", "is_worn", "num_bytes", "replayed_bytes")
+
+    def __init__(
+        self, vocabulary: Vocabulary, build: Callable[[], Matchers],
+        on_growth: Callable[[GrammarLexer], None] = lambda lexer: None, expected_bytes: int = 0,
+    ):
+        """build: compiles the grammar. on_growth: called with the lexer when num_bytes has grown."""
+        super().__init__()
+        self._vocabulary = vocabulary
+        self._build = build
+        self._on_growth = on_growth
+        self._matchers: Matchers | None = None  # at the beginning of an answer
+        self._answers: weakref.WeakSet[LexerAnswer] = weakref.WeakSet()
+        self._lock = threading.Lock()  # guards `_answers`
+        self._masks = 0
+        self._next = 1  # number of masks at which the lexer is measured
+        self.num_bytes = 0
+        self.replayed_bytes = 0
+        self.expected_bytes = expected_bytes
+        self.is_full = False
+        self.is_worn = False
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the loop may prepare its answers: the grammar is compiled, and they need not move."""
+        return self.is_built and not self.is_full and super().is_fast
+
+    @property
+    def is_built(self) -> bool:
+        """Whether `matcher` takes microseconds."""
+        return self._matchers is not None
+
+    @property
+    def is_compactable(self) -> bool:
+        """Whether a new lexer would need less than half of the memory."""
+        return self.num_bytes > 2 * self.replayed_bytes
+
+    @property
+    def since(self) -> float | None:
+        """Arrival of the oldest answer that uses the lexer; None for no answer. In any thread."""
+        with self._lock:
+            return min((answer.arrival for answer in self._answers), default=None)
+
+    def add(self, answer: LexerAnswer) -> None:
+        """Add an answer that uses the lexer from now on. In any thread."""
+        with self._lock:
+            self._answers.add(answer)
+
+    def remove(self, answer: LexerAnswer) -> None:
+        with self._lock:
+            self._answers.discard(answer)
+
+    def matcher(self) -> Matcher:
+        """Return a new matcher at the beginning of an answer. Compile the grammar if that was not done.
+
+        Raises ConstraintError if the grammar cannot be compiled.
+        """
+        if self._matchers is None:
+            self._matchers = self._build()
+            self._measure(self._matchers)
+            self.replayed_bytes = self.num_bytes
+        library, by_byte = self._matchers
+        return Matcher(self._vocabulary, library.deep_copy(), by_byte.deep_copy() if by_byte else None, self)
+
+    def wear(self) -> None:
+        """Free the memory, and the matchers of all answers. These must move."""
+        self.is_worn = True
+        self._matchers = None
+        self.num_bytes = 0
+        with self._lock:
+            answers = list(self._answers)
+        for answer in answers:
+            answer.release()
+
+    def free_idle(self) -> bool:
+        """Free the memory if no answer uses the lexer. The next one compiles the grammar. In any thread."""
+        with self._lock:
+            if self._answers:
+                return False
+            self._matchers = None
+            self.num_bytes = 0
+            return True
+
+    def add_mask(self, *libraries: LLMatcher | None, is_replay: bool = False) -> None:
+        """Count a mask of matchers of the lexer. Measure its memory at some masks, which takes 0.2 ms or more.
+
+        is_replay: the growth since the mask before is of a replay.
+        """
+        self._masks += 1
+        if self._masks < self._next and not is_replay:
+            return
+        grown = self._measure(libraries)
+        masks = min(MAX_UNMEASURED_MASKS, max(1, self._masks // 2))
+        self._next = self._masks + (max(1, min(masks, masks * MAX_UNMEASURED_BYTES // grown)) if grown else masks)
+        if is_replay:
+            self.replayed_bytes += grown
+        if self.num_bytes > max(MAX_LEXER_BYTES, MAX_REPLAYED_RATIO * self.replayed_bytes):
+            self.is_full = True
+
+    def _measure(self, libraries: Iterable[LLMatcher | None]) -> int:
+        """Measure the memory. Return its growth."""
+        num_bytes = BYTES_PER_FUEL * sum(_lexer_fuel(library) for library in libraries if library)
+        grown = num_bytes - self.num_bytes
+        if grown <= 0:
+            return 0
+        self.num_bytes = num_bytes
+        self._on_growth(self)
+        return grown
+
+
+def _lexer_fuel(library: LLMatcher) -> int:
+    """Return the work that built the states of a matcher's lexer, as of its last mask; 0 if the lexer is exhausted.
+
+    The library reports it in the message of an error alone.
+    """
+    copy = library.deep_copy()
+    copy.rollback(1 << 30)  # an error: there are not so many tokens
+    found = _LEXER_COST.search(copy.get_error())
+    return int(found[1]) if found else 0
