@@ -78,8 +78,7 @@ class Compilation:
         with self._lock:
             lexer = self._client_lexers.get(client)
             if lexer is None or lexer.is_worn:
-                expected = lexer.replayed_bytes if lexer else 0
-                lexer = self._client_lexers[client] = self._new_lexer(expected)
+                lexer = self._client_lexers[client] = self._new_lexer((lexer or self._lexer).replayed_bytes)
             return lexer
 
     def matcher(self) -> Matcher:

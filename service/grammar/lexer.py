@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -30,8 +31,12 @@ MAX_REPLAYED_RATIO = 3
 take less time than its masks."""
 BYTES_PER_FUEL = 32
 """Memory of a lexer by the work that built its states, in the library's unit. 12 to 28 bytes were measured."""
-MAX_UNMEASURED_BYTES = 1 << 20
-MAX_UNMEASURED_MASKS = 64
+MAX_FAST_BYTES = 4 << 20
+"""Estimated memory of a lexer whose masks the loop fills. A larger one sometimes takes 10 ms or more to grow a table."""
+MIN_UNMEASURED_SECONDS = 0.003
+"""Time of masks between two measurements. States of 1 MB take about as long to build."""
+MAX_MEASURE_RATIO = 20
+"""Least time of masks between two measurements, as a multiple of the time of one: 0.2 ms, or 8 ms after 50,000 tokens."""
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 
 Matchers = tuple[LLMatcher, LLMatcher | None]
@@ -61,8 +66,8 @@ class GrammarLexer(Lexer):
     is_worn: its answers must use another one.
     """
 
-    __slots__ = ("__weakref__", "_answers", "_build", "_lock", "_masks", "_matchers", "_next", "_on_growth",
-                 "_vocabulary", "expected_bytes", "is_full", "is_worn", "num_bytes", "replayed_bytes")
+    __slots__ = ("__weakref__", "_answers", "_build", "_lock", "_matchers", "_measure_seconds", "_on_growth",
+                 "_unmeasured_seconds", "_vocabulary", "expected_bytes", "is_full", "is_worn", "num_bytes", "replayed_bytes")
 
     def __init__(
         self, vocabulary: Vocabulary, build: Callable[[], Matchers],
@@ -76,8 +81,8 @@ class GrammarLexer(Lexer):
         self._matchers: Matchers | None = None  # at the beginning of an answer
         self._answers: weakref.WeakSet[LexerAnswer] = weakref.WeakSet()
         self._lock = threading.Lock()  # guards `_answers`
-        self._masks = 0
-        self._next = 1  # number of masks at which the lexer is measured
+        self._unmeasured_seconds = 0.0  # of masks since the last measurement
+        self._measure_seconds = 0.0  # of the last measurement
         self.num_bytes = 0
         self.replayed_bytes = 0
         self.expected_bytes = expected_bytes
@@ -86,8 +91,8 @@ class GrammarLexer(Lexer):
 
     @property
     def is_fast(self) -> bool:
-        """Whether the loop may prepare its answers: the grammar is compiled, and they need not move."""
-        return self.is_built and not self.is_full and super().is_fast
+        """Whether the loop may prepare its answers: the grammar is compiled, the lexer small, and they need not move."""
+        return self.is_built and not self.is_full and self.num_bytes <= MAX_FAST_BYTES and super().is_fast
 
     @property
     def is_built(self) -> bool:
@@ -121,8 +126,7 @@ class GrammarLexer(Lexer):
         """
         if self._matchers is None:
             self._matchers = self._build()
-            self._measure(self._matchers)
-            self.replayed_bytes = self.num_bytes
+            self._measure(self._matchers, is_replay=True)
         library, by_byte = self._matchers
         return Matcher(self._vocabulary, library.deep_copy(), by_byte.deep_copy() if by_byte else None, self)
 
@@ -142,34 +146,37 @@ class GrammarLexer(Lexer):
             if self._answers:
                 return False
             self._matchers = None
-            self.num_bytes = 0
+            self.num_bytes = self.replayed_bytes = 0
             return True
 
-    def add_mask(self, *libraries: LLMatcher | None, is_replay: bool = False) -> None:
-        """Count a mask of matchers of the lexer. Measure its memory at some masks, which takes 0.2 ms or more.
+    def add_mask(self, seconds: float, *libraries: LLMatcher | None) -> None:
+        """Count the time of a mask, in which states may have been built. Measure the memory from time to time.
 
-        is_replay: the growth since the mask before is of a replay.
+        libraries: matchers that use the lexer.
         """
-        self._masks += 1
-        if self._masks < self._next and not is_replay:
-            return
-        grown = self._measure(libraries)
-        masks = min(MAX_UNMEASURED_MASKS, max(1, self._masks // 2))
-        self._next = self._masks + (max(1, min(masks, masks * MAX_UNMEASURED_BYTES // grown)) if grown else masks)
-        if is_replay:
-            self.replayed_bytes += grown
-        if self.num_bytes > max(MAX_LEXER_BYTES, MAX_REPLAYED_RATIO * self.replayed_bytes):
-            self.is_full = True
+        self._unmeasured_seconds += seconds
+        if self._unmeasured_seconds > max(MIN_UNMEASURED_SECONDS, MAX_MEASURE_RATIO * self._measure_seconds):
+            self._measure(libraries)
 
-    def _measure(self, libraries: Iterable[LLMatcher | None]) -> int:
-        """Measure the memory. Return its growth."""
+    def add_replay(self, *libraries: LLMatcher | None) -> None:
+        """Measure the memory after a replay, as memory that another lexer would need too."""
+        self._measure(libraries, is_replay=True)
+
+    def _measure(self, libraries: Iterable[LLMatcher | None], *, is_replay: bool = False) -> None:
+        """Measure the memory. is_replay: a replay has built what the lexer has grown by."""
+        began = time.perf_counter()
         num_bytes = BYTES_PER_FUEL * sum(_lexer_fuel(library) for library in libraries if library)
+        self._unmeasured_seconds = 0.0
+        self._measure_seconds = time.perf_counter() - began
         grown = num_bytes - self.num_bytes
         if grown <= 0:
-            return 0
+            return
         self.num_bytes = num_bytes
+        if is_replay:
+            self.replayed_bytes += grown
+        if num_bytes > max(MAX_LEXER_BYTES, MAX_REPLAYED_RATIO * self.replayed_bytes):
+            self.is_full = True
         self._on_growth(self)
-        return grown
 
 
 def _lexer_fuel(library: LLMatcher) -> int:

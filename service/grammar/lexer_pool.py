@@ -8,13 +8,17 @@ import weakref
 from npuserve.service.grammar.errors import MatcherError
 from npuserve.service.grammar.lexer import GrammarLexer
 
+MAX_FREE_BYTES = 2 << 20
+"""Estimated memory of a lexer that never waits for memory."""
+
 
 class LexerPool:
     """Bound of the memory of lexers. Safe to use from several threads.
 
     Lexers grow while all of them need at most `max_bytes`. Above it, idle lexers are freed, then lexers are replaced by
     new ones where that frees memory, the largest first. Where that is not enough the lexer of the oldest answer
-    grows, and the others wait without memory until theirs fits.
+    grows, and the others wait without memory until theirs fits. Lexers of at most MAX_FREE_BYTES, which usual grammars
+    have, never wait.
     """
 
     def __init__(self, max_bytes: int):
@@ -48,7 +52,7 @@ class LexerPool:
 
     def may_grow(self, lexer: GrammarLexer) -> bool:
         """Return whether answers may use a lexer now. Raises MatcherError if it alone needs more than all memory."""
-        if not self._is_scarce:
+        if not self._is_scarce or _is_free(lexer):
             return True
         if lexer.num_bytes > self._max_bytes and not lexer.is_full:
             raise MatcherError(f"the states of its expressions need more than {self._max_bytes >> 20} MiB")
@@ -57,9 +61,14 @@ class LexerPool:
         self._is_scarce = num_bytes + lexer.num_bytes > self._max_bytes // 2
         if num_bytes + max(lexer.num_bytes, lexer.expected_bytes) <= self._max_bytes:
             return True
-        arrivals = [since for other in lexers if (since := other.since) is not None]
+        large = [other for other in lexers if not _is_free(other)]
+        arrivals = [since for other in large if (since := other.since) is not None]
         return lexer.since == min(arrivals, default=None)
 
     def _all(self) -> list[GrammarLexer]:
         with self._lock:
             return list(self._lexers)
+
+
+def _is_free(lexer: GrammarLexer) -> bool:
+    return max(lexer.num_bytes, lexer.expected_bytes) <= MAX_FREE_BYTES

@@ -9,6 +9,7 @@ is forced. The library's `compute_ff_tokens` is not used, since it depends on th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -43,10 +44,12 @@ def limits(kind: str) -> LLParserLimits:
         max_lexer_states=MAX_STATES, max_grammar_size=500_000, verbose_errors=True)
 
 
-class MaskCounter(Protocol):
-    """Counter of the masks of a lexer, which measures its memory."""
+class LexerMemory(Protocol):
+    """Memory of the lexer that matchers use, which it measures after masks and replays."""
 
-    def add_mask(self, *libraries: LLMatcher | None, is_replay: bool = False) -> None: ...
+    def add_mask(self, seconds: float, *libraries: LLMatcher | None) -> None: ...
+
+    def add_replay(self, *libraries: LLMatcher | None) -> None: ...
 
 
 class Matcher:
@@ -58,15 +61,15 @@ class Matcher:
 
     def __init__(
         self, vocabulary: Vocabulary, library: LLMatcher, by_byte: LLMatcher | None = None,
-        masks: MaskCounter | None = None,
+        memory: LexerMemory | None = None,
     ):
         """Begin an answer.
 
         by_byte: matcher over `vocabulary.bytes` at the same place; None for no forced tokens.
-        masks: of the lexer; None if it is not measured.
+        memory: of the lexer; None if it is not measured.
         """
         self._vocabulary = vocabulary
-        self._masks = masks
+        self._memory = memory
         self._library = library
         self._forced = ForcedText(vocabulary, by_byte) if by_byte else None
         self._has_ended = False
@@ -100,14 +103,14 @@ class Matcher:
             raise LexerExhausted("another answer of the same grammar has exhausted their lexer")
         return taken
 
-    def replay(self, token_ids: Sequence[int], bits: NDArray[Any], *, is_careful: bool) -> bool:
+    def replay(self, token_ids: Sequence[int], *, is_careful: bool = False) -> bool:
         """Append tokens that an earlier matcher of the answer has taken. Return False if the constraint does not allow
         one.
 
-        bits: see `fill`; overwritten.
         is_careful: compute a mask before each token, which takes a hundred times as long, so that no step does more
             work than a step of the earlier matcher.
         """
+        bits = np.empty(-(-self._vocabulary.size // 32), np.uint32)
         part: list[int] = []
         num_bytes = 0
         for place, token_id in enumerate(token_ids, 1):
@@ -124,10 +127,13 @@ class Matcher:
                     self._forced.advance(taken)
             part = []
             num_bytes = 0
-        if self._masks:
-            self._compute(bits)
-            self._masks.add_mask(self._library, self._forced and self._forced.library, is_replay=True)
         return True
+
+    def end_replay(self) -> None:
+        """Measure the memory after the last call of `replay`."""
+        if self._memory:
+            self._compute(np.empty(-(-self._vocabulary.size // 32), np.uint32))
+            self._memory.add_replay(self._library, self._forced and self._forced.library)
 
     def fill(self, bits: NDArray[Any]) -> None:
         """Write the mask of the allowed tokens. End tokens are allowed where the text satisfies the constraint.
@@ -138,9 +144,10 @@ class Matcher:
         if self._has_ended:
             self._only_end(bits)
             return
+        began = time.perf_counter()
         self._compute(bits)
-        if self._masks:
-            self._masks.add_mask(self._library, self._forced and self._forced.library)
+        if self._memory:
+            self._memory.add_mask(time.perf_counter() - began, self._library, self._forced and self._forced.library)
 
     def forced(self, mask: NDArray[Any] | None = None) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.
