@@ -189,7 +189,7 @@ class Grammars:
             self._wake()
 
     def _matcher(self, pending: PendingGrammar) -> AnswerMatcher | None:
-        """Return a request's matcher; None while its grammar is not compiled. Raises the error that ends the request."""
+        """Return a request's matcher; None while its grammar is not compiled. Raises the error that ends it."""
         if pending.compilation is None:
             pending.submit()
         if pending.compilation is None or not pending.compilation.done:

@@ -9,11 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
-from npuserve.service.grammar.compile_process import (
-    BASE_BYTES,
-    CompileProcess,
-    build_matchers,
-)
+from npuserve.service.grammar.compile_process import BASE_BYTES, CompileProcess, build_matchers
 from npuserve.service.grammar.compile_queue import MAX_RUNNING_PER_CLIENT, CompileQueue, WaitingConstraint
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError
 from npuserve.service.grammar.lexer import GrammarLexer, Matchers
@@ -44,6 +40,7 @@ class Compilation:
         self._build: Callable[[], Matchers] | None = None
         self._lexer: GrammarLexer | None = None  # of all answers until it is worn
         self._client_lexers: weakref.WeakValueDictionary[str, GrammarLexer] = weakref.WeakValueDictionary()
+        self._last_lexer: GrammarLexer | None = None  # so that the next answer finds it compiled
         self._lock = threading.Lock()
         self._is_done = threading.Event()
         self._error: ConstraintError | CompilerFailed | None = None
@@ -79,6 +76,7 @@ class Compilation:
             lexer = self._client_lexers.get(client)
             if lexer is None or lexer.is_worn:
                 lexer = self._client_lexers[client] = self._new_lexer((lexer or self._lexer).replayed_bytes)
+            self._last_lexer = lexer
             return lexer
 
     def matcher(self) -> Matcher:

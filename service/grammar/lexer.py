@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from llguidance import LLMatcher
@@ -25,18 +25,18 @@ from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.vocabulary import Vocabulary
 
 MAX_LEXER_BYTES = 16 << 20
-"""Estimated memory with which a lexer is worn, if a replay would free most of it."""
+"""Estimated memory with which a lexer is worn, if a replay would free most of it. The loop fills no masks of a larger
+one, since it sometimes takes 10 ms or more to grow a table."""
 MAX_REPLAYED_RATIO = 3
 """Memory with which a lexer is worn, as a multiple of the memory that replays have built. So the replays of an answer
 take less time than its masks."""
 BYTES_PER_FUEL = 32
-"""Memory of a lexer by the work that built its states, in the library's unit. 12 to 28 bytes were measured."""
-MAX_FAST_BYTES = 4 << 20
-"""Estimated memory of a lexer whose masks the loop fills. A larger one sometimes takes 10 ms or more to grow a table."""
+"""Memory of a lexer by the work that built its states, in the library's unit. 12 to 28 were measured."""
 MIN_UNMEASURED_SECONDS = 0.003
 """Time of masks between two measurements. States of 1 MB take about as long to build."""
 MAX_MEASURE_RATIO = 20
-"""Least time of masks between two measurements, as a multiple of the time of one: 0.2 ms, or 8 ms after 50,000 tokens."""
+"""Least time of masks between two measurements, as a multiple of the time of one: 0.2 ms, or 4 ms after 50,000
+tokens."""
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 
 Matchers = tuple[LLMatcher, LLMatcher | None]
@@ -67,7 +67,8 @@ class GrammarLexer(Lexer):
     """
 
     __slots__ = ("__weakref__", "_answers", "_build", "_lock", "_matchers", "_measure_seconds", "_on_growth",
-                 "_unmeasured_seconds", "_vocabulary", "expected_bytes", "is_full", "is_worn", "num_bytes", "replayed_bytes")
+                 "_unmeasured_seconds", "_vocabulary", "expected_bytes", "is_full", "is_worn", "num_bytes",
+                 "replayed_bytes")
 
     def __init__(
         self, vocabulary: Vocabulary, build: Callable[[], Matchers],
@@ -91,8 +92,8 @@ class GrammarLexer(Lexer):
 
     @property
     def is_fast(self) -> bool:
-        """Whether the loop may prepare its answers: the grammar is compiled, the lexer small, and they need not move."""
-        return self.is_built and not self.is_full and self.num_bytes <= MAX_FAST_BYTES and super().is_fast
+        """Whether the loop may prepare its answers: the grammar is compiled, the lexer small, and none must move."""
+        return self.is_built and not self.is_full and self.num_bytes <= MAX_LEXER_BYTES and super().is_fast
 
     @property
     def is_built(self) -> bool:
@@ -126,7 +127,7 @@ class GrammarLexer(Lexer):
         """
         if self._matchers is None:
             self._matchers = self._build()
-            self._measure(self._matchers, is_replay=True)
+            self._measure([library for library in self._matchers if library], is_replay=True)
         library, by_byte = self._matchers
         return Matcher(self._vocabulary, library.deep_copy(), by_byte.deep_copy() if by_byte else None, self)
 
@@ -149,7 +150,7 @@ class GrammarLexer(Lexer):
             self.num_bytes = self.replayed_bytes = 0
             return True
 
-    def add_mask(self, seconds: float, *libraries: LLMatcher | None) -> None:
+    def add_mask(self, seconds: float, libraries: Sequence[LLMatcher]) -> None:
         """Count the time of a mask, in which states may have been built. Measure the memory from time to time.
 
         libraries: matchers that use the lexer.
@@ -158,14 +159,14 @@ class GrammarLexer(Lexer):
         if self._unmeasured_seconds > max(MIN_UNMEASURED_SECONDS, MAX_MEASURE_RATIO * self._measure_seconds):
             self._measure(libraries)
 
-    def add_replay(self, *libraries: LLMatcher | None) -> None:
+    def add_replay(self, libraries: Sequence[LLMatcher]) -> None:
         """Measure the memory after a replay, as memory that another lexer would need too."""
         self._measure(libraries, is_replay=True)
 
-    def _measure(self, libraries: Iterable[LLMatcher | None], *, is_replay: bool = False) -> None:
+    def _measure(self, libraries: Sequence[LLMatcher], *, is_replay: bool = False) -> None:
         """Measure the memory. is_replay: a replay has built what the lexer has grown by."""
         began = time.perf_counter()
-        num_bytes = BYTES_PER_FUEL * sum(_lexer_fuel(library) for library in libraries if library)
+        num_bytes = BYTES_PER_FUEL * sum(map(_lexer_fuel, libraries))
         self._unmeasured_seconds = 0.0
         self._measure_seconds = time.perf_counter() - began
         grown = num_bytes - self.num_bytes

@@ -10,6 +10,8 @@ from npuserve.service.grammar.lexer import GrammarLexer
 
 MAX_FREE_BYTES = 2 << 20
 """Estimated memory of a lexer that never waits for memory."""
+MAX_REPLAYED_SHARE = 0.8
+"""Share of all memory that the states of one answer alone may need, so that its masks have memory too."""
 
 
 class LexerPool:
@@ -54,8 +56,11 @@ class LexerPool:
         """Return whether answers may use a lexer now. Raises MatcherError if it alone needs more than all memory."""
         if not self._is_scarce or _is_free(lexer):
             return True
-        if lexer.num_bytes > self._max_bytes and not lexer.is_full:
-            raise MatcherError(f"the states of its expressions need more than {self._max_bytes >> 20} MiB")
+        if lexer.num_bytes > self._max_bytes:
+            if lexer.replayed_bytes > MAX_REPLAYED_SHARE * self._max_bytes:
+                raise MatcherError(f"the states of its expressions need more than {self._max_bytes >> 20} MiB")
+            lexer.is_full = True
+            return True
         lexers = {*self._all(), lexer}
         num_bytes = sum(other.num_bytes for other in lexers if other is not lexer)
         self._is_scarce = num_bytes + lexer.num_bytes > self._max_bytes // 2

@@ -47,9 +47,9 @@ def limits(kind: str) -> LLParserLimits:
 class LexerMemory(Protocol):
     """Memory of the lexer that matchers use, which it measures after masks and replays."""
 
-    def add_mask(self, seconds: float, *libraries: LLMatcher | None) -> None: ...
+    def add_mask(self, seconds: float, libraries: Sequence[LLMatcher]) -> None: ...
 
-    def add_replay(self, *libraries: LLMatcher | None) -> None: ...
+    def add_replay(self, libraries: Sequence[LLMatcher]) -> None: ...
 
 
 class Matcher:
@@ -85,6 +85,10 @@ class Matcher:
     def is_stopped(self) -> bool:
         """Return whether no text may follow: an end token was taken, or only end tokens are allowed."""
         return self._has_ended or (self._library.is_stopped() and not self._is_broken())
+
+    @property
+    def _libraries(self) -> list[LLMatcher]:
+        return [self._library, self._forced.library] if self._forced else [self._library]
 
     def advance(self, token_id: int) -> bool:
         """Append a token. Return False, without a change, if the constraint does not allow it."""
@@ -133,7 +137,7 @@ class Matcher:
         """Measure the memory after the last call of `replay`."""
         if self._memory:
             self._compute(np.empty(-(-self._vocabulary.size // 32), np.uint32))
-            self._memory.add_replay(self._library, self._forced and self._forced.library)
+            self._memory.add_replay(self._libraries)
 
     def fill(self, bits: NDArray[Any]) -> None:
         """Write the mask of the allowed tokens. End tokens are allowed where the text satisfies the constraint.
@@ -147,7 +151,7 @@ class Matcher:
         began = time.perf_counter()
         self._compute(bits)
         if self._memory:
-            self._memory.add_mask(time.perf_counter() - began, self._library, self._forced and self._forced.library)
+            self._memory.add_mask(time.perf_counter() - began, self._libraries)
 
     def forced(self, mask: NDArray[Any] | None = None) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.

@@ -216,7 +216,7 @@ class AnswerMatcher:
         self._tokens.append(token_id)
         self.has_ended = token_id in self._end_ids
         self._is_complete = self.has_ended or None
-        if is_behind:  # the token is of a mask of an earlier matcher
+        if is_behind or self._matcher is None:  # the token is of a mask of an earlier matcher
             return
         try:
             if self._matcher.advance(token_id):

@@ -22,7 +22,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
-from tests.support.fake_grammar import FakeCompiler, FakeMatcher, allowed, next_mask
+from tests.support.fake_grammar import FakeCompiler, allowed, next_mask
 
 CHOICES = Constraint("choices", '["yes", "no"]')
 
