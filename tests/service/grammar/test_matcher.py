@@ -270,7 +270,7 @@ def test_step_beyond_the_limits_is_a_matcher_error():
 def test_answer_whose_lexer_another_answer_has_exhausted_needs_another_lexer(monkeypatch: pytest.MonkeyPatch):
     """It does not fail by a token that its mask allowed, as if the answer violated its constraint."""
     monkeypatch.setattr(compile_process, "limits", lambda kind: LLParserLimits(
-        step_lexer_fuel=3_000, max_items_in_row=2000, verbose_errors=True))
+        max_lexer_states=20_000, max_items_in_row=2000, verbose_errors=True))
     first = matcher("json_schema", {"type": "string", "pattern": "(.*a.{30}b.*|.*b.{29}c.*)"})
     other = Matcher(vocabulary(), first._library.deep_copy())
     letters = [encode(letter)[0] for letter in "abc"]
