@@ -41,9 +41,7 @@ def serve(
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: returns a matcher of a request with a constraint, after its output.
-    min_forced, mask_seconds: of the scheduler, pipeline.
-    """
+    matcher: of a request with a constraint, after its output. min_forced, mask_seconds: of the scheduler, pipeline."""
     blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
                           min_forced=min_forced)
