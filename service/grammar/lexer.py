@@ -32,11 +32,10 @@ MAX_REPLAYED_RATIO = 3
 take less time than its masks."""
 BYTES_PER_FUEL = 32
 """Memory of a lexer by the work that built its states, in the library's unit. 12 to 28 were measured."""
-MIN_UNMEASURED_SECONDS = 0.003
-"""Time of masks between two measurements. States of 1 MB take about as long to build."""
-MAX_MEASURE_RATIO = 20
-"""Least time of masks between two measurements, as a multiple of the time of one: 0.2 ms, or 4 ms after 50,000
-tokens."""
+MIN_UNMEASURED_SECONDS, MAX_UNMEASURED_SECONDS = 0.003, 0.02
+"""Processor time of masks between two measurements. States of an estimated 1 MB take at least 3 ms to build."""
+MEASURE_RATIO = 5
+"""The same, within these bounds, as a multiple of the time of a measurement: 0.2 ms, or 4 ms after 50,000 tokens."""
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 
 Matchers = tuple[LLMatcher, LLMatcher | None]
@@ -151,12 +150,13 @@ class GrammarLexer(Lexer):
             return True
 
     def add_mask(self, seconds: float, libraries: Sequence[LLMatcher]) -> None:
-        """Count the time of a mask, in which states may have been built. Measure the memory from time to time.
+        """Count the processor time of a mask, in which states may have been built. Measure the memory from time to time.
 
         libraries: matchers that use the lexer.
         """
         self._unmeasured_seconds += seconds
-        if self._unmeasured_seconds > max(MIN_UNMEASURED_SECONDS, MAX_MEASURE_RATIO * self._measure_seconds):
+        due = min(MEASURE_RATIO * self._measure_seconds, MAX_UNMEASURED_SECONDS)
+        if self._unmeasured_seconds > max(MIN_UNMEASURED_SECONDS, due):
             self._measure(libraries)
 
     def add_replay(self, libraries: Sequence[LLMatcher]) -> None:
@@ -165,10 +165,10 @@ class GrammarLexer(Lexer):
 
     def _measure(self, libraries: Sequence[LLMatcher], *, is_replay: bool = False) -> None:
         """Measure the memory. is_replay: a replay has built what the lexer has grown by."""
-        began = time.perf_counter()
+        began = time.thread_time()
         num_bytes = BYTES_PER_FUEL * sum(map(_lexer_fuel, libraries))
         self._unmeasured_seconds = 0.0
-        self._measure_seconds = time.perf_counter() - began
+        self._measure_seconds = time.thread_time() - began
         grown = num_bytes - self.num_bytes
         if grown <= 0:
             return

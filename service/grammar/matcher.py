@@ -148,10 +148,10 @@ class Matcher:
         if self._has_ended:
             self._only_end(bits)
             return
-        began = time.perf_counter()
+        began = time.thread_time()
         self._compute(bits)
         if self._memory:
-            self._memory.add_mask(time.perf_counter() - began, self._libraries)
+            self._memory.add_mask(time.thread_time() - began, self._libraries)
 
     def forced(self, mask: NDArray[Any] | None = None) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.

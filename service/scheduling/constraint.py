@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 MAX_FORCED_WORDS = 128
 """Most words of a mask with an allowed token where the forced text is looked for. Where a token is forced, nearly all
 allowed tokens are beginnings of one text. The search takes half as long as a mask."""
-MAX_REPLAYED_TOKENS = 512
+MAX_REPLAYED_TOKENS = 256
 """Tokens that an answer replays before the thread prepares others. They take a few milliseconds."""
+MAX_CAREFUL_TOKENS = 16
+"""The same with a mask before each token."""
 MAX_ATTEMPTS = 3
 """Lexers that one token of an answer may exhaust. Then it is the answer that exceeds the limits, and not another one
 that uses the lexer. The last replay computes a mask before each token, as the answer did."""
@@ -166,8 +168,10 @@ class AnswerMatcher:
         """Take tokens that an earlier matcher has taken, at most MAX_REPLAYED_TOKENS."""
         if self._matcher is None:
             self._matcher = self.lexer.matcher()
-        tokens = self._tokens[self._num_matched : self._num_matched + MAX_REPLAYED_TOKENS]
-        if tokens and not self._matcher.replay(tokens, is_careful=self._attempts > 1):
+        is_careful = self._attempts > 1
+        count = MAX_CAREFUL_TOKENS if is_careful else MAX_REPLAYED_TOKENS
+        tokens = self._tokens[self._num_matched : self._num_matched + count]
+        if tokens and not self._matcher.replay(tokens, is_careful=is_careful):
             self.error = self._violation()
         self._num_matched += len(tokens)
         if tokens and not self._is_behind:
