@@ -150,7 +150,7 @@ class GrammarLexer(Lexer):
             return True
 
     def add_mask(self, seconds: float, libraries: Sequence[LLMatcher]) -> None:
-        """Count the processor time of a mask, in which states may have been built. Measure the memory from time to time.
+        """Count the processor time of a mask, which may have built states. Measure the memory from time to time.
 
         libraries: matchers that use the lexer.
         """
