@@ -50,9 +50,10 @@ def memory_bytes(pid: int | str = "self") -> tuple[int, int]:
 
 
 def limit_growth(max_bytes: int) -> None:
-    """Limit this process's address space to its present size and `max_bytes`."""
+    """Limit this process's address space to its present size and `max_bytes`, until the next call of this function."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = memory_bytes()[0] + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def die_with_parent() -> None:
