@@ -144,11 +144,13 @@ class Generation:
     ) -> T:
         """Call the function and return its result: at once for a small message, else in the pool.
 
-        A chat always uses the pool, since its template runs in another process.
+        A chat always uses the pool, since its template runs in another process. So does each prompt for a tokenizer
+        that encodes in other processes.
         """
         has_prompt = "prompt" in message.DESCRIPTOR.oneofs_by_name
         size, is_chat = message.ByteSize(), has_prompt and message.WhichOneof("prompt") == "chat"
-        if size <= INLINE_BYTES and not is_chat:
+        is_isolated = has_prompt and self.tokenizer is not None and self.tokenizer.is_isolated
+        if size <= INLINE_BYTES and not is_chat and not is_isolated:
             return function(*args, **kwargs)
         return await self._preparation.run(get_caller(context).name, kind, size, function, *args, **kwargs)
 

@@ -15,6 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
+import weakref
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,50 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process, close its pipes and wait for its end."""
     process.kill()
     process.communicate()
+
+
+class LineProcess:
+    """Process for the data of clients that answers lines of its stdin by lines of its stdout, for one thread at a time.
+
+    It is killed when this object is garbage-collected.
+
+    command: the program and its arguments.
+    start: the first line, without its newline.
+    Raises OSError.
+    """
+
+    def __init__(self, command: Sequence[str], start: bytes):
+        self.popen = start_for_clients(command)
+        self.end = weakref.finalize(self, kill, self.popen)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `read` shows
+            self._write(start)
+
+    def read(self) -> bytes:
+        """Return the next line; without its newline if the process died."""
+        assert self.popen.stdout
+        return self.popen.stdout.readline()
+
+    def call(self, line: bytes) -> bytes:
+        """Send a line, given without its newline, and return the reply as `read`."""
+        try:
+            self._write(line)
+        except BrokenPipeError:
+            return b""
+        return self.read()
+
+    def _write(self, line: bytes) -> None:
+        assert self.popen.stdin
+        self.popen.stdin.write(line + b"\n")
+        self.popen.stdin.flush()
+
+
+def limit_time(seconds: float, max_wall_ratio: float) -> None:
+    """Let the kernel end this process after `seconds` of processor time, or `max_wall_ratio` times as much real time.
+
+    0: not at all. The handlers of SIGPROF and SIGALRM must be the default ones.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, max_wall_ratio * seconds)
 
 
 def memory_bytes(pid: int | str = "self") -> tuple[int, int]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -139,7 +138,7 @@ class TemplateProcess:
         except RecursionError:
             raise InvalidField("chat", "is nested too deeply") from None
         process = self._idle_process()
-        line = process.call(request.encode() + b"\n")
+        line = process.call(request.encode())
         if not line.endswith(b"\n"):
             process.end()
             if process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
@@ -170,24 +169,19 @@ class TemplateProcess:
             raise Unavailable(f"the process of the chat template cannot start: {error.strerror}") from error
 
 
-class _Process:
-    """One process, for one conversation at a time. It is killed when this object is garbage-collected.
+class _Process(process_control.LineProcess):
+    """One process.
 
     is_started: whether it has compiled the template; known after `begin`.
     """
 
     def __init__(self, start: Mapping[str, Any]):
         self.is_started = False
-        self.popen = process_control.start_for_clients(COMMAND)
-        self.end = weakref.finalize(self, process_control.kill, self.popen)
-        assert self.popen.stdin
-        self.popen.stdin.write(json.dumps(start).encode() + b"\n")
-        self.popen.stdin.flush()
+        super().__init__(COMMAND, json.dumps(start).encode())
 
     def begin(self) -> Description | None:
         """Return the description of the template once it is compiled; None if the process died."""
-        assert self.popen.stdout
-        line = self.popen.stdout.readline()
+        line = self.read()
         if not line.endswith(b"\n"):
             return None
         description = msgspec.json.decode(line, type=Description)
@@ -196,16 +190,9 @@ class _Process:
 
     def call(self, line: bytes) -> bytes:
         """Send a conversation and return the line of the reply, without its newline if the process died."""
-        assert self.popen.stdin
-        assert self.popen.stdout
-        try:
-            self.popen.stdin.write(line)
-            self.popen.stdin.flush()
-            if not self.is_started:
-                self.begin()
-            return self.popen.stdout.readline()
-        except BrokenPipeError:
-            return b""
+        if not self.is_started:
+            self.begin()
+        return super().call(line)
 
 
 def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> TemplateProcess | None:
@@ -215,15 +202,6 @@ def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> Temp
     """
     templates = read_templates(folder)
     return TemplateProcess(folder, templates, named_tokens) if templates else None
-
-
-def _set_timers(seconds: float) -> None:
-    """Let the kernel end this process after `seconds` of processor time, or MAX_WALL_RATIO times as much real time.
-
-    0: not at all.
-    """
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_RATIO * seconds)
 
 
 def _write(value: bytes) -> None:
@@ -239,7 +217,7 @@ def main() -> int:
     start = json.loads(sys.stdin.buffer.readline())
     process_control.set_dumpable(start["dumpable"])
     process_control.limit_growth(MAX_COMPILE_BYTES)
-    _set_timers(start["seconds"])
+    process_control.limit_time(start["seconds"], MAX_WALL_RATIO)
     try:
         template = load_chat_template(Path(start["folder"]), start["named_tokens"])
     except (OSError, ValueError) as error:
@@ -247,11 +225,11 @@ def main() -> int:
         return 0
     assert template
     description = msgspec.json.encode(Description(sorted(template.roles), template.format, ""))
-    _set_timers(0)
+    process_control.limit_time(0, MAX_WALL_RATIO)
     process_control.limit_growth(MAX_MEMORY_BYTES)
     _write(description)
     for line in sys.stdin.buffer:
-        _set_timers(start["seconds"])
+        process_control.limit_time(start["seconds"], MAX_WALL_RATIO)
         reply: object
         try:
             reply = template.render(*json.loads(line))
@@ -261,7 +239,7 @@ def main() -> int:
             answer = json.dumps(reply).encode()
         except MemoryError:
             return 1
-        _set_timers(0)
+        process_control.limit_time(0, MAX_WALL_RATIO)
         _write(answer)
     return 0
 
