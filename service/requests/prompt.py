@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from npuserve.service.errors import InvalidField, NoTokenizer, Violations
+from npuserve.service.errors import InvalidField, NoTokenizer, TokenizerLimit, Violations
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.requests.chat import chat_prompt
 from npuserve.service.requests.fields import check_token_ids
-from npuserve.service.text.fast_tokenizer import TokenizerLimit
 from npuserve.service.text.plain_text import Prompt
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import tokenize_pb2

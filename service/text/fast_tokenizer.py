@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from npuserve.service.errors import Unavailable
+from npuserve.service.errors import TokenizerLimit, Unavailable
 from npuserve.service.ipc import process_control
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -53,10 +53,6 @@ MAX_WALL_RATIO = 10
 MAX_ENCODE_BYTES = 2 << 30
 """Memory for a text in another process, above its memory before. A token takes some 150 bytes."""
 COMMAND = (sys.executable, "-m", "npuserve.service.text.fast_tokenizer")
-
-
-class TokenizerLimit(Exception):
-    """A text exceeds the limits of time or memory of a tokenizer that encodes in other processes."""
 
 
 class Encoder(Protocol):

@@ -17,9 +17,9 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from npuserve.npu import storyteller
-from npuserve.service.errors import Unavailable
+from npuserve.service.errors import TokenizerLimit, Unavailable
 from npuserve.service.text import byte_bpe, fast_tokenizer
-from npuserve.service.text.fast_tokenizer import FastTokenizer, IsolatedTokenizer, TokenizerLimit, is_bounded
+from npuserve.service.text.fast_tokenizer import FastTokenizer, IsolatedTokenizer, is_bounded
 from tests.service.text.test_tokenizer_loader import LLAMA
 from tests.support.tokenizers import CORPUS, SPECIAL, load, save, train, train_byte_fallback
 
