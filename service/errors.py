@@ -111,6 +111,13 @@ class InvalidField(ServeError):
         return [*super().details(), error_details_pb2.BadRequest(field_violations=found)]
 
 
+class TokenizerLimit(Exception):
+    """A text exceeds the limits of a tokenizer that encodes in other processes.
+
+    The code that knows the text's field raises InvalidField in its place.
+    """
+
+
 class Violations:
     """Collector of bad fields, so that one error can list all of them."""
 
