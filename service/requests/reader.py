@@ -9,6 +9,8 @@ A client is light if its last message was small, and heavy if it was large or ar
 precedence, then new ones. The others leave them a share of the memory, so that small messages do not wait for large
 ones.
 
+A message that has arrived counts until it is parsed. A client with much to parse begins no further reads.
+
 Two things end a read. If messages hold more than the limit, the newest read of the client that holds most is ended at
 once. If they hold so much that a waiting call cannot begin for MAX_BLOCKED_SECONDS, the same is done to a client that
 holds more than its share, or whose connection stalls.
@@ -20,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
 from npuserve.service import logs, metrics
@@ -37,6 +39,8 @@ MAX_INCOMPLETE_BYTES = 48 << 20
 """Memory of incomplete messages; two messages of the largest size if that is more."""
 LIGHT_SHARE, NEW_SHARE = 1 / 8, 1 / 8
 """Shares of it for light clients only, and for light and new clients only."""
+MAX_UNPARSED_BYTES = 4 << 20
+"""Messages of one client that have arrived and are not parsed, until which it may begin to read more."""
 MAX_CLIENT_SHARE = 1 / 16
 """Share of it that a client keeps if a call is blocked."""
 MAX_UNMEASURED_READS = 4
@@ -59,9 +63,10 @@ _REMEDY = "more front ends (frontends) have more memory"
 
 @dataclass(eq=False)
 class _WaitingCall:
-    """Call that waits to be read. read: its read, once it may begin."""
+    """Call that waits to be read. client: see `RequestReader.read`. read: its read, once it may begin."""
 
     peer: str
+    client: str
     read: asyncio.Future[Read]
 
 
@@ -76,20 +81,25 @@ class RequestReader:
     def __init__(self, sockets: SocketTable, largest: int, limit: int | None = None):
         self._limit = max(MAX_INCOMPLETE_BYTES, 2 * largest) if limit is None else limit
         self._messages = IncompleteMessages(sockets, largest, min(largest, self._limit // MAX_UNMEASURED_READS))
+        self._unparsed: Counter[str] = Counter()  # bytes by client
+        self._unparsed_bytes = 0
         self._waiting: OrderedDict[str, deque[_WaitingCall]] = OrderedDict()
         self._ended: dict[Read, QueueFull] = {}  # reads to be ended, until their calls notice
         self._timer: asyncio.TimerHandle | None = None
         self._blocked_since: float | None = None
         self._has_warned = False
 
-    async def read(self, context: Context, owner: str) -> bytes | None:
+    async def read(self, context: Context, owner: str, client: str) -> bytes | None:
         """Return the call's next message, None if the client half-closed the call.
 
+        The caller calls `release` with the message's size once it is parsed.
+
         owner: the caller's name, or the connection of an anonymous caller.
+        client: the caller's name.
 
         Raises QueueFull if too many calls wait, the message arrives too slowly, or its memory is needed.
         """
-        read = await self._begin(context.peer(), owner)
+        read = await self._begin(context.peer(), owner, client)
         size = None
         try:
             read.task = asyncio.ensure_future(context.read())  # type: ignore[arg-type]
@@ -103,21 +113,32 @@ class RequestReader:
             if not isinstance(data, bytes):  # grpc.aio.EOF
                 return None
             size = len(data)
+            self._unparsed[client] += size
+            self._unparsed_bytes += size
             return data
         finally:
             self._end(read, size)
 
-    async def _begin(self, peer: str, owner: str) -> Read:
+    def release(self, client: str, size: int) -> None:
+        """Free the account of a message that is parsed or refused."""
+        self._unparsed[client] -= size
+        self._unparsed_bytes -= size
+        if not self._unparsed[client]:
+            del self._unparsed[client]
+        self._begin_waiting()
+
+    async def _begin(self, peer: str, owner: str, client: str) -> Read:
         """Wait until a message of this client may be read, and return the read."""
         rank = self._rank(owner)
-        if self._is_free(owner, rank) and not any(self._rank(waiting) <= rank for waiting in self._waiting):
+        following = self._next_waiting()
+        if self._is_free(owner, client, rank) and (following is None or rank < following[2]):
             self._set_timer()
             return self._messages.begin(peer, owner)
         queue = self._waiting.get(owner, ())
         if len(queue) >= MAX_WAITING_CALLS // 2 or sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
             raise _refused("queue_full", (
                 f"queue full: {MAX_WAITING_CALLS} calls wait to be read, of which a client may have half; {_REMEDY}"))
-        call = _WaitingCall(peer, asyncio.get_running_loop().create_future())
+        call = _WaitingCall(peer, client, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(owner, deque()).append(call)
         self._set_timer()
         try:
@@ -143,22 +164,35 @@ class RequestReader:
             return NEW
         return HEAVY if size > MIN_HEAVY_BYTES else LIGHT
 
-    def _is_free(self, owner: str, rank: int, is_charged: bool = True) -> bool:
-        """Return whether a message of this client may be read now, or at least if nothing were reserved."""
-        taken = self._messages.charge if is_charged else self._messages.held
-        limit = self._limit - (0, self._limit * LIGHT_SHARE, self._limit * (LIGHT_SHARE + NEW_SHARE))[rank]
-        return taken + self._messages.needed(owner) <= limit or not self._messages
+    def _max_taken(self, owner: str, rank: int) -> float:
+        """Return the bytes that may be taken already if a message of this client is to be read."""
+        shares = (0.0, LIGHT_SHARE, LIGHT_SHARE + NEW_SHARE)
+        return self._limit * (1 - shares[rank]) - min(self._messages.needed(owner), self._limit // 4)
 
-    def _next_owner(self) -> tuple[str, int] | None:
-        """Return the client whose call is the next to be read, and its rank; None if no call waits."""
-        ranks = ((self._rank(owner), owner) for owner in self._waiting)
-        rank, owner = min(ranks, key=lambda pair: pair[0], default=(NEW, ""))
-        return (owner, rank) if self._waiting else None
+    def _is_free(self, owner: str, client: str, rank: int) -> bool:
+        """Return whether a message of this client may be read now."""
+        if self._unparsed[client] >= MAX_UNPARSED_BYTES:
+            return False
+        unparsed = 0 if rank == LIGHT else self._unparsed_bytes
+        return self._messages.charge + unparsed <= self._max_taken(owner, rank)
+
+    def _next_waiting(self) -> tuple[str, str, int] | None:
+        """Return owner, client and rank of the call that is read next.
+
+        None: no call waits, or only calls of clients with much to parse.
+        """
+        lowest = None
+        for owner, queue in self._waiting.items():
+            rank = self._rank(owner)
+            client = queue[0].client
+            if (lowest is None or rank < lowest[2]) and self._unparsed[client] < MAX_UNPARSED_BYTES:
+                lowest = owner, client, rank
+        return lowest
 
     def _begin_waiting(self) -> None:
         """Begin to read waiting calls: round-robin over the clients of the lowest rank."""
-        while (following := self._next_owner()) and self._is_free(*following):
-            owner, _ = following
+        while (following := self._next_waiting()) and self._is_free(*following):
+            owner = following[0]
             self._blocked_since = None
             queue = self._waiting.pop(owner)
             call = queue.popleft()
@@ -188,20 +222,22 @@ class RequestReader:
     def _displace(self) -> None:
         """End reads while messages hold more than the limit, or one read that has blocked calls for too long."""
         excess = self._messages.held - self._limit
-        while excess > 0 and (read := self._messages.largest_client(self._ended, 0)):
-            excess -= max(1, read.connection.held // len(read.connection.reads))
+        ended = set(self._ended)
+        while excess > 0 and (read := self._messages.largest_client(ended, 0)):
+            ended.add(read)
+            excess -= read.connection.held // len(read.connection.reads)
             self._give_up(read, "displaced", (
                 f"displaced: incomplete messages take {self._limit >> 20} MiB, the limit; {_REMEDY}"))
-        following = self._next_owner()
-        if following is None or self._is_free(*following, is_charged=False):
+        following = self._next_waiting()
+        taken = self._messages.held + self._messages.unmeasured
+        if following is None or taken <= self._max_taken(following[0], following[2]):
             self._blocked_since = None
             return
         now = time.monotonic()
         self._blocked_since = self._blocked_since or now
         if now - self._blocked_since < MAX_BLOCKED_SECONDS:
             return
-        read = self._messages.largest_client(self._ended, int(self._limit * MAX_CLIENT_SHARE))
-        if read is not None:
+        if read := self._messages.largest_client(ended, int(self._limit * MAX_CLIENT_SHARE)):
             self._give_up(read, "displaced", (
                 f"displaced: the message arrives slowly, and its memory is needed: incomplete messages may take "
                 f"{self._limit >> 20} MiB; {_REMEDY}"))
@@ -213,7 +249,7 @@ class RequestReader:
             read.task.cancel()
 
     def _warn_of_unmeasured(self) -> None:
-        if self._messages.has_unmeasured and not self._has_warned:
+        if self._messages.unmeasured and not self._has_warned:
             self._has_warned = True
             logs.event(log, "the system does not count the bytes of a connection: few messages are read at a time",
                        level=logging.WARNING, limit=MAX_UNMEASURED_READS)

@@ -66,7 +66,7 @@ class _Connection:
     """Unfinished reads of one connection, the oldest first, and what has arrived.
 
     received_bytes: None: the system has not said so far.
-    charge: bytes of memory that are taken or reserved.
+    held, unmeasured, charge: its parts of the account's sums.
     """
 
     peer: str
@@ -79,6 +79,7 @@ class _Connection:
     complete_bytes: int = 0
     is_stalled: bool = False
     held: int = 0
+    unmeasured: int = 0
     charge: int = 0
 
 
@@ -92,11 +93,11 @@ class IncompleteMessages:
 
     def __init__(self, sockets: SocketTable, largest: int, unmeasured_bytes: int):
         self.held = 0
-        """Upper bound of the bytes of incomplete messages."""
+        """Upper bound of the bytes of incomplete messages, on connections that were measured."""
+        self.unmeasured = 0
+        """Bytes charged for those of other connections."""
         self.charge = 0
-        """The same with reservations."""
-        self.has_unmeasured = False
-        """Whether the last measurement failed for a connection."""
+        """The sum of both, with reservations."""
         self._sockets = sockets
         self._largest = largest
         self._unmeasured_bytes = unmeasured_bytes
@@ -114,8 +115,9 @@ class IncompleteMessages:
     def needed(self, owner: str) -> int:
         """Return the bytes that the next read of a client will reserve at its begin."""
         expected = self._expected(owner)
-        is_light = owner in self._sizes and expected <= MIN_EXPECTED_BYTES
-        return expected if is_light else min(self._largest, max(expected, MAX_FRESH_BYTES))
+        if self.unmeasured:
+            return max(expected, self._unmeasured_bytes)
+        return expected if expected <= MIN_EXPECTED_BYTES else min(self._largest, max(expected, MAX_FRESH_BYTES))
 
     def begin(self, peer: str, owner: str) -> Read:
         """Add a read. peer: gRPC's name of the connection's peer."""
@@ -142,8 +144,7 @@ class IncompleteMessages:
             self._remember(read.owner, size)
         if not connection.reads:
             del self._connections[connection.peer]
-            self.held -= connection.held
-            self.charge -= connection.charge
+            self._set(connection, 0, 0, 0)
             return
         if place:
             complete = read.complete_bytes + (size or 0)
@@ -157,12 +158,10 @@ class IncompleteMessages:
     def measure(self) -> list[Read]:
         """Measure all connections. Return the reads whose messages do not arrive in time."""
         late = []
-        self.has_unmeasured = False
         for connection in self._connections.values():
             now = time.monotonic()
             self._receive(connection)
             received = connection.received_bytes or 0
-            self.has_unmeasured |= connection.received_bytes is None
             if now - connection.rate_began >= RATE_SECONDS:
                 minimum = MIN_BYTES_PER_SECOND * (now - connection.rate_began)
                 connection.is_stalled = received - connection.rate_bytes < minimum
@@ -191,7 +190,7 @@ class IncompleteMessages:
         stalled = set()
         for connection in self._connections.values():
             for read in connection.reads:
-                held[read.owner] += connection.held // len(connection.reads)
+                held[read.owner] += (connection.held + connection.unmeasured) // len(connection.reads)
                 if connection.is_stalled or connection.received_bytes is None:
                     stalled.add(read.owner)
                 key = (connection.held, read.began, read)
@@ -227,16 +226,19 @@ class IncompleteMessages:
         """Compute what a connection holds and reserves."""
         count = len(connection.reads)
         if connection.received_bytes is None:
-            held = count * self._unmeasured_bytes
-            reserved = 0
-        else:
-            arrived = connection.received_bytes - connection.reads[0].received_before - connection.complete_bytes
-            held = max(min(arrived, count * self._largest), count * MIN_READ_BYTES)
-            reserved = sum(self._reserved(read, now) for read in connection.reads)
-        charge = max(held, reserved)
+            unmeasured = count * self._unmeasured_bytes
+            self._set(connection, 0, unmeasured, unmeasured)
+            return
+        arrived = connection.received_bytes - connection.reads[0].received_before - connection.complete_bytes
+        held = max(min(arrived, count * self._largest), count * MIN_READ_BYTES)
+        self._set(connection, held, 0, max(held, sum(self._reserved(read, now) for read in connection.reads)))
+
+    def _set(self, connection: _Connection, held: int, unmeasured: int, charge: int) -> None:
         self.held += held - connection.held
+        self.unmeasured += unmeasured - connection.unmeasured
         self.charge += charge - connection.charge
         connection.held = held
+        connection.unmeasured = unmeasured
         connection.charge = charge
 
     def _reserved(self, read: Read, now: float) -> int:
