@@ -7,8 +7,8 @@ The model is the built-in one with a context of CONTEXT tokens. In each cell eve
 proxy that delays each byte by `--delays` milliseconds each way, and sends `--rate` bytes a second. All clients begin at
 once and send Tokenize `--calls` times, one after the other. Reported are the statuses and the seconds until the last
 answer. `local_seconds` is the same without the proxy, and `network_seconds` the least that the network needs: for each
-call a round trip and the time to send the message. `ratio` is that of the seconds to their sum. Exit code 1 if a call is
-refused.
+call a round trip and the time to send the message. `ratio` is that of the seconds to their sum. Exit code 1 if a call
+is refused.
 """
 
 from __future__ import annotations
@@ -91,10 +91,11 @@ def measure(server: Serving, delay: float, size: int, clients: int, args: argpar
         seconds, ends = asyncio.run(run_clients(f"127.0.0.1:{proxy}", clients, data, args.calls))
     network = args.calls * (2 * delay + size / args.rate)
     statuses = {name: number for name, number in ends.items() if not name.startswith(" ")}
+    refused = sum(number for code, number in statuses.items() if code not in ANSWERED)
     return {
         "delay_ms": round(1000 * delay), "bytes": size, "clients": clients, "seconds": round(seconds, 2),
         "local_seconds": round(local, 2), "network_seconds": round(network, 2),
-        "ratio": round(seconds / (local + network), 2), "refused": sum(n for code, n in statuses.items() if code not in ANSWERED),
+        "ratio": round(seconds / (local + network), 2), "refused": refused,
         "statuses": statuses, "reasons": {name.strip(): n for name, n in ends.items() if name.startswith(" ")},
     }
 

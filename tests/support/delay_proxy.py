@@ -33,7 +33,8 @@ class DelayProxy:
         self._bytes_per_second = bytes_per_second
         self._own_addresses = own_addresses
         self._connections = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._client_writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=1024)
@@ -42,28 +43,36 @@ class DelayProxy:
     async def close(self) -> None:
         """Close all connections."""
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._client_writers:
+            writer.transport.abort()
+        await asyncio.gather(*self._serving)
 
     async def _serve(self, client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self._client_writers.add(client_writer)
+        with contextlib.suppress(OSError):
+            await self._connect(client_reader, client_writer)
+        client_writer.transport.abort()
+        self._client_writers.remove(client_writer)
+        self._serving.remove(task)
+
+    async def _connect(self, client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+        """Connect to the server, and copy until one end closes."""
         self._connections += 1
         number = self._connections
         source = (f"127.1.{number // 250}.{number % 250 + 1}", 0) if self._own_addresses else None
-        with contextlib.suppress(OSError):
-            server_reader, server_writer = await asyncio.open_connection(*self._target, local_addr=source)
-            up = self._copy(client_reader, server_writer, self._bytes_per_second)
-            down = self._copy(server_reader, client_writer, 0.0)
-            tasks = [asyncio.ensure_future(copying) for copying in (up, down)]
-            self._tasks.update(tasks)
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                self._tasks.difference_update(tasks)
-                server_writer.transport.abort()
-        client_writer.transport.abort()
+        server_reader, server_writer = await asyncio.open_connection(*self._target, local_addr=source)
+        copies = [
+            asyncio.ensure_future(self._copy(client_reader, server_writer, self._bytes_per_second)),
+            asyncio.ensure_future(self._copy(server_reader, client_writer, 0.0)),
+        ]
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+        for copy in copies:
+            copy.cancel()
+        await asyncio.wait(copies)
+        server_writer.transport.abort()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_second: float) -> None:
         """Copy until one end closes. Each chunk leaves at the link's rate and arrives `delay_seconds` later."""
