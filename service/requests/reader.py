@@ -39,7 +39,9 @@ MAX_INCOMPLETE_BYTES = 48 << 20
 """Memory of incomplete messages; two messages of the largest size if that is more."""
 LIGHT_SHARE, NEW_SHARE = 1 / 8, 1 / 8
 """Shares of it for light clients only, and for light and new clients only."""
-MAX_UNPARSED_BYTES = 4 << 20
+MAX_FRESH_READS = 8
+"""Messages of unknown or of large size that begin to be read between two measurements, as far as memory is free."""
+MAX_UNPARSED_BYTES = 2 << 20
 """Messages of one client that have arrived and are not parsed, until which it may begin to read more."""
 MAX_CLIENT_SHARE = 1 / 16
 """Share of it that a client keeps if a call is blocked."""
@@ -80,7 +82,9 @@ class RequestReader:
 
     def __init__(self, sockets: SocketTable, largest: int, limit: int | None = None):
         self._limit = max(MAX_INCOMPLETE_BYTES, 2 * largest) if limit is None else limit
-        self._messages = IncompleteMessages(sockets, largest, min(largest, self._limit // MAX_UNMEASURED_READS))
+        fresh_bytes = min(self._limit // MAX_FRESH_READS, MAX_FRESH_READS * largest)
+        unmeasured_bytes = min(self._limit // MAX_UNMEASURED_READS, largest)
+        self._messages = IncompleteMessages(sockets, largest, fresh_bytes, unmeasured_bytes)
         self._unparsed: Counter[str] = Counter()  # bytes by client
         self._unparsed_bytes = 0
         self._waiting: OrderedDict[str, deque[_WaitingCall]] = OrderedDict()

@@ -6,7 +6,7 @@ reads began, less the messages whose reads began later and are complete. So the 
 long as that oldest read only. Bytes of a message that was given up count for as long as well.
 
 What has arrived says nothing of what arrives next, and a fast client sends many MiB between two measurements. So each
-read also reserves memory: MAX_FRESH_BYTES until its connection is measured again, then what its client's messages need.
+read also reserves memory: much until its connection is measured again, then what its client's messages need.
 The reservation of a read on a connection that stalls ends, since a distant client and a silent one look alike.
 """
 
@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from npuserve.service.rpc.connections import SocketTable
 
-MAX_FRESH_BYTES = 3 << 20
-"""Reservation of a read that is younger than FRESH_SECONDS."""
 FRESH_SECONDS = 0.01
+"""Age until which a read reserves more, see `Read.fresh_bytes`."""
+FRESH_FACTOR = 4
+"""Reservation of a fresh read, in messages of the size of its client's last one."""
 NEW_CLIENT_BYTES = 1 << 20
 """Expected size of the message of a client of which no message has arrived."""
 MIN_EXPECTED_BYTES = 64 << 10
@@ -44,7 +45,8 @@ class Read:
     """One message that is being read.
 
     owner: name of the client.
-    expected_bytes: size that the message is expected to have.
+    fresh_bytes: reservation until the read is FRESH_SECONDS old.
+    expected_bytes: reservation from then on, the size that the message is expected to have.
     began: time.monotonic() of the begin.
     received_before: bytes that the connection had received at the begin.
     complete_bytes: messages of this connection that are complete, whose reads began after this one and before the next
@@ -54,6 +56,7 @@ class Read:
 
     owner: str
     connection: _Connection
+    fresh_bytes: int
     expected_bytes: int
     began: float
     received_before: int
@@ -88,10 +91,11 @@ class IncompleteMessages:
 
     sockets: table of the process's sockets.
     largest: size limit of a message at the channel, in bytes.
+    fresh_bytes: largest reservation of a fresh read, also that of a client of which no message has arrived.
     unmeasured_bytes: memory charged for a read of a connection whose bytes the system does not count.
     """
 
-    def __init__(self, sockets: SocketTable, largest: int, unmeasured_bytes: int):
+    def __init__(self, sockets: SocketTable, largest: int, fresh_bytes: int, unmeasured_bytes: int):
         self.held = 0
         """Upper bound of the bytes of incomplete messages, on connections that were measured."""
         self.unmeasured = 0
@@ -100,6 +104,7 @@ class IncompleteMessages:
         """The sum of both, with reservations."""
         self._sockets = sockets
         self._largest = largest
+        self._fresh_bytes = fresh_bytes
         self._unmeasured_bytes = unmeasured_bytes
         self._connections: dict[str, _Connection] = {}
         self._sizes: OrderedDict[str, int] = OrderedDict()  # last message of a client
@@ -114,10 +119,8 @@ class IncompleteMessages:
 
     def needed(self, owner: str) -> int:
         """Return the bytes that the next read of a client will reserve at its begin."""
-        expected = self._expected(owner)
-        if self.unmeasured:
-            return max(expected, self._unmeasured_bytes)
-        return expected if expected <= MIN_EXPECTED_BYTES else min(self._largest, max(expected, MAX_FRESH_BYTES))
+        needed = max(self._reservations(owner))
+        return max(needed, self._unmeasured_bytes) if self.unmeasured else needed
 
     def begin(self, peer: str, owner: str) -> Read:
         """Add a read. peer: gRPC's name of the connection's peer."""
@@ -130,7 +133,7 @@ class IncompleteMessages:
         else:
             self._receive(connection)
         # A connection that was not measured yet has received nothing before, as far as is known.
-        read = Read(owner, connection, self._expected(owner), now, connection.received_bytes or 0)
+        read = Read(owner, connection, *self._reservations(owner), now, connection.received_bytes or 0)
         connection.reads.append(read)
         self._update(connection, now)
         return read
@@ -201,10 +204,13 @@ class IncompleteMessages:
             return None
         return newest[max(owners, key=lambda owner: (held[owner], newest[owner][1]))][2]
 
-    def _expected(self, owner: str) -> int:
-        known = self._sizes.get(owner)
-        expected = NEW_CLIENT_BYTES if known is None else max(MIN_EXPECTED_BYTES, known + known // 4)
-        return min(self._largest, expected)
+    def _reservations(self, owner: str) -> tuple[int, int]:
+        """Return `fresh_bytes` and `expected_bytes` of the next read of a client."""
+        size = self._sizes.get(owner)
+        if size is None:
+            return self._fresh_bytes, min(self._largest, NEW_CLIENT_BYTES)
+        expected = min(self._largest, max(MIN_EXPECTED_BYTES, size + size // 4))
+        return max(MIN_EXPECTED_BYTES, min(self._fresh_bytes, FRESH_FACTOR * size)), expected
 
     def _remember(self, owner: str, size: int) -> None:
         self._sizes[owner] = size
@@ -243,6 +249,6 @@ class IncompleteMessages:
 
     def _reserved(self, read: Read, now: float) -> int:
         age = now - read.began
-        if age < FRESH_SECONDS and read.expected_bytes > MIN_EXPECTED_BYTES:
-            return min(self._largest, max(read.expected_bytes, MAX_FRESH_BYTES))
+        if age < FRESH_SECONDS:
+            return max(read.fresh_bytes, read.expected_bytes)
         return 0 if read.connection.is_stalled and age >= RATE_SECONDS else read.expected_bytes

@@ -21,8 +21,8 @@ from tests.support.front_end import ask, running
 MIB = 1 << 20
 LARGEST = 12 * MIB
 LIMIT = 48 * MIB
-FRESH_READS = 14
-"""Reads of new clients that begin before the first measurement: 7/8 of LIMIT by MAX_FRESH_BYTES."""
+FRESH_READS = 7
+"""Reads of new clients that begin before the first measurement: 7/8 of LIMIT in parts of LIMIT / MAX_FRESH_READS."""
 
 
 class Call:
@@ -79,6 +79,7 @@ class Readers:
 def no_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the first measurement never happen."""
     monkeypatch.setattr(request_reader, "MEASURE_SECONDS", 60.0)
+    monkeypatch.setattr(incomplete_messages, "FRESH_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -113,18 +114,20 @@ async def test_read_of_distant_clients_begins_after_a_measurement() -> None:
 @pytest.mark.usefixtures("no_measurements")
 async def test_read_is_round_robin_over_the_clients() -> None:
     readers = Readers()
-    message = bytes(100_000)
+    message = bytes(MIB)
     for owner in ("flood", "other"):
         await readers.know(owner, len(message))
-    flood = [readers.call("flood", f"flood {n}") for n in range(15)]
-    await until(lambda: len(readers.started) == 12)  # 3/4 of LIMIT by MAX_FRESH_BYTES
+    flood = [readers.call("flood", f"flood {n}") for n in range(12)]
+    await until(lambda: len(readers.started) == 9)  # 3/4 of LIMIT in parts of 4 MiB
     other = readers.call("other")
     await asyncio.sleep(0)
-    assert len(readers.started) == 12
-    for call, _ in [*flood, other]:
+    assert len(readers.started) == 9
+    for call, task in flood:
+        task.add_done_callback(lambda _: readers.reader.release("flood", len(message)))
         call.arrive(message)
-    assert await asyncio.gather(*(task for _, task in [*flood, other])) == [message] * 16
-    assert readers.started.index("other") < readers.started.index("flood 13")
+    other[0].arrive(message)
+    assert await asyncio.gather(*(task for _, task in [*flood, other])) == [message] * 13
+    assert readers.started.index("other") < readers.started.index("flood 10")
 
 
 @pytest.mark.usefixtures("no_measurements")
@@ -135,11 +138,11 @@ async def test_read_of_light_and_new_clients_does_not_wait_for_heavy_ones(size: 
     if size:
         await readers.know("other", size)
     flood = [readers.call("flood", f"flood {n}") for n in range(20)]
-    await until(lambda: len(readers.started) == 7)  # 3/4 of LIMIT by 5 MiB
+    await until(lambda: len(readers.started) == 6)  # 3/4 of LIMIT in parts of 6 MiB
     other, task = readers.call("other")
     other.arrive()
     assert await task == b"x"
-    assert len(readers.started) == 8
+    assert len(readers.started) == 7
     for call, _ in flood:
         call.arrive()
     await asyncio.gather(*(task for _, task in flood))

@@ -6,7 +6,6 @@ import pytest
 
 from npuserve.service.rpc import incomplete_messages as module
 from npuserve.service.rpc.incomplete_messages import (
-    MAX_FRESH_BYTES,
     MIN_EXPECTED_BYTES,
     MIN_READ_BYTES,
     NEW_CLIENT_BYTES,
@@ -15,7 +14,8 @@ from npuserve.service.rpc.incomplete_messages import (
 from tests.support.fake_sockets import FakeSockets
 
 LARGEST = 12 << 20
-UNMEASURED = 5 << 20
+FRESH = 6 << 20
+UNMEASURED = 7 << 20
 MIB = 1 << 20
 
 
@@ -43,7 +43,7 @@ def sockets() -> FakeSockets:
 
 @pytest.fixture
 def messages(sockets: FakeSockets, clock: Clock) -> IncompleteMessages:
-    return IncompleteMessages(sockets, LARGEST, UNMEASURED)  # type: ignore[arg-type]
+    return IncompleteMessages(sockets, LARGEST, FRESH, UNMEASURED)  # type: ignore[arg-type]
 
 
 def test_incomplete_messages_held_is_what_has_arrived(messages: IncompleteMessages, sockets: FakeSockets) -> None:
@@ -130,9 +130,9 @@ def test_incomplete_messages_reservation_of_a_new_client(
     messages: IncompleteMessages, sockets: FakeSockets, clock: Clock
 ) -> None:
     sockets.receive("a", 1)
-    assert messages.needed("client") == MAX_FRESH_BYTES
+    assert messages.needed("client") == FRESH
     messages.begin("a", "client")
-    assert messages.charge == MAX_FRESH_BYTES
+    assert messages.charge == FRESH
     clock.now += 2 * module.FRESH_SECONDS
     messages.measure()
     assert messages.charge == NEW_CLIENT_BYTES
@@ -146,7 +146,8 @@ def test_incomplete_messages_reservation_follows_the_last_message(
     messages: IncompleteMessages, sockets: FakeSockets
 ) -> None:
     sockets.receive("a", 1)
-    for size, needed in (100, MIN_EXPECTED_BYTES), (8 * MIB, 10 * MIB), (LARGEST, LARGEST):
+    sizes = {100: MIN_EXPECTED_BYTES, MIB: 4 * MIB, 4 * MIB: FRESH, 8 * MIB: 10 * MIB, LARGEST: LARGEST}
+    for size, needed in sizes.items():
         messages.end(messages.begin("a", "client"), size)
         assert messages.needed("client") == needed
 
