@@ -11,9 +11,9 @@ ones.
 
 A message that has arrived counts until it is parsed. A client with much to parse begins no further reads.
 
-Two things end a read. If messages hold more than the limit, the newest read of the client that holds most is ended at
-once. If they hold so much that a waiting call cannot begin for MAX_BLOCKED_SECONDS, the same is done to a client that
-holds more than its share, or whose connection stalls.
+Two things end a read. If messages hold more than the limit without light clients' share, the newest read of the client
+that holds most is ended at once. If they hold so much that a waiting call cannot begin for MAX_BLOCKED_SECONDS,
+the same is done to a client that holds more than its share, or whose connection stalls.
 """
 
 from __future__ import annotations
@@ -225,13 +225,14 @@ class RequestReader:
 
     def _displace(self) -> None:
         """End reads while messages hold more than the limit, or one read that has blocked calls for too long."""
-        excess = self._messages.held - self._limit
+        max_held = int(self._limit * (1 - LIGHT_SHARE))
+        excess = self._messages.held - max_held
         ended = set(self._ended)
         while excess > 0 and (read := self._messages.largest_client(ended, 0)):
             ended.add(read)
             excess -= read.connection.held // len(read.connection.reads)
             self._give_up(read, "displaced", (
-                f"displaced: incomplete messages take {self._limit >> 20} MiB, the limit; {_REMEDY}"))
+                f"displaced: incomplete messages take {max_held >> 20} MiB, the limit; {_REMEDY}"))
         following = self._next_waiting()
         taken = self._messages.held + self._messages.unmeasured
         if following is None or taken <= self._max_taken(following[0], following[2]):

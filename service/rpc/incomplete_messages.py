@@ -26,6 +26,8 @@ FRESH_FACTOR = 4
 """Reservation of a fresh read, in messages of the size of its client's last one."""
 NEW_CLIENT_BYTES = 1 << 20
 """Expected size of the message of a client of which no message has arrived."""
+MIN_FRESH_BYTES = 2 << 20
+"""Least reservation of a fresh read, since a client may send more than ever before."""
 MIN_EXPECTED_BYTES = 64 << 10
 MIN_READ_BYTES = 32 << 10
 """Memory of a read without a message: gRPC's call, the handler, and the unread bytes that gRPC buffers anyway."""
@@ -173,12 +175,18 @@ class IncompleteMessages:
                 connection.progress, connection.progress_bytes = now, received
             late += [read for read in connection.reads
                      if now - max(read.began, connection.progress) >= MAX_SILENT_SECONDS]
-            if connection.is_stalled:
-                for read in connection.reads:
-                    if now - read.began >= RATE_SECONDS:
-                        self._remember(read.owner, max(NEW_CLIENT_BYTES, self._sizes.get(read.owner, 0)))
             self._update(connection, now)
+            self._remember_unfinished(connection, now)
         return late
+
+    def _remember_unfinished(self, connection: _Connection, now: float) -> None:
+        """Count a client's message as large before it is whole if much of it has arrived, or if it stalls."""
+        size = connection.held // len(connection.reads)
+        for read in connection.reads:
+            if connection.is_stalled and now - read.began >= RATE_SECONDS:
+                size = max(size, NEW_CLIENT_BYTES)
+            if size > max(MIN_EXPECTED_BYTES, self._sizes.get(read.owner, 0)):
+                self._remember(read.owner, size)
 
     def largest_client(self, excluded: Collection[Read], min_bytes: int) -> Read | None:
         """Return the newest read of the client that holds most, on its connection that holds most.
@@ -210,7 +218,7 @@ class IncompleteMessages:
         if size is None:
             return self._fresh_bytes, min(self._largest, NEW_CLIENT_BYTES)
         expected = min(self._largest, max(MIN_EXPECTED_BYTES, size + size // 4))
-        return max(MIN_EXPECTED_BYTES, min(self._fresh_bytes, FRESH_FACTOR * size)), expected
+        return min(self._fresh_bytes, max(MIN_FRESH_BYTES, FRESH_FACTOR * size)), expected
 
     def _remember(self, owner: str, size: int) -> None:
         self._sizes[owner] = size

@@ -187,7 +187,7 @@ async def test_read_above_the_limit_displaces_the_newest_of_the_client_that_hold
     await until(lambda: len(readers.started) == 5)
     for owner in calls:
         readers.sockets.receive(owner, 10 * MIB)
-    with pytest.raises(QueueFull, match=r"displaced: incomplete messages take 48 MiB.*\(frontends\)"):
+    with pytest.raises(QueueFull, match=r"displaced: incomplete messages take 42 MiB.*\(frontends\)"):
         await calls.pop("five")[1]
     await asyncio.sleep(0.05)
     for call, task in calls.values():

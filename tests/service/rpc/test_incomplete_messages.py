@@ -6,7 +6,7 @@ import pytest
 
 from npuserve.service.rpc import incomplete_messages as module
 from npuserve.service.rpc.incomplete_messages import (
-    MIN_EXPECTED_BYTES,
+    MIN_FRESH_BYTES,
     MIN_READ_BYTES,
     NEW_CLIENT_BYTES,
     IncompleteMessages,
@@ -146,10 +146,22 @@ def test_incomplete_messages_reservation_follows_the_last_message(
     messages: IncompleteMessages, sockets: FakeSockets
 ) -> None:
     sockets.receive("a", 1)
-    sizes = {100: MIN_EXPECTED_BYTES, MIB: 4 * MIB, 4 * MIB: FRESH, 8 * MIB: 10 * MIB, LARGEST: LARGEST}
+    sizes = {100: MIN_FRESH_BYTES, MIB: 4 * MIB, 4 * MIB: FRESH, 8 * MIB: 10 * MIB, LARGEST: LARGEST}
     for size, needed in sizes.items():
         messages.end(messages.begin("a", "client"), size)
         assert messages.needed("client") == needed
+
+
+def test_incomplete_messages_large_message_is_remembered_before_it_is_whole(
+    messages: IncompleteMessages, sockets: FakeSockets
+) -> None:
+    sockets.receive("a", 1)
+    messages.end(messages.begin("a", "client"), 100)
+    read = messages.begin("a", "client")
+    sockets.receive("a", 4 * MIB)
+    messages.measure()
+    messages.end(read, None)
+    assert messages.last_size("client") == 4 * MIB
 
 
 @pytest.mark.parametrize(("bytes_per_second", "is_late"), [(0, True), (100, True), (1000, False)])
