@@ -45,6 +45,10 @@ from bench.serving.server import Serving, arguments, report, serving
 GROWTH_MIB = 64
 STALL_SECONDS = 0.1
 PROBE_SECONDS = 0.02
+HELD = "held"
+"""Attack with messages of HELD_BYTES, near the channel's limit, whose last byte never arrives. Each connection sends a
+small message before."""
+HELD_BYTES = 3 << 20
 SETTLE_SECONDS = 1.0
 CONTEXT = 8192
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -73,6 +77,7 @@ def attack(name: str, mib: float) -> tuple[str, bytes, bool]:
         "detokenize": lambda: ("Detokenize", field(2, bytes(30_000_000)), True),
         "detokenize-plain": lambda: ("Detokenize", field(2, bytes(size)), False),
         "chat": lambda: ("Tokenize", field(3, turn * 9999), False),
+        HELD: lambda: ("Tokenize", b"", False),
     }[name]()
 
 
@@ -91,6 +96,8 @@ async def hostile(target: str, key: str, method: str, data: bytes, gzipped: bool
         except (asyncio.IncompleteReadError, ConnectionError):
             ends["CLOSED"] += 1
         return ends
+    if not data:
+        return await hold(target, path, metadata, until)
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(target, options=options) as channel:
         call = channel.unary_unary(path)
@@ -100,6 +107,20 @@ async def hostile(target: str, key: str, method: str, data: bytes, gzipped: bool
                 ends["OK"] += 1
             except grpc.aio.AioRpcError as error:
                 ends[error.code().name] += 1
+    return ends
+
+
+async def hold(target: str, path: str, metadata: tuple[tuple[str, str], ...], until: float) -> Counter[str]:
+    """Send messages that are never whole, on a connection of its own; return their statuses."""
+    ends: Counter[str] = Counter()
+    calls = CompressedCalls(target, path, b"", metadata)
+    await calls.open()
+    await calls.call()
+    calls.hold(bytes(HELD_BYTES))
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.TimeoutError):
+        while time.monotonic() < until:
+            ends[await asyncio.wait_for(calls.call(), until - time.monotonic())] += 1
+    calls.close()
     return ends
 
 
@@ -199,7 +220,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5, help="length of an attack (default: %(default)s)")
     parser.add_argument("--mib", type=float, default=1, help="size of a message without gzip (default: %(default)s)")
     parser.add_argument("--keys", choices=("on", "off", "both"), default="both")
-    parser.add_argument("--attacks", default=",".join(ATTACKS), help="(default: %(default)s)")
+    parser.add_argument("--attacks", default=",".join((*ATTACKS, HELD)), help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     rounds = []

@@ -50,6 +50,7 @@ class CompressedCalls:
                   ("content-type", "application/grpc"), ("grpc-encoding", "gzip"), *metadata]
         self._headers = b"".join(b"\0" + b"".join(bytes([len(part)]) + part.encode() for part in f) for f in fields)
         self._body = b"\1" + struct.pack(">I", len(data)) + data
+        self._is_held = False
         self._stream = -1
         self._initial = self._connection = 65535
 
@@ -63,6 +64,11 @@ class CompressedCalls:
     def close(self) -> None:
         self._writer.close()
 
+    def hold(self, data: bytes) -> None:
+        """Let further calls send this message, and one byte less than they announce."""
+        self._body = b"\0" + struct.pack(">I", len(data) + 1) + data
+        self._is_held = True
+
     async def call(self) -> str:
         """Send the message as far as the server takes it, and return the status."""
         self._stream += 2
@@ -71,15 +77,16 @@ class CompressedCalls:
         while True:
             size = min(window, self._connection, 16384, len(self._body) - at)
             if size > 0:
+                is_last = at + size == len(self._body) and not self._is_held
                 self._writer.write(
-                    self._frame(0, at + size == len(self._body), self._stream, self._body[at : at + size]))
+                    self._frame(0, is_last, self._stream, self._body[at : at + size]))
                 window, self._connection, at = window - size, self._connection - size, at + size
                 continue
             kind, flags, stream, payload = await self._read()
             if kind == 8 and stream == self._stream:
                 window += int.from_bytes(payload, "big")
             elif kind == 1 and flags & 1 and stream == self._stream:  # trailing headers
-                if at < len(self._body):
+                if at < len(self._body) or self._is_held:
                     self._writer.write(self._frame(3, 0, self._stream, bytes(4)))
                 return trailing_status(payload)
             elif kind in (3, 7) and stream in (0, self._stream):

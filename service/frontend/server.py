@@ -45,6 +45,8 @@ MIN_CONCURRENT_STREAMS = 256
 """Concurrent calls that a connection may have at least, also where `max_num_seqs` and `max_queue` are small."""
 METADATA_BYTES = 8 << 10
 """Metadata of a call. gRPC refuses larger metadata at random, and always above twice this size."""
+MAX_SMALL_INTAKE_BYTES = 8 << 20
+"""Memory of incomplete messages of health and of reflection, which have at most a few KiB each."""
 LISTEN_RETRY_SECONDS = 0.02
 
 SERVICES: tuple[str, ...] = (
@@ -113,8 +115,9 @@ class Servers:
         self._interceptor = AuthInterceptor(
             find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second))
         # Each intake has its own reader, so that its messages do not wait for messages of other services.
-        self._intake, self._health_intake, self._reflection_intake = (
-            self._make_intake(limit.max_bytes) for _ in range(3))
+        self._intake = self._make_intake(limit.max_bytes)
+        self._health_intake, self._reflection_intake = (
+            self._make_intake(limit.max_bytes, MAX_SMALL_INTAKE_BYTES) for _ in range(2))
         self._servers = [self._make_server()]
 
     async def start(self) -> int:
@@ -155,8 +158,9 @@ class Servers:
         stopping = [asyncio.ensure_future(server.stop(None)) for server in self._servers]
         await asyncio.wait(stopping, timeout=timeout_seconds)
 
-    def _make_intake(self, max_bytes: int) -> Intake:
-        return Intake(RequestReader(max_bytes), self._preparation, self._limit.bytes_for)
+    def _make_intake(self, max_bytes: int, max_incomplete_bytes: int | None = None) -> Intake:
+        reader = RequestReader(self.connections.sockets, max_bytes, max_incomplete_bytes)
+        return Intake(reader, self._preparation, self._limit.bytes_for)
 
     def _make_server(self) -> grpc.aio.Server:
         """Return a server of all services, which does not listen yet."""
@@ -180,7 +184,7 @@ class Servers:
         max_bytes = message_limits.SMALL_BYTES
         server = aio_server.server([], _channel_options(self._config, max_bytes))
         health_pb2_grpc.add_HealthServicer_to_server(
-            self._servicers.health, ParsingServer(server, self._make_intake(max_bytes).message))
+            self._servicers.health, ParsingServer(server, self._make_intake(max_bytes, MAX_SMALL_INTAKE_BYTES).message))
         return server
 
     def _listen(self, server: grpc.aio.Server) -> int:

@@ -41,21 +41,24 @@ class Intake:
         Raises CompressedMessage, MessageTooLarge, QueueFull, InvalidField, MalformedRequest.
         """
         who = get_caller(context)
-        data = await self._reader.read(context, who.name if who.is_authenticated else context.peer())
+        data = await self._reader.read(context, who.name if who.is_authenticated else context.peer(), who.name)
         if data is None:
             return None
-        add_work(len(data) * READ_SECONDS_PER_BYTE)
+        size = len(data)
+        add_work(size * READ_SECONDS_PER_BYTE)
         try:
             if _is_compressed(data):
                 raise CompressedMessage("the request's message is compressed; send it without grpc-encoding")
-            message_limits.check_size(len(data), self._limit(deserializer.__self__.DESCRIPTOR))
-            if len(data) <= message_limits.SMALL_BYTES:
+            message_limits.check_size(size, self._limit(deserializer.__self__.DESCRIPTOR))
+            if size <= message_limits.SMALL_BYTES:
                 return request_parser.parse(deserializer, data)
-            return await self._preparation.run(who.name, "parse", len(data), _parse, deserializer, data)
+            return await self._preparation.run(who.name, "parse", size, _parse, deserializer, data)
         except ServeError as error:
             if isinstance(error, MessageTooLarge):
                 metrics.preparation_rejections_total.labels("read", "too_large").inc()
             refusal = error.with_traceback(None)
+        finally:
+            self._reader.release(who.name, size)
         del data  # otherwise the error's traceback keeps the message in memory until the status is sent
         try:
             raise refusal

@@ -5,8 +5,13 @@ serves the callers round-robin, regardless of the number of their jobs. The numb
 bytes are bounded, and one caller may have half of each. If a lane is full, a new job displaces the newest job of the
 caller with the most bytes. It is refused if its own caller would then have at least as many.
 
-A job that waits longer than MAX_WAIT_SECONDS is refused. A job of a cancelled call is removed at once. A running job
-keeps its thread until it ends: its input was bounded before (validation.py, message_limits.py, template_process.py).
+A message to parse enters the large lane only while there is room for it and for the work on it that follows. Until
+then it waits, round-robin over the callers; the reader bounds such messages (reader.py). So a caller's large messages
+are not refused because they arrive at the same time.
+
+A job that waits in a lane longer than MAX_WAIT_SECONDS is refused. A job of a cancelled call is removed at once. A
+running job keeps its thread until it ends: its input was bounded before (validation.py, message_limits.py,
+template_process.py).
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ class _Job:
     size: bytes of input.
     work: the function with its input; None once it was called or is not to be called.
     result: future of its result or error.
+    limit: timer of the longest wait in a lane.
     seconds: CPU time of the call; 0 until it has ended.
     """
 
@@ -54,6 +60,7 @@ class _Job:
     size: int
     work: Callable[[], Any] | None
     result: asyncio.Future[Any]
+    limit: asyncio.TimerHandle | None = None
     seconds: float = 0.0
 
     def call(self) -> Any:
@@ -113,8 +120,10 @@ class Preparation:
         lane = self._small if size <= MAX_SMALL_JOB_BYTES else self._large
         loop = asyncio.get_running_loop()
         job = _Job(owner, kind, size, functools.partial(function, *args, **kwargs), loop.create_future())
-        lane.add(job)
-        limit = loop.call_later(MAX_WAIT_SECONDS, lane.expire, job)
+        if lane is self._large and kind == "parse":
+            lane.add_when_roomy(job)
+        else:
+            lane.add(job)
         self._pending.add(job.result)
         metrics.requests_preparing.set(len(self._pending))
         try:
@@ -123,8 +132,7 @@ class Preparation:
             # The traceback of each error refers to the frames of one call.
             raise copy.copy(self._shutdown_error) or asyncio.CancelledError from None
         finally:
-            limit.cancel()
-            lane.remove(job)
+            lane.discard(job)
             add_work(job.seconds)
             self._pending.remove(job.result)
             metrics.requests_preparing.set(len(self._pending))
@@ -154,7 +162,9 @@ class _Lane:
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
         self._waiting: OrderedDict[str, _CallerQueue] = OrderedDict()  # by caller, the next one first
+        self._outside: OrderedDict[str, deque[_Job]] = OrderedDict()  # by caller, the next one first
         self._running: Counter[str] = Counter()
+        self._running_bytes: Counter[str] = Counter()
         self._jobs = 0
         self._bytes = 0
 
@@ -179,10 +189,50 @@ class _Lane:
         queue.bytes += job.size
         self._jobs += 1
         self._bytes += job.size
+        job.limit = asyncio.get_running_loop().call_later(MAX_WAIT_SECONDS, self.expire, job)
         self._start()
+
+    def add_when_roomy(self, job: _Job) -> None:
+        """Add the job once the lane has room for it and for a later job of the same size."""
+        self._outside.setdefault(job.owner, deque()).append(job)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Add jobs from outside while there is room, round-robin over their callers."""
+        while job := next((jobs[0] for jobs in self._outside.values() if self._has_caller_room(jobs[0])), None):
+            has_room = self._jobs < self._max_jobs // 2 and self._bytes + job.size <= self._max_bytes // 2
+            if self._jobs and not has_room:
+                return
+            self._leave(job)
+            if job.owner in self._outside:
+                self._outside.move_to_end(job.owner)
+            self.add(job)
+
+    def _has_caller_room(self, job: _Job) -> bool:
+        """Return whether half of the caller's part is free, the running jobs counted, or all of it."""
+        own = self._waiting.get(job.owner, _CallerQueue())
+        jobs = len(own.jobs) + self._running[job.owner]
+        size = own.bytes + self._running_bytes[job.owner] + job.size
+        return not jobs or (jobs < self._max_jobs // 4 and size <= self._max_bytes // 4)
+
+    def _leave(self, job: _Job) -> None:
+        """Remove a job that waits outside."""
+        jobs = self._outside[job.owner]
+        jobs.remove(job)
+        if not jobs:
+            del self._outside[job.owner]
+
+    def discard(self, job: _Job) -> None:
+        """Remove the job of a call that has ended, wherever it waits."""
+        if job in self._outside.get(job.owner, ()):
+            self._leave(job)
+        self.remove(job)
+        self._let_in()
 
     def remove(self, job: _Job) -> None:
         """Remove the job from the queue if it waits there."""
+        if job.limit:
+            job.limit.cancel()
         queue = self._waiting.get(job.owner)
         if queue is None or job not in queue.jobs:
             return
@@ -234,6 +284,7 @@ class _Lane:
                 continue
             self._free -= 1
             self._running[job.owner] += 1
+            self._running_bytes[job.owner] += job.size
             work.add_done_callback(functools.partial(self._from_thread, loop, job))
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, job: _Job, work: Future[Any]) -> None:
@@ -243,8 +294,10 @@ class _Lane:
     def _end(self, job: _Job, work: Future[Any]) -> None:
         self._free += 1
         self._running[job.owner] -= 1
+        self._running_bytes[job.owner] -= job.size
         if not self._running[job.owner]:
             del self._running[job.owner]
+            del self._running_bytes[job.owner]
         if not job.result.done():
             if work.cancelled():
                 job.result.cancel()
@@ -253,6 +306,7 @@ class _Lane:
             else:
                 job.result.set_result(work.result())
         self._start()
+        self._let_in()
 
 
 def _refused(job: _Job, why: str, message: str) -> QueueFull:
