@@ -1,19 +1,22 @@
 """Which requests are preempted: for the blocks of running requests, and for a waiting request of another client.
 
 Shortage of blocks. If the next rows of the running requests need more blocks than are available, a paused request is
-preempted, else the youngest request of the client that holds most blocks. Clients that run several requests come first,
-so each keeps one as long as possible. Among clients with one request the client of the latest virtual time comes first.
+preempted, else the youngest request of the client that holds most blocks, of the clients that run several requests.
+If each client runs one, the youngest request is preempted. So each client keeps one as long as possible, ages decide
+between the requests of one client, and no priority takes the last blocks of an older request.
 
 Fairness. The queue's next request, of client C, may take the place of running requests of other clients if it lacks a
 slot (max_num_seqs run) or blocks. A running request of client M yields if
 
-1. it has generated MIN_RUN_TOKENS since it was admitted, or computes its prompt and has not yielded before in it;
+1. it has generated MIN_RUN_TOKENS since it was admitted; or it computes its prompt, has not yielded in it before, has
+   more tokens left to compute than the waiting request, and that one is a newcomer: C runs nothing, and the request has
+   no token yet;
 2. M keeps at least as much of what is lacking, slots or blocks, as C will have, so that no swap is ever reversed; or C
    runs nothing;
-3. M is ahead of C by MIN_LEAD_TOKENS, by virtual time. It need not be ahead if C runs nothing, the request has no token
-   yet, and M holds what it needs, so that the first token of a newcomer does not wait;
-4. the pace allows it: the seconds that yielded requests spend to compute their tokens again are at most
-   1 / RUN_PER_RECOMPUTE of the time. After each readmission nobody yields for RUN_PER_RECOMPUTE times the seconds of its
+3. M is ahead of C by MIN_LEAD_TOKENS, by virtual time; no negative priority counts. It need not be ahead of a newcomer
+   if M holds what that one needs, so that its first token does not wait;
+4. the pace allows it: the seconds in which yielded requests compute their tokens again are at most 1 /
+   RUN_PER_RECOMPUTE of the time. After each readmission nobody yields for RUN_PER_RECOMPUTE times the seconds of its
    recomputation; times of several readmissions add up to at most MAX_REST_SECONDS.
 
 The client with most of what is lacking yields first, and of its requests the one with the fewest computed tokens. All
@@ -21,9 +24,10 @@ requests that must yield do so in one step, or none does. If C runs nothing and 
 makes the clients take turns of MIN_LEAD_TOKENS.
 
 Every request ends. An admitted request has blocks for all its tokens, so it needs a further block only after it has got
-a token. A request yields only after a token, or once in a prompt. Tokens are never lost. Between two tokens, of whatever requests, there are therefore finitely many preemptions; after the last of them the
-running requests compute their tokens. If none runs, the next request is admitted, since each fits alone. So tokens are
-generated as long as requests are live, and their number is bounded by max_tokens.
+a token. A request yields only after a token, or once in a prompt. Tokens are never lost. Therefore there are finitely
+many preemptions between two tokens, of whatever requests. After the last of them the running requests compute their
+tokens. If none runs, the next request is admitted, since each fits alone. So tokens are generated as long as requests
+are live, and their number is bounded by max_tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.fair_queue import start
+from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.sequence import Account, Sequence
 
@@ -109,11 +113,8 @@ class Preemption:
             running[sequence.account] += 1
             held[sequence.account] += len(sequence.block_ids)
 
-        def key(sequence: Sequence) -> tuple[bool, bool, int, float, tuple[float, int]]:
-            account = sequence.account
-            has_several = running[account] > 1
-            return (has_several, not sequence.num_steps_in_flight, has_several * held[account], account.virtual_time,
-                    sequence.age_key)
+        def key(sequence: Sequence) -> tuple[int, tuple[float, int]]:
+            return held[sequence.account] if running[sequence.account] > 1 else 0, sequence.age_key
 
         return max(candidates, key=key)
 
@@ -132,7 +133,7 @@ class Preemption:
         for sequence in self._running:
             account = sequence.account
             held[account] += len(sequence.block_ids)
-            if account is not client and _may_yield(sequence):
+            if account is not client and _has_run_enough(sequence, head):
                 candidates[account].append(sequence)
         for account, sequences in candidates.items():
             if not account.waiting:  # it has no claim on the tokens that it did not ask for
@@ -148,7 +149,8 @@ class Preemption:
         candidates: requests that may yield, by client, the first to yield last. Changed.
         held: blocks of the running requests, by client. Changed.
         """
-        client, head_start = head.account, start(head)
+        client = head.account
+        without_priority = client.virtual_time + max(0, head.request.priority) * PRIORITY_TOKENS
         slots = Counter({account: account.running for account in (client, *candidates)})
         held_before = Counter(held)
         blocks_needed = self._blocks.missing(head.blocks, head.num_tokens)
@@ -164,10 +166,9 @@ class Preemption:
                     continue
                 amount = 1 if lacks_slot else len(sequences[-1].block_ids)
                 is_balanced = usage[account] - amount >= usage[client] + need
-                is_newcomer = not client.running and not head.num_generated_tokens and (
-                    lacks_slot or held_before[account] >= need)
-                lead = account.virtual_time - head_start
-                if (is_balanced or not client.running) and lead >= (0 if is_newcomer else MIN_LEAD_TOKENS):
+                may_begin = _is_newcomer(head) and (lacks_slot or held_before[account] >= need)
+                lead = account.virtual_time - without_priority
+                if (is_balanced or not client.running) and lead >= (0 if may_begin else MIN_LEAD_TOKENS):
                     allowed.append(account)
             if not allowed:
                 return []
@@ -238,11 +239,18 @@ class Preemption:
         return chosen
 
 
-def _may_yield(sequence: Sequence) -> bool:
-    """Return whether a running request has run for its minimum; see rule 1."""
+def _is_newcomer(head: Sequence) -> bool:
+    """Return whether the queue's next request has no token yet, and its client runs nothing."""
+    return not head.account.running and not head.num_generated_tokens
+
+
+def _has_run_enough(sequence: Sequence, head: Sequence) -> bool:
+    """Return whether a running request may yield to the queue's next request by rule 1."""
     if sequence.num_tokens_of_run >= MIN_RUN_TOKENS:
         return True
-    return sequence.is_prefilling and sequence.num_tokens_at_yield != len(sequence.token_ids)
+    return (
+        sequence.is_prefilling and sequence.num_tokens_at_yield != len(sequence.token_ids)
+        and sequence.num_uncomputed_tokens > head.num_missing_tokens and _is_newcomer(head))
 
 
 def _yields_last_key(sequence: Sequence) -> tuple[bool, bool, int, tuple[float, int]]:
