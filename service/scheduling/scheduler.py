@@ -76,6 +76,7 @@ class Scheduler:
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
         self._ended: list[int] = []  # not yet reported to the runner
         self._has_forced = False  # forced tokens were appended since the blocks were checked
+        self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
         self._estimator = LatencyEstimator(max_num_batched_tokens)
         self._preemption = Preemption(self._running, self._paused, blocks, self._estimator, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
@@ -279,7 +280,11 @@ class Scheduler:
         return [sequence for sequence in others if sequence.num_steps_in_flight]
 
     def _yield_to_next(self, now: float) -> list[Sequence]:
-        """Preempt the requests that yield to the next in the queue, or return them if they have steps in flight."""
+        """Preempt the requests that yield to the next in the queue, or return them if they have steps in flight.
+
+        The next request is admitted before those that have yielded, whatever their virtual times.
+        """
+        self._successor = None
         head = None if self.quarantine else self._queue.next()
         leaving = self._preemption.yielding(head, now) if head is not None else []
         if any(sequence.num_steps_in_flight for sequence in leaving):
@@ -287,6 +292,7 @@ class Scheduler:
         for sequence in leaving:
             sequence.num_tokens_at_yield = len(sequence.token_ids)
             self._preempt(sequence)
+            self._successor = head
         return []
 
     def _secure_blocks(self, leaving: Collection[Sequence]) -> list[Sequence]:
@@ -353,11 +359,13 @@ class Scheduler:
         if may_run and not all(may_run(sequence.id) for sequence in self._running):
             return  # others have steps in flight
         while plan.budget and self._queue and len(self._running) < self._max_num_seqs:
-            sequence = self._queue.next(may_run)
+            sequence = self._successor or self._queue.next(may_run)
             if sequence is None:
                 break
-            if before and (sequence.account is before or start(sequence) >= before.virtual_time):
+            is_behind = before and (sequence.account is before or start(sequence) >= before.virtual_time)
+            if is_behind and not self._successor:
                 break
+            self._successor = None
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
                 continue
