@@ -6,7 +6,8 @@
 All tenants but one run `--streams` streams each in a closed loop. The last one sends requests of 8 tokens one after the
 other, with a pause of 0.2 s. It gives up after `--seconds`, which then counts as its time to first token. Each round
 is a server of its own. With `--before`, the interpreter of another checkout's environment, rounds of that checkout and
-of this one alternate, and the ratio of all tokens per second is printed with its range.
+of this one alternate, and the ratio of all tokens per second is printed with its range, also of those per second of the
+engine's processor time, on which other programs have less influence.
 
 MODEL is a folder; the built-in model by default. `--context` is a new max_position_embeddings of a copy of it: its
 answers mean nothing beyond its own context, and cost the same.
@@ -40,7 +41,7 @@ from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.server import Serving, arguments, report, serving
+from bench.serving.server import Serving, arguments, cpu_seconds, engine_of, report, serving
 
 NEWCOMER_TOKENS = 8
 PAUSE_SECONDS = 0.2
@@ -113,9 +114,10 @@ async def measure(server: Serving, keys: list[str], args: argparse.Namespace) ->
         window.gaps.clear()
         names = ("generation_tokens_total", "prompt_tokens_total", "preemptions_total")
         before = [server.metric(name) for name in names]
-        began = time.monotonic()
+        engine = engine_of(server.pid)
+        began, cpu_before = time.monotonic(), cpu_seconds(engine)
         await run_newcomer(stubs[0], keys[0], args.seconds, window)
-        seconds = time.monotonic() - began
+        seconds, cpu = time.monotonic() - began, cpu_seconds(engine) - cpu_before
         generated, prompts, preemptions = (server.metric(name) - count
                                            for name, count in zip(names, before, strict=True))
         for stream in streams:
@@ -128,7 +130,7 @@ async def measure(server: Serving, keys: list[str], args: argparse.Namespace) ->
         "requests": len(window.first_tokens), "heavy_itl_ms_p99": round(1000 * quantile(window.gaps, 0.99), 1),
         "heavy_itl_ms_max": round(1000 * window.gaps[-1]), "generated_per_second": round(generated / seconds),
         "tokens_per_second": round((generated + prompts) / seconds), "preemptions": round(preemptions),
-        "errors": window.errors,
+        "tokens_per_cpu_second": round((generated + prompts) / cpu), "errors": window.errors,
     }
 
 
@@ -181,7 +183,7 @@ def main() -> int:
                 print(name, json.dumps(rounds[name][-1]), file=sys.stderr, flush=True)
     figures: dict[str, Any] = {"rounds": rounds}
     if args.before:
-        for unit in ("tokens_per_second", "generated_per_second"):
+        for unit in ("tokens_per_second", "tokens_per_cpu_second"):
             ratios = sorted(
                 now[unit] / before[unit] for before, now in zip(rounds["before"], rounds["now"], strict=True))
             figures[f"ratio_of_{unit}"] = [round(ratio, 3) for ratio in (

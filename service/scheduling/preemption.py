@@ -13,8 +13,9 @@ slot (max_num_seqs run) or blocks. A running request of client M yields if
    no token yet;
 2. M keeps at least as much of what is lacking, slots or blocks, as C will have, so that no swap is ever reversed; or C
    runs nothing;
-3. M is ahead of C by MIN_LEAD_TOKENS, by virtual time; no negative priority counts. It need not be ahead of a newcomer
-   if M holds what that one needs, so that its first token does not wait;
+3. M is ahead of C by MIN_LEAD_TOKENS for each of its running requests, by virtual time; no negative priority counts.
+   Requests that end earlier give their slots to C without a preemption. M need not be ahead of a newcomer if it holds
+   what that one needs, so that its first token does not wait;
 4. the pace allows it: the seconds in which yielded requests compute their tokens again are at most 1 /
    RUN_PER_RECOMPUTE of the time. After each readmission nobody yields for RUN_PER_RECOMPUTE times the seconds of its
    recomputation; times of several readmissions add up to at most MAX_REST_SECONDS.
@@ -45,7 +46,8 @@ from npuserve.service.scheduling.sequence import Account, Sequence
 MIN_RUN_TOKENS = 8
 """Minimum number of tokens that a request generates between its admission and its yield."""
 MIN_LEAD_TOKENS = 256
-"""Minimum number of tokens by which a client is ahead whose request yields to one that has tokens or a running peer."""
+"""Minimum number of tokens by which a client is ahead, for each of its running requests, if one of them yields to a
+request that has tokens or a running peer."""
 RUN_PER_RECOMPUTE = 32
 """Minimum ratio of the time without yields to the time of the recomputation before it."""
 MAX_REST_SECONDS = 10.0
@@ -168,7 +170,8 @@ class Preemption:
                 is_balanced = usage[account] - amount >= usage[client] + need
                 may_begin = _is_newcomer(head) and (lacks_slot or held_before[account] >= need)
                 lead = account.virtual_time - without_priority
-                if (is_balanced or not client.running) and lead >= (0 if may_begin else MIN_LEAD_TOKENS):
+                if (is_balanced or not client.running) and lead >= (
+                        0 if may_begin else MIN_LEAD_TOKENS * account.running):
                     allowed.append(account)
             if not allowed:
                 return []

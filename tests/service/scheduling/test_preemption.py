@@ -220,17 +220,17 @@ class Load:
 @pytest.mark.parametrize(("clients", "length"), [(2, 4000), (2, 100), (5, 4000), (5, 100)])
 def test_heavy_clients_get_equal_tokens_without_thrashing(clients: int, length: int) -> None:
     """The first client begins alone. Requests that end give their slots to other clients without a preemption."""
-    seats, steps = 20, 1000
+    seats, steps = 20, 3000
     load = Load(seats)
     names = [f"client {number}" for number in range(clients)]
     for step in range(steps):
-        if step == steps // 2:
+        if step == 400:
             load.tokens.clear()
         for name in names if step >= 50 else names[:1]:
             load.keep(name, seats + 4, 3, length)
         load.step()
-    assert min(load.tokens.values()) > 0.85 * max(load.tokens.values())
-    assert load.scheduler.preemptions <= seats + steps * seats // length // 2 + steps // 50
+    assert min(load.tokens.values()) > 0.8 * max(load.tokens.values())
+    assert load.scheduler.preemptions <= 2 * seats + steps * seats // length // 4
     load.scheduler.check_integrity()
 
 
