@@ -15,7 +15,8 @@ slot (max_num_seqs run) or blocks. A running request of client M yields if
    runs nothing;
 3. M is ahead of C by MIN_LEAD_TOKENS for each of its running requests, by virtual time; no negative priority counts.
    Requests that end earlier give their slots to C without a preemption. M need not be ahead of a newcomer if it holds
-   what that one needs, so that its first token does not wait;
+   what that one needs, so that its first token does not wait. If that one lacks blocks, the tokens of its prompt beyond
+   MIN_LEAD_TOKENS are the lead, since long prompts that yield are expensive;
 4. the pace allows it: the seconds in which yielded requests compute their tokens again are at most 1 /
    RUN_PER_RECOMPUTE of the time. After each readmission nobody yields for RUN_PER_RECOMPUTE times the seconds of its
    recomputation; times of several readmissions add up to at most MAX_REST_SECONDS.
@@ -156,6 +157,7 @@ class Preemption:
         slots = Counter({account: account.running for account in (client, *candidates)})
         held_before = Counter(held)
         blocks_needed = self._blocks.missing(head.blocks, head.num_tokens)
+        newcomer_lead = max(0, head.num_missing_tokens - MIN_LEAD_TOKENS) if lack.blocks else 0
         chosen: list[Sequence] = []
         while True:
             lacks_slot = lack.slots > len(chosen)
@@ -171,7 +173,7 @@ class Preemption:
                 may_begin = _is_newcomer(head) and (lacks_slot or held_before[account] >= need)
                 lead = account.virtual_time - without_priority
                 if (is_balanced or not client.running) and lead >= (
-                        0 if may_begin else MIN_LEAD_TOKENS * account.running):
+                        newcomer_lead if may_begin else MIN_LEAD_TOKENS * account.running):
                     allowed.append(account)
             if not allowed:
                 return []
