@@ -39,6 +39,7 @@ MAX_FILES = 12
 LARGE_FOLDERS = {
     "kernels": "one file per kernel",
     "kernels/triton": "one file per kernel, and the launches of each",
+    "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""

@@ -24,6 +24,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.fair_queue import FairQueue
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
+from npuserve.service.scheduling.preemption import Share
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Sequence
 
@@ -41,12 +42,14 @@ class Occupancy(NamedTuple):
     running, paused: number of requests.
     prefill_tokens: uncomputed prompt tokens of the running requests.
     paused_blocks: blocks that the paused requests hold.
+    share: what other clients are expected to yield to the new request's client.
     """
 
     running: int
     paused: int
     prefill_tokens: int = 0
     paused_blocks: int = 0
+    share: Share = Share(0, 0, 0.0)
 
     @classmethod
     def of(cls, running: Collection[Sequence], paused: Collection[Sequence], with_sums: bool) -> Occupancy:
@@ -78,7 +81,7 @@ class Admission:
         """Return the request that must leave the queue for the new one, with its error; None if there is space.
 
         account: account of the request's client.
-        occupancy: `prefill_tokens` and `paused_blocks` are read only if the request has a deadline.
+        occupancy: `prefill_tokens`, `paused_blocks` and `share` are read only if the request has a deadline.
 
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
@@ -136,20 +139,27 @@ class Admission:
     def _first_token_seconds(self, request: Request, account: Account, occupancy: Occupancy) -> float:
         """Estimate the time to a new request's first token.
 
-        It waits until enough running requests have ended for its blocks and for max_num_seqs, or until the prompts
-        before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits for the
-        followers before it, too, and computes only the part of the prompt that it does not share.
+        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
+        prompts before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits
+        for the followers before it, too, and computes only the part of the prompt that it does not share.
         """
         followers, shared = self._samples.sharing(request)
         estimator, running = self._estimator, occupancy.running
         known = len(request.prompt_ids) + len(request.output_ids) - shared
         requests, tokens = self._queue.ahead(account, request.priority, estimator.answer_tokens)
         requests += followers
-        counts = self._blocks.counts
-        blocks = max(0, counts.free + counts.cached + occupancy.paused_blocks - running)  # one is left to each running
-        slots = blocks * self._blocks.block_size
-        fitting = min(self._max_num_seqs - running, (requests + 1) * slots / (tokens + known))
-        drain = estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
+        blocks = max(0, self._blocks.num_available + occupancy.paused_blocks - running)  # one is left to each running
+        share = occupancy.share
+
+        def drain_seconds(free_slots: int, free_blocks: int) -> float:
+            positions = free_blocks * self._blocks.block_size
+            fitting = min(free_slots, (requests + 1) * positions / (tokens + known))
+            return estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
+
+        drain = drain_seconds(self._max_num_seqs - running, blocks)
+        if drain:
+            after_yield = drain_seconds(self._max_num_seqs - running + share.slots, blocks + share.blocks)
+            drain = min(drain, share.seconds + after_yield)
         prefill = estimator.prefill_seconds(tokens + occupancy.prefill_tokens)
         return max(drain, prefill) + estimator.prefill_seconds(known)
 

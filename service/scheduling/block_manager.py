@@ -116,6 +116,11 @@ class BlockManager:
         cached, free = len(self._cached), len(self._free)
         return BlockCounts(self.num_blocks - cached - free, cached, free)
 
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that can be allocated: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
     def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
         """Return the blocks of the longest cached prefix, of at most len(token_ids) - 1 tokens: one must be computed.
 
@@ -134,6 +139,29 @@ class BlockManager:
         """Return whether `table` holds positions [0, num_tokens)."""
         return num_tokens <= len(table.block_ids) * self.block_size
 
+    def missing(self, table: BlockTable, num_tokens: int) -> int:
+        """Return how many blocks `table` lacks to hold positions [0, num_tokens)."""
+        return max(0, -(-num_tokens // self.block_size) - len(table.block_ids))
+
+    def shortage(self, table: BlockTable, num_tokens: int, prefix: Sequence[int], spare: int) -> int:
+        """Return how many more blocks must be available for `allocate` with these arguments; 0 or less if it succeeds.
+
+        Each block of a negative value is one more than needed.
+        """
+        return self.missing(table, num_tokens) - len(prefix) + spare + self._count_unused(prefix) - self.num_available
+
+    def released(self, tables: Iterable[BlockTable], kept: Sequence[int] = ()) -> int:
+        """Return how many blocks are available afterwards if all of these tables are freed; see `free`.
+
+        kept: blocks that are not counted.
+        """
+        held: Counter[int] = Counter()
+        for table in tables:
+            held.update(table.block_ids)
+        for block in kept:
+            del held[block]
+        return sum(self._refs[block] == count for block, count in held.items())
+
     def allocate(self, table: BlockTable, num_tokens: int, prefix: Sequence[int] = (), spare: int = 0) -> bool:
         """Extend `table` to hold positions [0, num_tokens). Return False, and change nothing, if that is impossible.
 
@@ -141,8 +169,7 @@ class BlockManager:
         spare: minimum number of cached and free blocks to leave.
         """
         missing = -(-num_tokens // self.block_size) - len(prefix) - len(table.block_ids)
-        reusable = sum(1 for block in prefix if not self._refs[block])
-        if missing + spare > len(self._free) + len(self._cached) - reusable:
+        if missing + spare > self.num_available - self._count_unused(prefix):
             return False
         if not table.version:
             table.version = next(_versions)
@@ -270,6 +297,9 @@ class BlockManager:
     def check_integrity(self, holders: Iterable[BlockTable]) -> None:
         """Run the whole audit."""
         deque(self.audit(holders), maxlen=0)
+
+    def _count_unused(self, blocks: Sequence[int]) -> int:
+        return sum(1 for block in blocks if not self._refs[block])
 
     def _release(self, block: int) -> None:
         """Cache a block without references, or free it: if its content is not registered, or a duplicate is in use."""

@@ -1,11 +1,10 @@
 """The waiting requests: which client is next, and which of its requests.
 
-Each client has a queue of its own, in order of the effective priority of its requests: priority - waited_seconds /
-aging_seconds, lower is earlier. Waiting is counted from the arrival and never restarts. All requests age alike, so the
-order of two requests is constant: they are sorted by queue_key, (priority * aging_seconds + arrival, id). A request
-is overtaken only by requests of its client that arrive within (its priority - theirs) * aging_seconds after it.
-
-Requests that ran before are in a queue of their own, in order of age. It comes before all others.
+Each client has a queue of its own. Requests that ran before come first, in order of age. The others follow in order of
+effective priority: priority - waited_seconds / aging_seconds, lower is earlier. Waiting is counted from the arrival and
+never restarts. All requests age alike, so the order of two requests is constant: they are sorted by queue_key,
+(priority * aging_seconds + arrival, id). A request is overtaken only by requests of its client that arrive within
+(its priority - theirs) * aging_seconds after it.
 
     client a   ▢▢▢▢▢▢    The next client is the one with the lowest virtual time, after the priority of its first
     client b   ▢▢        request is added. Its first request is the next request.
@@ -13,28 +12,28 @@ Requests that ran before are in a queue of their own, in order of age. It comes 
 
 Fairness is start-time fair queueing (Goyal, Vin and Cheng 1996). Since the length of an answer is unknown, tokens are
 counted as they are computed, as in the virtual token counter (Sheng et al. 2024). The virtual time of a client is the
-number of tokens computed for it. The virtual time of the queue is the one of the client that was served last. When a
-client without waiting requests adds one, its virtual time is raised to the queue's: an idle client earns no credit.
-When no request is left, all clients begin alike after that. Two clients that both have waiting requests therefore get
-equal numbers of tokens, except for requests that run already.
+number of tokens computed for it. When a client without waiting requests adds one, its virtual time is raised to the
+lowest start of the clients that wait: a client earns no credit while it asks for nothing. If no request waits, it is
+raised to the highest virtual time of all clients: nobody had to wait, so all begin alike from here. Two clients that
+both have waiting requests therefore get equal numbers of tokens, except for requests that run already. Those give way
+as preemption.py describes.
 
 Priority is that of borrowed virtual time (Duda and Cheriton 1999). A request of priority p is served as if the virtual
-time of its client were p * PRIORITY_TOKENS later. A negative priority borrows tokens and does not add any: the virtual
-time of the queue includes the borrowed tokens. A client that has borrowed all it can gets its equal share and no more,
-and a client that arrives meanwhile is not behind it. A positive priority lets other clients go first by as many tokens.
+time of its client were p * PRIORITY_TOKENS later. A negative priority borrows tokens and does not add any: the start of
+a client includes the borrowed tokens. A client that has borrowed all it can gets its equal share and no more, and a
+client that arrives meanwhile is not behind it. A positive priority lets other clients go first by as many tokens.
 While two clients wait, neither gets more than the other by more than (difference of their priorities) * PRIORITY_TOKENS
 and one request. Within the queue of one client only priorities and age decide.
 
 No client starves. The virtual time of a waiting client is constant, except for its running requests, which end. Every
 request that is served first belongs to a client of no later virtual time and increases that time. It also advances the
-virtual time of the queue by a share of its tokens, 1 / max_requests. Therefore the start times of new clients, however
-many arrive, soon exceed the waiting client's.
+virtual time of the queue, the minimum start of new clients, by a share of its tokens, 1 / max_requests. Therefore the
+start times of new clients, however many arrive, soon exceed the waiting client's.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +50,8 @@ PRIORITY_TOKENS = 16
 class FairQueue:
     """Owner of the queues and the accounts. The scheduler adds planned tokens to `Account.virtual_time`.
 
+    A client starts at its virtual time plus the tokens that the priority of its first request is worth.
+
     max_requests: maximum number of live requests, to within a few.
     """
 
@@ -58,7 +59,6 @@ class FairQueue:
         self._max_requests = max_requests
         self._queues: dict[Account, list[Sequence]] = {}  # none is empty
         self._accounts: dict[str, Account] = {}
-        self._resumed = Account("", -math.inf)  # key of the queue of requests that ran before
         self._virtual_time = 0.0
         self._length = 0
         self._live = 0  # requests that have not ended
@@ -93,23 +93,25 @@ class FairQueue:
                 del self._accounts[one.client]
 
     def push(self, sequence: Sequence) -> None:
-        """Add a request to the queue of its client, or to the queue of the requests that ran before."""
+        """Add a request to the queue of its client."""
         account = sequence.account
-        if not account.waiting:
-            account.virtual_time = max(account.virtual_time, self._virtual_time)
+        account.virtual_time = self._start_of_new(account)
+        if not self._queues:
+            self._virtual_time = account.virtual_time
+            self._accounts = {client: other for client, other in self._accounts.items() if other.live}
         account.waiting += 1
         self._length += 1
-        insort(self._queues.setdefault(self._owner(sequence), []), sequence, key=_key)
+        insort(self._queues.setdefault(account, []), sequence, key=_key)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request from its queue. `has_run` must be the same as at its `push`."""
-        sequence.account.waiting -= 1
+        account = sequence.account
+        account.waiting -= 1
         self._length -= 1
-        owner = self._owner(sequence)
-        queue = self._queues[owner]
+        queue = self._queues[account]
         del queue[bisect_left(queue, _key(sequence), key=_key)]
         if not queue:
-            del self._queues[owner]
+            del self._queues[account]
 
     def next(self, may_run: Callable[[int], bool] | None = None) -> Sequence | None:
         """Return the next request; None if there is none.
@@ -119,16 +121,15 @@ class FairQueue:
         queues = self._queues if may_run is None else self._filtered(may_run)
         if len(queues) < 2:
             return next((queue[0] for queue in queues.values()), None)
-        return min(queues.items(), key=lambda item: (_start(*item), item[1][0].queue_key))[1][0]
+        return min((queue[0] for queue in queues.values()), key=lambda first: (start(first), first.queue_key))
 
     def admit(self, sequence: Sequence, tokens: int) -> None:
         """Remove a request that is admitted, and advance the virtual time. Call it before Sequence.admit.
 
         tokens: the request's uncomputed tokens.
         """
-        if not sequence.has_run:
-            start = sequence.account.virtual_time + min(0, sequence.request.priority) * PRIORITY_TOKENS
-            self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
+        start = _start_without_delay(sequence.account, sequence)
+        self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)
 
     def displaced_by(self, account: Account, others: Iterable[Sequence]) -> Sequence | None:
@@ -156,14 +157,14 @@ class FairQueue:
         account, priority: account and priority of the new request.
         answer_tokens: expected tokens of an answer.
         """
-        own = [s for s in self._queues.get(account, []) if s.request.priority <= priority]
-        time = account.virtual_time if account.waiting else max(account.virtual_time, self._virtual_time)
+        own = [s for s in self._queues.get(account, []) if s.has_run or s.request.priority <= priority]
+        time = self._start_of_new(account)
         time += sum(s.num_missing_tokens + answer_tokens for s in own) + priority * PRIORITY_TOKENS
         requests, tokens = float(len(own)), float(sum(s.num_missing_tokens for s in own))
         for owner, queue in self._queues.items():
             if owner is not account:
                 known = sum(s.num_missing_tokens for s in queue)
-                share = min(1.0, max(0.0, (time - _start(owner, queue)) / (known + answer_tokens * len(queue))))
+                share = min(1.0, max(0.0, (time - start(queue[0])) / (known + answer_tokens * len(queue))))
                 requests += share * len(queue)
                 tokens += share * known
         return requests, int(tokens)
@@ -177,7 +178,7 @@ class FairQueue:
             keys = [_key(s) for s in queue]
             if not queue or any(map(ge, keys, keys[1:])):
                 yield f"a client's queue is empty or not in order: {keys}"
-            if any(self._owner(s) is not owner for s in queue):
+            if any(s.account is not owner for s in queue):
                 yield f"a sequence is in the queue of another client: {[s.id for s in queue]}"
             waiting.update(s.account for s in queue)
         if waiting.total() != self._length:
@@ -189,19 +190,30 @@ class FairQueue:
         if unknown := [a.client for a in waiting if self._accounts.get(a.client) is not a]:
             yield f"the clients {unknown} have no accounts"
 
-    def _owner(self, sequence: Sequence) -> Account:
-        """Return the key of the sequence's queue."""
-        return self._resumed if sequence.has_run else sequence.account
+    def _start_of_new(self, account: Account) -> float:
+        """Return the virtual time of a client after it has added a request."""
+        if account.waiting:
+            return account.virtual_time
+        if self._queues:
+            level = min(_start_without_delay(owner, queue[0]) for owner, queue in self._queues.items())
+        else:
+            level = max((other.virtual_time for other in self._accounts.values()), default=0.0)
+        return max(account.virtual_time, self._virtual_time, level)
 
     def _filtered(self, may_run: Callable[[int], bool]) -> dict[Account, list[Sequence]]:
         return {owner: left for owner, queue in self._queues.items() if (left := [s for s in queue if may_run(s.id)])}
 
 
-def _key(sequence: Sequence) -> tuple[float, int]:
+def start(sequence: Sequence) -> float:
+    """Return the virtual time at which a client is served whose first request is this one."""
+    return sequence.account.virtual_time + sequence.request.priority * PRIORITY_TOKENS
+
+
+def _start_without_delay(account: Account, first: Sequence) -> float:
+    """Return the start of a client, without the tokens by which a positive priority lets others go first."""
+    return account.virtual_time + min(0, first.request.priority) * PRIORITY_TOKENS
+
+
+def _key(sequence: Sequence) -> tuple[bool, float, int]:
     """Return the sort key in the sequence's queue."""
-    return sequence.age_key if sequence.has_run else sequence.queue_key
-
-
-def _start(account: Account, queue: list[Sequence]) -> float:
-    """Return the virtual time at which the client's next request is served."""
-    return account.virtual_time + queue[0].request.priority * PRIORITY_TOKENS
+    return (False, *sequence.age_key) if sequence.has_run else (True, *sequence.queue_key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from itertools import pairwise
@@ -33,6 +34,7 @@ def audit(
 
     - every sequence that has not ended is in the one collection that its state names,
     - the compiling sequences have a constraint and no matcher, and no running or queued one lacks its matcher,
+    - the clients' counts of running sequences are right,
     - samples that wait for a prompt have a leader that computes it,
     - deadlines are set for exactly the sequences that have one,
     - the used blocks belong to exactly the sequences whose state holds blocks.
@@ -50,6 +52,10 @@ def audit(
     yield
     if any(a.age_key >= b.age_key for a, b in pairwise(running)):
         raise IntegrityError(f"the running sequences are not in order of age: {[s.age_key for s in running]}")
+    count = Counter(sequence.account for sequence in running)
+    for account in {sequence.account for sequence in sequences.values()}:
+        if account.running != count[account]:
+            raise IntegrityError(f"a client has {account.running} running, but {count[account]} are among the running")
     for fault in (*queue.faults(), *samples.faults()):
         raise IntegrityError(fault)
     for name, members in (

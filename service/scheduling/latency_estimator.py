@@ -100,6 +100,10 @@ class LatencyEstimator:
             return self._light
         return max(self._light, self._token * tokens) if tokens else 0.0
 
+    def chunk_seconds(self, tokens: int) -> float:
+        """Estimate by how much `tokens` prompt tokens lengthen the steps that compute them beside decode rows."""
+        return (self._token or self._light / self._budget) * tokens
+
     def step_seconds(self, decodes: int, prompts: int) -> float:
         """Estimate the duration of a step; the arguments are as in `record_step`."""
         return self.prefill_seconds(decodes + prompts) if self._is_prefill(prompts) else self._light

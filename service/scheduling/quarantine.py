@@ -12,10 +12,6 @@ the others has a step in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from npuserve.service.scheduling.sequence import Sequence
-
 QUARANTINE_TOKENS = 4
 """At least three: a crash may lose two steps in flight, and a request's first token is made without a decode step."""
 MAX_QUARANTINE_STEPS = 512
@@ -62,11 +58,3 @@ class Quarantine:
             groups = max(2, MAX_QUARANTINE_STEPS // max(self._tokens_left[one] for one in candidates))
             self._group = set(candidates[: -(-len(candidates) // groups)])
         return sequence_id in self._group
-
-    def split(self, running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Split the running requests: the ones that may run now, and the others."""
-        allowed: list[Sequence] = []
-        others: list[Sequence] = []
-        for sequence in running:
-            (allowed if self.may_run(sequence.id) else others).append(sequence)
-        return allowed, others

@@ -8,8 +8,8 @@ rest of the prompt, at most one block, and samples its own tokens. Followers are
 behind them.
 
 If the leader is paused or ends before its prompt is computed, its oldest follower becomes the leader. A preempted
-leader stays the leader: it is admitted before all requests that never ran. After a restart of the engine the first
-sample that is restored is the leader. A sample in quarantine waits for no other.
+leader stays the leader: it is admitted before all requests of its client that never ran. After a restart of the engine
+the first sample that is restored is the leader. A sample in quarantine waits for no other.
 
 Samples must share blocks also if the request bypasses the prefix cache or the server has none. Their blocks then have
 a scope of their own, which ends with the last sample.

@@ -3,17 +3,21 @@
 States of a request: sequence.py. Its life and preemption: the package's docstring. Overlapping steps: step_plan.py.
 
 Plan. Decode rows come first, then chunks of forced tokens (constraint.py), prefill chunks that have begun, admissions.
-Rows are in order of age, admissions in the order of the queue (fair_queue.py). At most as many requests run as the
-budget has tokens, so every decode row fits in every step, and chunks share the rest. Admission stops at the first
-request that does not fit; smaller ones behind it do not pass it. It leaves one block free per running request, so that
-an admitted request is not preempted as soon as the others grow.
+Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of the prefill
+chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one ahead of it.
+At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks share the
+rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves one block
+free per running request, so that an admitted request is not preempted as soon as the others grow.
+
+Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
+steps in flight gets no row, and is preempted once they are applied.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
 import msgspec
@@ -25,14 +29,15 @@ from npuserve.service.scheduling.admission import AddedRequest, Admission, Occup
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
-from npuserve.service.scheduling.fair_queue import FairQueue
+from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
+from npuserve.service.scheduling.preemption import Preemption
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
-from npuserve.service.scheduling.sequence import Progress, Sequence, State
+from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan, StepBuilder
 
-_age_key, _is_prefilling = attrgetter("age_key"), attrgetter("is_prefilling")
+_age_key = attrgetter("age_key")
 
 
 class Scheduler:
@@ -70,7 +75,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
         self._ended: list[int] = []  # not yet reported to the runner
+        self._has_forced = False  # forced tokens were appended since the blocks were checked
+        self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
         self._estimator = LatencyEstimator(max_num_batched_tokens)
+        self._preemption = Preemption(self._running, self._paused, blocks, self._estimator, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
         self._admission = Admission(self._queue, self._samples, self._compiling, blocks, self._estimator,
                                     self._max_num_seqs, max_queue, max_model_len)
@@ -113,6 +121,8 @@ class Scheduler:
         """
         account = self._queue.account(request.client)
         occupancy = Occupancy.of(self._running, self._paused.values(), with_sums=request.deadline is not None)
+        if request.deadline is not None:
+            occupancy = occupancy._replace(share=self._preemption.share(account, now))
         displaced = self._admission.check(request, account, occupancy, now)
         if prepare:
             prepare()
@@ -189,13 +199,18 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
         self._run_resumed(now)
-        running = self._quarantined() if self.quarantine else self._running
+        running, leaving = self._running, self._yield_to_next(now) if self._queue else ()
+        if self.quarantine:
+            leaving = self._preempt_outside_quarantine()
+        if self._has_forced or self.blocks.num_available < len(running):
+            leaving = self._secure_blocks(leaving)
+        if leaving:
+            running = [sequence for sequence in running if sequence not in leaving]
         plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size)
-        victim = self._plan_decodes(plan, running)
+        self._plan_decodes(plan, running)
         decodes = len(plan.rows)
-        self._plan_chunks(plan, running, victim)
-        if len(running) == len(self._running):  # otherwise others have steps in flight, or lost their blocks to a row
-            self._admit_waiting(plan, now)
+        self._plan_chunks(plan, running, now)
+        self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
         self._estimator.step_planned(decodes, self._max_num_batched_tokens - plan.budget - decodes, now)
@@ -229,6 +244,7 @@ class Scheduler:
         sequence, is_over = made.sequence, made.reason is not None
         if self._min_forced and not is_over and (run := sequence.append_forced(self._min_forced)):
             self.forced_tokens += len(run)
+            self._has_forced = True
             made = msgspec.structs.replace(made, token_ids=[*made.token_ids, *run], reason=sequence.finish_reason())
             self._end_complete(made)
         return made
@@ -255,13 +271,50 @@ class Scheduler:
         for _ in self.audit():
             pass
 
-    def _quarantined(self) -> list[Sequence]:
-        """Preempt the requests that may not run beside those in quarantine, and return the others."""
-        allowed, others = self.quarantine.split(self._running)
+    def _preempt_outside_quarantine(self) -> list[Sequence]:
+        """Preempt the requests that may not run beside those in quarantine. Return the ones with steps in flight."""
+        others = [sequence for sequence in self._running if not self.quarantine.may_run(sequence.id)]
         for sequence in others:
             if not sequence.num_steps_in_flight:
                 self._preempt(sequence)
-        return allowed
+        return [sequence for sequence in others if sequence.num_steps_in_flight]
+
+    def _yield_to_next(self, now: float) -> list[Sequence]:
+        """Preempt the requests that yield to the next in the queue, or return them if they have steps in flight.
+
+        The next request is admitted before those that have yielded, whatever their virtual times.
+        """
+        self._successor = None
+        head = None if self.quarantine else self._queue.next()
+        leaving = self._preemption.yielding(head, now) if head is not None else []
+        if any(sequence.num_steps_in_flight for sequence in leaving):
+            return leaving
+        for sequence in leaving:
+            sequence.num_tokens_at_yield = len(sequence.token_ids)
+            self._preempt(sequence)
+            self._successor = head
+        return []
+
+    def _secure_blocks(self, leaving: Collection[Sequence]) -> list[Sequence]:
+        """Preempt requests until the others have blocks for their next rows.
+
+        leaving: running requests that get no row, and will be preempted. They are returned, with further ones that have
+            steps in flight.
+        """
+        self._has_forced = False
+        leaving, blocks = list(leaving), self.blocks
+        others = [sequence for sequence in self._running if sequence not in leaving]
+        while True:
+            missing = sum(blocks.missing(s.blocks, s.num_tokens) for s in others if s.needs_row)
+            if missing <= blocks.num_available + blocks.released(s.blocks for s in leaving):
+                return leaving
+            victim = self._preemption.paused_victim(leaving) or self._preemption.shortage_victim(others)
+            if victim.num_steps_in_flight:
+                leaving.append(victim)
+            else:
+                self._preempt(victim)
+            if victim in others:
+                others.remove(victim)
 
     def _run_resumed(self, now: float) -> None:
         """Run the requests whose pause has ended. Preempt those beyond max_num_seqs."""
@@ -269,43 +322,50 @@ class Scheduler:
             if len(self._running) < self._max_num_seqs:
                 del self._paused[sequence.id]
                 sequence.resume(now)
-                insort(self._running, sequence, key=_age_key)
+                self._add_running(sequence)
             elif not sequence.num_steps_in_flight:
                 self._preempt(sequence)
 
-    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence]) -> Sequence | None:
-        """Add the decode rows of the running requests. Preempt others for their blocks, and for forced tokens.
+    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence]) -> None:
+        """Add the decode rows of the running requests, and allocate blocks for all their tokens.
 
-        Return the request, running or paused, that will be preempted once its steps in flight are applied; else None.
+        A request whose block is held by one that is about to be preempted gets no row.
         """
-        victim: Sequence | None = None
-        for sequence in tuple(running):
-            if sequence.state is not State.RUNNING or sequence is victim:
-                break  # the youngest are preempted first, so all behind it are preempted, too
+        blocks = self.blocks
+        for sequence in running:
             uncomputed = 0 if sequence.is_preparing else sequence.num_uncomputed_tokens
             if uncomputed > 1 or (uncomputed == 1 and sequence.can_sample):
-                blocked_by = None if self.blocks.covers(sequence.blocks, sequence.num_tokens) else self._grow(sequence)
-                if blocked_by is not None:
-                    victim = blocked_by
-                elif uncomputed == 1:
+                tokens = sequence.num_tokens
+                if (blocks.covers(sequence.blocks, tokens) or blocks.allocate(sequence.blocks, tokens)) and (
+                        uncomputed == 1):
                     plan.add_row(sequence, 1)
-        return victim
 
-    def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], victim: Sequence | None) -> None:
-        """Add the chunks of forced tokens, then the next chunks of prompts that have begun."""
-        chunks = [sequence for sequence in running
-                  if sequence.num_uncomputed_tokens > 1 and sequence is not victim and sequence.state is State.RUNNING]
-        for sequence in sorted(chunks, key=_is_prefilling):
+    def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
+        """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of
+        clients with a lower virtual time before each of these."""
+        chunks = [sequence for sequence in running if sequence.num_uncomputed_tokens > 1]
+        for sequence in sorted(chunks, key=_chunk_key):
+            if sequence.is_prefilling:
+                self._admit_waiting(plan, now, before=sequence.account)
             if plan.budget and self.blocks.covers(sequence.blocks, sequence.num_tokens):
                 plan.add_row(sequence, plan.budget)
 
-    def _admit_waiting(self, plan: StepBuilder, now: float) -> None:
-        """Admit requests from the queue while they fit, and add their first chunks. Drop late ones."""
+    def _admit_waiting(self, plan: StepBuilder, now: float, before: Account | None = None) -> None:
+        """Admit requests from the queue while they fit, and add their first chunks. Drop late ones.
+
+        before: admits only requests of other clients whose start is before this client's virtual time; None for all.
+        """
         may_run = self.quarantine.may_run if self.quarantine else None
+        if may_run and not all(may_run(sequence.id) for sequence in self._running):
+            return  # others have steps in flight
         while plan.budget and self._queue and len(self._running) < self._max_num_seqs:
-            sequence = self._queue.next(may_run)
+            sequence = self._successor or self._queue.next(may_run)
             if sequence is None:
                 break
+            is_behind = before and (sequence.account is before or start(sequence) >= before.virtual_time)
+            if is_behind and not self._successor:
+                break
+            self._successor = None
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
                 continue
@@ -323,39 +383,24 @@ class Scheduler:
         table, prior, uses_cache = sequence.blocks, sequence.request.prior, sequence.uses_prefix_cache
         prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
         while not self.blocks.allocate(table, sequence.num_tokens, prefix, spare=len(self._running)):
-            paused = self._paused_victim()
+            paused = self._preemption.paused_victim()
             if paused is None or paused.num_steps_in_flight:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
             prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
         is_new, cached = not sequence.was_admitted and prior.cached_tokens is None, len(prefix) * self.blocks.block_size
+        self._preemption.readmitted(sequence, sequence.num_tokens - cached, now)
         self._queue.admit(sequence, sequence.num_tokens - cached)
         sequence.admit(cached, now)
         if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.cached_tokens
-        insort(self._running, sequence, key=_age_key)
+        self._add_running(sequence)
         return True
 
-    def _grow(self, sequence: Sequence) -> Sequence | None:
-        """Allocate a block for the next token, preempting paused requests and then the youngest.
-
-        Return None on success. Otherwise the request for which the sequence must wait: a victim with steps in flight,
-        or itself, which is preempted then.
-        """
-        while not self.blocks.allocate(sequence.blocks, sequence.num_tokens):
-            victim = self._paused_victim() or self._running[-1]
-            if victim.num_steps_in_flight:
-                return victim
-            self._preempt(victim)
-            if victim is sequence:
-                return victim
-        return None
-
-    def _paused_victim(self) -> Sequence | None:
-        """Return the paused request to preempt first, the youngest without steps in flight if any; None if none."""
-        holders = [sequence for sequence in self._paused.values() if sequence.holds_blocks]
-        return max(holders, key=lambda s: (not s.num_steps_in_flight, s.age_key), default=None)
+    def _add_running(self, sequence: Sequence) -> None:
+        insort(self._running, sequence, key=_age_key)
+        sequence.account.running += 1
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the blocks of a request, which must have no step in flight. It is queued again unless it is paused."""
@@ -382,6 +427,7 @@ class Scheduler:
             del self._compiling[sequence.id]
         elif sequence.state is State.RUNNING:
             del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
+            sequence.account.running -= 1
         else:
             del self._paused[sequence.id]
 
@@ -397,3 +443,8 @@ class Scheduler:
         self._samples.end(sequence)
         if sequence.was_admitted:
             self._ended.append(sequence.id)
+
+
+def _chunk_key(sequence: Sequence) -> tuple[bool, float]:
+    """Return the sort key of a sequence in the order of chunks: forced tokens first."""
+    return (True, sequence.account.virtual_time) if sequence.is_prefilling else (False, 0.0)

@@ -57,12 +57,14 @@ _HOLDING = State.RUNNING, State.PAUSED, State.RESUMED
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Account of one client. FairQueue changes it; the scheduler adds planned tokens, the estimator sets `promised`.
+    """Account of one client. FairQueue changes it; the scheduler adds planned tokens and counts running requests, the
+    estimator sets `promised`.
 
     client: its name; "" for requests without one.
     virtual_time: tokens computed for the client; see fair_queue.py.
     live: its requests that have not ended.
     waiting: its requests in the queue.
+    running: its running requests.
     promised: retry time of the request that its own limit refused last.
     """
 
@@ -70,6 +72,7 @@ class Account:
     virtual_time: float = 0.0
     live: int = 0
     waiting: int = 0
+    running: int = 0
     promised: float = 0.0
 
 
@@ -95,6 +98,7 @@ class Sequence:
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
+    num_tokens_at_yield: tokens that were known when the request was last preempted for another client; 0: never.
 
     The seconds since the request's arrival are divided into disjoint phases. Each phase ends at `clock`:
 
@@ -108,8 +112,8 @@ class Sequence:
     __slots__ = (
         "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id", "is_deferred",
         "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
-        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "origin", "prefill_chunks", "queue",
-        "queue_key", "request", "state", "token_ids", "unshared", "was_admitted",
+        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin",
+        "prefill_chunks", "queue", "queue_key", "request", "state", "token_ids", "unshared", "was_admitted",
     )
 
     def __init__(
@@ -129,6 +133,7 @@ class Sequence:
         self.num_pending_tokens = 0
         self.num_prefill_tokens = 0
         self.num_shared_tokens = 0
+        self.num_tokens_at_yield = 0
         prior = request.prior
         self.num_reported_tokens = 1 + prior.num_reported
         self.cached_tokens = prior.cached_tokens or 0
@@ -176,6 +181,17 @@ class Sequence:
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
+    def num_tokens_of_run(self) -> int:
+        """Number of tokens since the last admission."""
+        return len(self.token_ids) - self.num_prefill_tokens
+
+    @property
+    def needs_row(self) -> bool:
+        """True if the next step may compute tokens of the running request."""
+        uncomputed = 0 if self.is_preparing else self.num_uncomputed_tokens
+        return uncomputed > 1 or (uncomputed == 1 and self.can_sample)
+
+    @property
     def is_prefilling(self) -> bool:
         """True until the tokens that were known at the last admission are computed."""
         return self.num_computed_tokens < self.num_prefill_tokens
@@ -194,7 +210,8 @@ class Sequence:
 
     @property
     def has_run(self) -> bool:
-        """True if the request ran in this engine or an earlier one. It is admitted before requests that did not."""
+        """True if the request ran in this engine or an earlier one. It is admitted before requests of its client that
+        did not."""
         return self.was_admitted or (self.request.prior.accepted and bool(self.request.output_ids))
 
     @property

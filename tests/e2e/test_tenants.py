@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2 as admin
 from npuserve.v1 import admin_service_pb2_grpc
 from npuserve.v1 import inference_service_pb2_grpc as rpc
-from tests.e2e.brittle import COUNTING
+from tests.e2e.brittle import COUNTING, SLOW
 from tests.e2e.server import Server, request, serving
 from tests.support.certificates import Authority, needs_openssl
 from tests.support.connect import connect
@@ -125,6 +126,33 @@ def test_priority_flood_leaves_others_their_share(server: Server, keys: dict[str
             thread.join()
         assert done[0] == total
     assert passed < total / 2
+
+
+@pytest.mark.parametrize("memory", [
+    "160MiB", pytest.param("12MiB", id="few blocks")])
+def test_first_token_while_another_tenant_has_all_slots(
+    keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    """At default settings, 64 streams of one tenant would take 28 s to their end."""
+    streams, prompt, length = 64, [5, 6, 7], 470
+    slow = tmp_path / "slow"
+    slow.write_text("0.06")
+    monkeypatch.setenv(SLOW, str(slow))
+    with (
+        serving("--api-keys", keys["file"], "--kv-cache-memory", memory, **COUNTING) as server,
+        calling(server, keys["alice"]) as heavy, calling(server, keys["bob"]) as newcomer,
+    ):
+        stub = rpc.InferenceServiceStub(heavy)
+        running = [stub.StreamGenerate(request(prompt, length, ignore_eos=True), timeout=300) for _ in range(streams)]
+        while server.metric("npuserve_generation_tokens_total") < 640:
+            time.sleep(0.05)
+        began = time.monotonic()
+        answer = rpc.InferenceServiceStub(newcomer).StreamGenerate(request([9], 8, ignore_eos=True), timeout=20)
+        assert [token for part in answer for token in part.token_ids] == list(range(10, 18))
+        assert time.monotonic() - began < 20
+        slow.unlink()
+        expected = list(range(8, 8 + length))
+        assert all([token for part in stream for token in part.token_ids] == expected for stream in running)
 
 
 def test_prefix_cache_tells_nothing_of_other_tenants(server: Server, keys: dict[str, str]) -> None:

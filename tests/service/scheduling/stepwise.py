@@ -147,8 +147,9 @@ class SchedulerHarness:
             self.started.setdefault(sequence.id, self.now)
         assert not any(s.is_paused for s in rows), "a row for a slow reader"
         for victim in running:
-            if not victim.holds_blocks:
-                assert all(victim.age_key > s.age_key for s in rows if s in running), "preempted by a younger one"
+            if not victim.holds_blocks and victim.num_tokens_at_yield != len(victim.token_ids):
+                peers = [s for s in rows if s in running and s.account is victim.account]
+                assert all(victim.age_key > s.age_key for s in peers), "preempted by a younger one of its client"
                 assert all(not s.holds_blocks or not s.is_paused for s in held), "preempted before the paused requests"
         if self.depth == 1 and self.mask_seconds == math.inf:
             assert step.rows or not active, "no request makes progress"

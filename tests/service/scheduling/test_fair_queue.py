@@ -76,18 +76,31 @@ def test_idle_client_earns_no_credit() -> None:
     assert sum(key in rare for key in following[:8]) == 4
 
 
-def test_idle_client_keeps_its_debt_while_others_run() -> None:
-    harness = SchedulerHarness(max_num_seqs=2, prefix_cache=False)
-    harness.add([1], 60, client="running")
-    harness.add([1] * 12, 2, client="spender")
-    harness.tick()
-    harness.tick()
-    assert len(harness.live) == 1
-    harness.add([1], 3, client="third")
-    harness.tick()
-    spender, fresh = harness.add([1], 1, client="spender"), harness.add([1], 1, client="fresh")
+def test_idle_client_keeps_its_debt_while_others_wait() -> None:
+    harness = one_at_a_time()
+    for _ in range(6):
+        harness.add([1, 2, 3], 2, client="busy")
+    spender = harness.add([1] * 12, 1, client="spender")
+    while spender.id in harness.live:
+        harness.tick()
+    again, fresh = harness.add([1], 1, client="spender"), harness.add([1], 1, client="fresh")
     harness.finish()
-    assert order(harness)[-2:] == [fresh.id, spender.id]
+    assert order(harness).index(fresh.id) < order(harness).index(again.id)
+
+
+def test_clients_begin_alike_after_a_time_in_which_nobody_waited() -> None:
+    """A client that used a running server more, or less, than others has neither debt nor credit."""
+    harness = SchedulerHarness(max_num_seqs=3, prefix_cache=False)
+    harness.add([1], 40, client="frugal")
+    harness.add([1] * 12, 40, client="spender")
+    harness.add([1] * 12, 40, client="spender")
+    for _ in range(20):
+        harness.tick()
+    asked = [harness.add([1, 2], 2, client=client).id for client in ("spender", "frugal", "spender", "frugal")]
+    for sequence in [sequence for sequence in harness.live.values() if sequence.holds_blocks][1:]:
+        harness.cancel(sequence)
+    harness.finish()
+    assert order(harness)[-4:] == asked
 
 
 def test_use_of_an_idle_server_is_no_debt_afterwards() -> None:
@@ -335,16 +348,18 @@ def test_virtual_time_is_raised_only_for_a_client_without_waiting_requests(is_wa
     assert (first.account.virtual_time > 50) != is_waiting
 
 
-def test_preempted_request_does_not_advance_the_queue_to_its_clients_time() -> None:
-    """A client that arrives afterwards starts level with the clients that wait."""
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_new_client_starts_level_with_clients_that_wait_else_with_all(is_waiting: bool) -> None:
+    """The virtual time of a running client follows its tokens, so the start of its request is no measure."""
     queue = FairQueue(8)
-    preempted = waiting(queue, 1, "a")
-    queue.admit(preempted, 1)
-    preempted.was_admitted = True
-    preempted.account.virtual_time = 50.0
-    queue.push(preempted)
-    queue.admit(preempted, 1)
-    assert waiting(queue, 2, "new").account.virtual_time < 1
+    ahead, behind = waiting(queue, 1, "ahead"), waiting(queue, 2, "behind")
+    patient = waiting(queue, 3, "waiting")
+    for sequence in (ahead, behind):
+        queue.admit(sequence, 1)
+    if not is_waiting:
+        queue.admit(patient, 1)
+    ahead.account.virtual_time, behind.account.virtual_time, patient.account.virtual_time = 50.0, 20.0, 30.0
+    assert waiting(queue, 4, "new").account.virtual_time == (30.0 if is_waiting else 50.0)
 
 
 def test_idle_accounts_are_bounded() -> None:
