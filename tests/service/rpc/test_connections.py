@@ -1,4 +1,4 @@
-"""Counts of active calls by connection, and closing of idle connections."""
+"""Sockets of connections, counts of active calls by connection, and closing of idle connections."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from npuserve.service.rpc.connections import Connections, _address
+from npuserve.service.rpc import connections as module
+from npuserve.service.rpc.connections import Connections, SocketTable, peer_address
+from tests.support.processes import until
 
 
 class Call:
@@ -87,4 +91,89 @@ async def test_connections_close_idle_keeps_busy_connection(
 
 def test_address_of_a_link_local_peer_has_no_zone() -> None:
     """gRPC's name of the peer has the zone; socket.getpeername has it apart from the host."""
-    assert _address("ipv6:%5Bfe80::1%252%5D:1234") == ("fe80::1", 1234)
+    assert peer_address("ipv6:%5Bfe80::1%252%5D:1234") == ("fe80::1", 1234)
+
+
+@dataclass
+class Pair:
+    """A listener of this process and its connections. Each is (the client's socket, gRPC's name of the client)."""
+
+    listener: socket.socket
+    accepted: list[socket.socket] = field(default_factory=list)
+
+    def connect(self) -> tuple[socket.socket, str]:
+        client = socket.create_connection(self.listener.getsockname())
+        self.accepted.append(self.listener.accept()[0])
+        host, port = client.getsockname()
+        return client, f"ipv4:{host}:{port}"
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Pair(listener)
+        yield made
+        for accepted in made.accepted:
+            accepted.close()
+
+
+def test_socket_table_find_counts_received_bytes(pair: Pair) -> None:
+    table = SocketTable()
+    client, peer = pair.connect()
+    with client:
+        client.sendall(bytes(70_000))
+        (found,) = table.find(peer)
+        assert found.local_port == pair.listener.getsockname()[1]
+        until(lambda: found.traffic().received_bytes == 70_000)  # without a read
+        assert found.traffic().idle_seconds < 60
+
+
+def test_socket_table_find_of_reused_descriptor_is_the_new_socket(pair: Pair) -> None:
+    table = SocketTable()
+    client, peer = pair.connect()
+    client.sendall(b"x")
+    (before,) = table.find(peer)
+    client.close()
+    pair.accepted.pop().close()
+    assert not before.is_open
+    assert before.traffic() is None
+    client, later = pair.connect()
+    with client:
+        client.sendall(bytes(3))
+        table._next_scan = 0.0
+        assert table.find(peer) == []
+        (found,) = table.find(later)
+        until(lambda: found.traffic().received_bytes == 3)
+        before.shut_down()  # must not end the connection that has its descriptor now
+        client.sendall(b"x")
+        until(lambda: found.traffic().received_bytes == 4)
+
+
+@pytest.mark.parametrize("peer", ["unix:/nowhere", "ipv4:127.0.0.1:1", "", "unknown"])
+def test_socket_table_find_of_unknown_peer_is_empty(peer: str) -> None:
+    assert SocketTable().find(peer) == []
+
+
+def test_socket_table_without_proc_is_empty(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DESCRIPTORS", "/nonexistent")
+    client, peer = pair.connect()
+    with client:
+        assert SocketTable().find(peer) == []
+
+
+def test_socket_table_find_of_unknown_peers_scans_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of connections that are closed already must not cost a scan each."""
+    table = SocketTable()
+    table.scan()
+    table._next_scan = time.monotonic() + 60
+    monkeypatch.setattr(table, "scan", lambda: pytest.fail("scanned"))
+    assert table.find("ipv4:127.0.0.1:1") == []
+
+
+def test_socket_table_knows_sockets_only() -> None:
+    table = SocketTable()
+    with socket.socket(), socket.socketpair()[0]:
+        assert all(one.peer[1] for one in table.scan())
+        others = dict(table._others)
+        table.scan()
+        assert table._others == others
