@@ -133,6 +133,7 @@ class Frontend:
             return open_folder(folder, self._config.model, self._config.served_name)
 
         self._generation.folder = await asyncio.to_thread(work)
+        self._servers.guard.start_baseline()
         self._update_readiness()
 
     def warm(self) -> None:

@@ -22,7 +22,7 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -132,7 +132,7 @@ class SocketTable:
         try:
             descriptors = {int(name) for name in os.listdir(DESCRIPTORS)}
         except OSError:  # the system has no such folder, or no free descriptor to list it
-            descriptors = set()
+            return self._by_descriptor.values()
         for descriptor in self._by_descriptor.keys() - descriptors:
             self._remove(descriptor)
         for descriptor in descriptors:
@@ -171,11 +171,16 @@ class SocketTable:
 
 
 class Connections:
-    """Sockets of a front end's connections, and the number of active calls of each, by gRPC's name of its peer."""
+    """Sockets of a front end's connections, and the number of active calls of each, by gRPC's name of its peer.
+
+    A connection with an accepted call, now or earlier, is a caller's. Calls of grpc.health.v1 need no API key and are
+    not accepted ones.
+    """
 
     def __init__(self) -> None:
         self.sockets = SocketTable()
         self._calls: Counter[str] = Counter()
+        self._accepted: Counter[Address] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -185,6 +190,26 @@ class Connections:
         self._calls[peer] += 1
         self._idle.clear()
         context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
+
+    def begin_accepted(self, context: Context) -> None:
+        """Count a call like `begin`, and its connection as a caller's."""
+        self.begin(context)
+        address = peer_address(context.peer())
+        self._accepted[address] += 1
+        context.add_done_callback(lambda _: self._accepted.subtract((address,)))  # type: ignore[arg-type]  # as above
+
+    def is_caller(self, address: Address) -> bool:
+        """Return whether a call of this peer is or was accepted."""
+        return address in self._accepted
+
+    def is_idle_caller(self, address: Address) -> bool:
+        """Return whether calls of this peer were accepted, and none of them is active."""
+        return self._accepted.get(address) == 0
+
+    def keep_callers(self, connected: Set[Address]) -> None:
+        """Forget the callers that are idle and not in `connected`."""
+        for address in [one for one, active in self._accepted.items() if not active and one not in connected]:
+            del self._accepted[address]
 
     def _end(self, peer: str) -> None:
         self._calls[peer] -= 1
