@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 from npuserve.service import logs, metrics
 from npuserve.service.rpc.call import Context
-from npuserve.service.rpc.connections import AcceptedSocket, Connections, peer_address
+from npuserve.service.rpc.connections import AcceptedSocket, Connections
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,8 @@ def by_share(open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:
     until all have as many, and each address its oldest first.
     """
     by_address: defaultdict[str, list[AcceptedSocket]] = defaultdict(list)
-    for one in sorted(open_sockets, key=lambda one: -one.first_seen):
+    # The system numbers the sockets that were found at the same time roughly in their order.
+    for one in sorted(open_sockets, key=lambda one: (-one.first_seen, -one.inode)):
         by_address[one.peer[0]].append(one)
     ranked = [(rank, one) for newest_first in by_address.values() for rank, one in enumerate(newest_first)]
     ranked.sort(key=lambda entry: (-entry[0], entry[1].first_seen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from pathlib import Path
 
@@ -21,14 +22,40 @@ def port_of(server: Running) -> int:
     return int(server.target.rpartition(":")[2])
 
 
-async def test_server_connections_above_the_limit_are_closed(folder: Path) -> None:
+async def remaining(connections: list[RawConnection]) -> list[RawConnection]:
+    """Wait until the server closes a connection, and return the others."""
+    closing = {asyncio.ensure_future(one.wait_until_closed()): one for one in connections}
+    closed, others = await asyncio.wait(closing, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    for reading in others:
+        reading.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert len(closed) == 1
+    return [closing[reading] for reading in others]
+
+
+async def test_server_connections_above_the_limit_close_an_idle_one(folder: Path) -> None:
+    """Without the guard, the third connection is refused."""
     async with running(folder, max_connections=2) as server:
-        kept = [await RawConnection.open(port_of(server)) for _ in range(2)]
-        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-            await RawConnection.open(port_of(server))
-        for connection in kept:
+        connections = await remaining([await RawConnection.open(port_of(server)) for _ in range(3)])
+        for connection in connections:
             assert b"grpc-status\x010" in await connection.generate(ask("a", 1))
+        newcomer = await RawConnection.open(port_of(server))
+        connections = await remaining(connections)
+        for connection in (*connections, newcomer):
+            assert await connection.generate(ask("a", 1))
             connection.close()
+
+
+async def test_server_closes_a_connection_whose_metadata_is_above_the_limit(folder: Path) -> None:
+    """RawConnection acknowledges no SETTINGS, so that gRPC does not apply its own limit."""
+    async with running(folder) as server:
+        hostile = await RawConnection.open(port_of(server))
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await hostile.generate(ask("a", 1), *[(b"a", b"")] * 600)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await hostile.generate(ask("a", 1))
+        hostile.close()
+        assert (await server.inference.Generate(ask("a", 1))).finish.usage.generated_tokens == 1
 
 
 @pytest.mark.parametrize(("running_and_queued", "calls"), [((64, 256), 640), ((1, 0), 256)])
