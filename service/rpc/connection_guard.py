@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 
 from npuserve.service import logs, metrics
 from npuserve.service.rpc.call import Context
-from npuserve.service.rpc.connections import AcceptedSocket, Connections
+from npuserve.service.rpc.connections import AcceptedSocket, Connections, peer_address
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +72,10 @@ class ConnectionGuard:
         self._resident_bytes = resident_bytes or ResidentMemory().bytes
         self._baseline = 0  # resident bytes; 0: memory is not compared yet
         self._shut_down: set[AcceptedSocket] = set()  # whose descriptors gRPC has not closed yet
-        self._closed: defaultdict[str, int] = defaultdict(int)  # reason -> connections since the last log line
+        self._closed: defaultdict[str, int] = defaultdict(int)  # why -> connections since the last log line
         self._next_log = 0.0
+        for why in ("headers", "connections"):
+            metrics.closed_connections_total.labels(why)  # on the metrics page from the start
 
     async def run(self) -> None:
         """Look at memory and connections, for ever."""
@@ -122,8 +124,10 @@ class ConnectionGuard:
     def close_for_metadata(self, context: Context) -> None:
         """Close the connection of a call whose metadata is above gRPC's limit: its client has not acknowledged the
         limit, so that its next calls would be as large."""
-        for caller in self._connections.sockets.find(context.peer()):
-            self._close(caller, "headers")
+        address = peer_address(context.peer())
+        for one in self._scan():
+            if one.peer == address and one.local_port in self._ports():
+                self._close(one, "headers")
 
     def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
         """Close connections of one port until `max_connections` are left, or only those with an accepted call."""
@@ -152,13 +156,13 @@ class ConnectionGuard:
         strangers = self._strangers(self._scan())
         return {stranger: traffic.received_bytes for stranger in strangers if (traffic := stranger.traffic())}
 
-    def _close(self, closed: AcceptedSocket, reason: str) -> None:
+    def _close(self, closed: AcceptedSocket, why: str) -> None:
         if closed in self._shut_down:
             return
         closed.shut_down()
         self._shut_down.add(closed)
-        metrics.closed_connections_total.labels(reason).inc()
-        self._closed[reason] += 1
+        metrics.closed_connections_total.labels(why).inc()
+        self._closed[why] += 1
         if time.monotonic() >= self._next_log:
             logs.event(log, "connections closed", level=logging.WARNING, **self._closed)
             self._closed.clear()

@@ -44,9 +44,6 @@ class Table:
     def scan(self) -> list[Socket]:
         return self.open
 
-    def find(self, peer: str) -> list[Socket]:
-        return [one for one in self.open if peer == f"ipv4:{one.peer[0]}:{one.peer[1]}"]
-
 
 class Guarded:
     """Guard over fake sockets, and a process whose memory the test sets."""
@@ -172,6 +169,14 @@ def test_connection_guard_memory_that_strangers_may_have_taken_closes_those_that
     guarded.guard.check_memory()
     assert [one.received_bytes for one in guarded.closed()] == closed_bytes
     assert [len(one.closed) for one in guarded.closed()] == [1] * len(closed_bytes)
+
+
+def test_connection_guard_closes_the_connection_of_a_call_with_large_metadata() -> None:
+    guarded = Guarded()
+    guarded.connect()
+    hostile = guarded.connect()
+    guarded.guard.close_for_metadata(guarded.call(hostile))  # type: ignore[arg-type]
+    assert guarded.closed() == [hostile]
 
 
 def test_connection_guard_headers_that_never_end_are_closed_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
