@@ -4,9 +4,10 @@ A caller is a connection with a call that was accepted, after its API key was ch
 need no key, do not count. Every other connection is a stranger's: one that has just been opened, sends nothing, never
 ends its TLS handshake, or has no valid key.
 
-gRPC itself refuses connections above a limit, whoever has the others. The guard acts before: above `max_connections` it
-closes connections without an accepted call. Strangers above their share are closed first, then idle callers; among
-these those of the address that has most, the oldest first. So a newcomer has time for its first call.
+gRPC itself refuses connections above a limit, whoever has the others. The guard acts before: above `max_connections`,
+or where the process is short of descriptors, it closes connections without an accepted call. Strangers above their
+share are closed first, then idle callers; among these those of the address that has most, the oldest first. So a
+newcomer has time for its first call.
 
 gRPC limits the headers of a call only once the client has acknowledged the server's SETTINGS. Before, the limits are
 those of HTTP/2 and of gRPC's defaults: 16 MiB, and one byte of HPACK may stand for a header that takes 64 bytes in gRPC
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -37,6 +39,8 @@ STRANGERS_SHARE = 0.25
 """Share of `max_connections` that strangers keep when all are taken. gRPC's own limit is above `max_connections` by as
 much, so that newcomers find a place between two counts."""
 MIN_STRANGERS = 16
+RESERVED_DESCRIPTORS = 24
+"""Descriptors that connections leave free, for files, the engine's socket and new connections between two counts."""
 MAX_BYTES_BY_GROWTH = ((16 << 20, 96 << 10), (96 << 20, 12 << 10), (256 << 20, 2 << 10))
 """Growth of the memory that strangers may have caused -> bytes that each of them may have sent then. Before its first
 call is accepted, a client can send 64 KiB of messages, the initial HTTP/2 window, besides headers. A TLS handshake with
@@ -130,12 +134,19 @@ class ConnectionGuard:
                 self._close(one, "headers")
 
     def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
-        """Close connections of one port until `max_connections` are left, or only those with an accepted call."""
-        excess = len(open_sockets) - self._max_connections
+        """Close connections of one port until `max_connections` are left and descriptors are free, or until all others
+        have an accepted call.
+        """
+        places = self._max_connections
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY:
+            others = self._connections.sockets.descriptors - len(open_sockets)
+            places = min(places, limit - RESERVED_DESCRIPTORS - others)
+        excess = len(open_sockets) - places
         if excess <= 0:
             return
         strangers = by_share(self._strangers(open_sockets))
-        kept = min(len(strangers), strangers_share(self._max_connections))
+        kept = min(len(strangers), strangers_share(places))
         idle = by_share(one for one in open_sockets if self._connections.is_idle_caller(one.peer))
         # Strangers beyond their share, then idle callers, then all strangers.
         order = strangers[: len(strangers) - kept] + idle + strangers[len(strangers) - kept :]

@@ -44,6 +44,10 @@ class Table:
     def scan(self) -> list[Socket]:
         return self.open
 
+    @property
+    def descriptors(self) -> int:
+        return len(self.open) + 30
+
 
 class Guarded:
     """Guard over fake sockets, and a process whose memory the test sets."""
@@ -124,6 +128,14 @@ def test_connection_guard_closes_idle_callers_for_newcomers_and_strangers_beyond
     guarded.guard.check_connections()
     assert guarded.closed() == [*callers[:25], *newcomers[:15]]
     assert not any(one.closed for one in flood)
+
+
+def test_connection_guard_keeps_descriptors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard.resource, "getrlimit", lambda kind: (74, 1024))
+    guarded = Guarded()
+    strangers = [guarded.connect() for _ in range(30)]
+    guarded.guard.check_connections()
+    assert guarded.closed() == strangers[:10]  # 74 less 30 others and 24 that stay free
 
 
 def test_connection_guard_forgets_callers_that_left() -> None:
