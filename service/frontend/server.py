@@ -133,7 +133,7 @@ class Servers:
             _add_port("health_port", address, server.add_insecure_port)
             await server.start()
             self._servers.append(server)
-        self._guarding = asyncio.ensure_future(self.guard.run())
+        self.guard.start()
         return self.port
 
     async def replace(self, grace_seconds: float) -> None:
@@ -160,7 +160,7 @@ class Servers:
         """Stop all servers and cancel their calls. Wait for gRPC at most `timeout_seconds`."""
         stopping = [asyncio.ensure_future(server.stop(None)) for server in self._servers]
         await asyncio.wait(stopping, timeout=timeout_seconds)
-        self._guarding.cancel()
+        self.guard.stop()
 
     def _make_intake(self, max_bytes: int) -> Intake:
         return Intake(RequestReader(max_bytes), self._preparation, self._limit.bytes_for)

@@ -12,29 +12,31 @@ newcomer has time for its first call.
 gRPC limits the headers of a call only once the client has acknowledged the server's SETTINGS. Before, the limits are
 those of HTTP/2 and of gRPC's defaults: 16 MiB, and one byte of HPACK may stand for a header that takes 64 bytes in gRPC
 and 180 with its Python objects. No channel argument changes that, and an attacker acknowledges nothing. So the guard
-compares the growth of the process's memory with the bytes that strangers have sent, and closes those that sent most.
+compares the growth of the process's memory with the bytes that strangers have sent, and closes those that sent most. It
+has a thread, since the event loop may be busy for seconds with the headers of one such call.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import resource
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from npuserve.service import logs, metrics
 from npuserve.service.rpc.call import Context
-from npuserve.service.rpc.connections import AcceptedSocket, Connections, peer_address
+from npuserve.service.rpc.connections import AcceptedSocket, Connections, SocketTable, peer_address
 
 log = logging.getLogger(__name__)
 
-CHECK_SECONDS = 0.025
+CHECK_SECONDS = 0.02
 """Time between two looks at the process's memory."""
-CHECKS_PER_SCAN = 4
-"""Looks at the memory between two counts of the connections."""
+CHECKS_PER_COUNT = 5
+"""Looks at the memory between two counts of the connections; 1 while there are nearly as many as allowed."""
+CROWDED_SHARE = 0.9
 STRANGERS_SHARE = 0.25
 """Share of `max_connections` that strangers keep when all are taken. gRPC's own limit is above `max_connections` by as
 much, so that newcomers find a place between two counts."""
@@ -61,7 +63,7 @@ def strangers_share(max_connections: int) -> int:
 
 
 class ConnectionGuard:
-    """Guard of the connections of a front end. Use it from the event loop.
+    """Guard of the connections of a front end. `start` its thread, then `stop` it.
 
     max_connections: connections of each port.
     ports: returns the ports that the front end listens on.
@@ -71,6 +73,10 @@ class ConnectionGuard:
     def __init__(self, connections: Connections, max_connections: int, ports: Callable[[], Iterable[int]],
                  resident_bytes: Callable[[], int] | None = None):
         self._connections = connections
+        self._sockets = SocketTable()  # of the guard's thread; that of `connections` is the event loop's
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._is_crowded = False
         self._max_connections = max_connections
         self._ports = ports
         self._resident_bytes = resident_bytes or ResidentMemory().bytes
@@ -81,13 +87,23 @@ class ConnectionGuard:
         for why in ("headers", "connections"):
             metrics.closed_connections_total.labels(why)  # on the metrics page from the start
 
-    async def run(self) -> None:
-        """Look at memory and connections, for ever."""
-        while True:
-            for _ in range(CHECKS_PER_SCAN):
-                await asyncio.sleep(CHECK_SECONDS)
-                self._guarded(self.check_memory)
-            self._guarded(self.check_connections)
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="connections", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        """Look at memory and connections until `stop`."""
+        checks = 0
+        while not self._stopping.wait(CHECK_SECONDS):
+            checks += 1
+            try:
+                self.check_memory()
+                if self._is_crowded or checks % CHECKS_PER_COUNT == 0:
+                    self.check_connections()
+            except Exception as error:  # a bug must not end the guard
+                logs.bug(log, "connections are not checked", error)
 
     def start_baseline(self) -> None:
         """Take the present memory for normal. The memory is compared from now on."""
@@ -101,6 +117,10 @@ class ConnectionGuard:
         if not self._baseline or growth < MAX_BYTES_BY_GROWTH[0][0]:
             self._baseline = min(resident, self._baseline + rise)
             return
+        with self._lock:
+            self._close_large_strangers(resident, growth, rise)
+
+    def _close_large_strangers(self, resident: int, growth: int, rise: int) -> None:
         received = self._received_by_strangers()
         growth = min(growth, MAX_AMPLIFICATION * sum(received.values()))
         limits = [max_bytes for min_growth, max_bytes in MAX_BYTES_BY_GROWTH if growth >= min_growth]
@@ -114,7 +134,12 @@ class ConnectionGuard:
 
     def check_connections(self) -> None:
         """Close connections above `max_connections`, and those with headers that never end."""
+        with self._lock:
+            self._close_excess_connections()
+
+    def _close_excess_connections(self) -> None:
         open_sockets = self._scan()
+        self._is_crowded = False
         self._connections.keep_callers({one.peer for one in open_sockets})
         for port in self._ports():
             self._make_room([one for one in open_sockets if one.local_port == port])
@@ -129,9 +154,10 @@ class ConnectionGuard:
         """Close the connection of a call whose metadata is above gRPC's limit: its client has not acknowledged the
         limit, so that its next calls would be as large."""
         address = peer_address(context.peer())
-        for one in self._scan():
-            if one.peer == address and one.local_port in self._ports():
-                self._close(one, "headers")
+        with self._lock:
+            for one in self._scan():
+                if one.peer == address and one.local_port in self._ports():
+                    self._close(one, "headers")
 
     def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
         """Close connections of one port until `max_connections` are left and descriptors are free, or until all others
@@ -140,8 +166,9 @@ class ConnectionGuard:
         places = self._max_connections
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit != resource.RLIM_INFINITY:
-            others = self._connections.sockets.descriptors - len(open_sockets)
+            others = self._sockets.descriptors - len(open_sockets)
             places = min(places, limit - RESERVED_DESCRIPTORS - others)
+        self._is_crowded = self._is_crowded or len(open_sockets) > CROWDED_SHARE * places
         excess = len(open_sockets) - places
         if excess <= 0:
             return
@@ -155,7 +182,7 @@ class ConnectionGuard:
 
     def _scan(self) -> list[AcceptedSocket]:
         """Return the sockets of all connections, without those that the guard has closed."""
-        scanned = list(self._connections.sockets.scan())
+        scanned = list(self._sockets.scan())
         self._shut_down.intersection_update(scanned)
         return [one for one in scanned if one not in self._shut_down]
 
@@ -178,13 +205,6 @@ class ConnectionGuard:
             logs.event(log, "connections closed", level=logging.WARNING, **self._closed)
             self._closed.clear()
             self._next_log = time.monotonic() + LOG_SECONDS
-
-    def _guarded(self, check: Callable[[], None]) -> None:
-        """Run a check. A bug in it must not end the guard."""
-        try:
-            check()
-        except Exception as error:
-            logs.bug(log, "connections are not checked", error)
 
 
 def by_share(open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:

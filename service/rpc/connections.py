@@ -222,8 +222,9 @@ class Connections:
 
     def keep_callers(self, connected: Set[Address]) -> None:
         """Forget the callers that are idle and not in `connected`."""
-        for address in [one for one, active in self._accepted.items() if not active and one not in connected]:
-            del self._accepted[address]
+        for address, active in list(self._accepted.items()):
+            if not active and address not in connected:
+                self._accepted.pop(address, None)
 
     def _end(self, peer: str) -> None:
         self._calls[peer] -= 1

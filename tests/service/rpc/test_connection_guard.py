@@ -54,9 +54,10 @@ class Guarded:
 
     def __init__(self, max_connections: int = 100) -> None:
         self.connections = Connections()
-        self.table = self.connections.sockets = Table()  # type: ignore[assignment]
+        self.table = Table()
         self.resident = 100 * MIB
         self.guard = ConnectionGuard(self.connections, max_connections, lambda: (PORT,), lambda: self.resident)
+        self.guard._sockets = self.table  # type: ignore[assignment]
         self._ports = iter(range(1, 10_000))
 
     def connect(self, host: str = "10.0.0.1", **options: Any) -> Socket:
