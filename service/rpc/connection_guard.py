@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from npuserve.service import logs, metrics
+from npuserve.service.rpc.address_block import AddressBlock
 from npuserve.service.rpc.call import Context
 from npuserve.service.rpc.connections import AcceptedSocket, Connections, SocketTable, peer_address
 
@@ -74,6 +75,7 @@ class ConnectionGuard:
                  resident_bytes: Callable[[], int] | None = None):
         self._connections = connections
         self._sockets = SocketTable()  # of the guard's thread; that of `connections` is the event loop's
+        self._block = AddressBlock()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._is_crowded = False
@@ -130,7 +132,7 @@ class ConnectionGuard:
         self._baseline += rise
         for stranger, received_bytes in received.items():
             if received_bytes > limits[-1]:
-                self._close(stranger, "headers")
+                self._close_attacker(stranger)
 
     def check_connections(self) -> None:
         """Close connections above `max_connections`, and those with headers that never end."""
@@ -141,6 +143,7 @@ class ConnectionGuard:
         open_sockets = self._scan()
         self._is_crowded = False
         self._connections.keep_callers({one.peer for one in open_sockets})
+        self._block.expire()
         for port in self._ports():
             self._make_room([one for one in open_sockets if one.local_port == port])
         latest = time.monotonic() - MAX_HEADER_SECONDS
@@ -148,7 +151,7 @@ class ConnectionGuard:
             if stranger.first_seen < latest:
                 traffic = stranger.traffic()
                 if traffic and traffic.received_bytes > MAX_HEADER_BYTES:
-                    self._close(stranger, "headers")
+                    self._close_attacker(stranger)
 
     def close_for_metadata(self, context: Context) -> None:
         """Close the connection of a call whose metadata is above gRPC's limit: its client has not acknowledged the
@@ -157,7 +160,7 @@ class ConnectionGuard:
         with self._lock:
             for one in self._scan():
                 if one.peer == address and one.local_port in self._ports():
-                    self._close(one, "headers")
+                    self._close_attacker(one)
 
     def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
         """Close connections of one port until `max_connections` are left and descriptors are free, or until all others
@@ -193,6 +196,11 @@ class ConnectionGuard:
     def _received_by_strangers(self) -> dict[AcceptedSocket, int]:
         strangers = self._strangers(self._scan())
         return {stranger: traffic.received_bytes for stranger in strangers if (traffic := stranger.traffic())}
+
+    def _close_attacker(self, attacker: AcceptedSocket) -> None:
+        """Close a connection, and let its address open no new ones for a time, since each could be as costly."""
+        self._close(attacker, "headers")
+        self._block.block(attacker.peer[0], attacker.local_port)
 
     def _close(self, closed: AcceptedSocket, why: str) -> None:
         if closed in self._shut_down:

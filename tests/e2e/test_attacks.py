@@ -192,7 +192,9 @@ def test_headers_of_a_client_that_acknowledges_no_settings_take_little_memory(
     server = request.getfixturevalue("tls_server" if with_tls else "server")
     host, _, port = server.target.rpartition(":")
     closed = server.metric("npuserve_closed_connections_total", why="headers")
-    with Growth(server) as growth, socket.create_connection((host, int(port)), timeout=10) as connection:
+    with Growth(server) as growth, socket.create_connection(
+        (host, int(port)), timeout=10, source_address=("127.0.0.2", 0)  # which is blocked
+    ) as connection:
         if with_tls:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

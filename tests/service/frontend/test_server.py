@@ -49,6 +49,7 @@ async def test_server_connections_above_the_limit_close_an_idle_one(folder: Path
 async def test_server_closes_a_connection_whose_metadata_is_above_the_limit(folder: Path) -> None:
     """RawConnection acknowledges no SETTINGS, so that gRPC does not apply its own limit."""
     async with running(folder) as server:
+        await server.inference.Generate(ask("a", 1))  # opens the connection, since the address is blocked afterwards
         hostile = await RawConnection.open(port_of(server))
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await hostile.generate(ask("a", 1), *[(b"a", b"")] * 600)
