@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import resource
 import shutil
 import socket
 import ssl
@@ -173,6 +175,25 @@ def test_idle_connections_lock_nobody_out(server: Server) -> None:
                 assert answer.finish.usage.generated_tokens == 2
     assert list(slow)[-1].finish.usage.generated_tokens == 2000
     assert server.metric("npuserve_closed_connections_total", why="connections") > 0
+
+
+def test_front_end_short_of_descriptors_serves_newcomers(folder: Path) -> None:
+    """gRPC tries again every second to accept connections for which no descriptor was free."""
+    with serving(str(folder), **COUNTING) as server, contextlib.ExitStack() as idle:
+        assert server.stub.Generate(request("Once", 2)).finish.usage.generated_tokens == 2
+        (pid,) = processes(server, "frontend")
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 40, hard))
+        host, _, port = server.target.rpartition(":")
+        for _ in range(80):
+            idle.enter_context(socket.create_connection((host, int(port))))
+        with grpc.insecure_channel(server.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            newcomer = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            answer = newcomer.Generate(request("Once", 2), timeout=60, wait_for_ready=True)
+            assert answer.finish.usage.generated_tokens == 2
+        assert server.stub.Generate(request("Once", 2)).finish.usage.generated_tokens == 2
+        assert server.process.poll() is None
 
 
 @pytest.fixture(scope="module")
