@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from tests.e2e.fuzz.wire import PREFACE, SETTINGS, frame
+from tests.support.fake_engine import until
 from tests.support.front_end import Running, ask, running
 from tests.support.raw_connection import RawConnection
 
@@ -57,6 +58,21 @@ async def test_server_closes_a_connection_whose_metadata_is_above_the_limit(fold
             await hostile.generate(ask("a", 1))
         hostile.close()
         assert (await server.inference.Generate(ask("a", 1))).finish.usage.generated_tokens == 1
+
+
+@pytest.mark.slow
+async def test_server_half_open_connection_ends_its_call(folder: Path) -> None:
+    """The client's machine is down. An idle connection ends after 50 s, one with unacknowledged data after 20 s."""
+    async with running(folder) as server:
+        connections = server.frontend._servers.connections
+        half_open = await RawConnection.open(port_of(server))
+        server.engine.hold.clear()
+        calling = asyncio.ensure_future(half_open.generate(ask("a", 1)))
+        await until(lambda: connections._calls)
+        half_open.vanish()
+        assert await connections.wait_until_idle(120)
+        calling.cancel()
+        half_open.close()
 
 
 @pytest.mark.parametrize(("running_and_queued", "calls"), [((64, 256), 640), ((1, 0), 256)])
