@@ -38,6 +38,7 @@ from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 
 HEALTH = "/grpc.health.v1.Health/"
 """Prefix of the methods that need no API key."""
+HOSTILE_METADATA = 4
 FIELD_BYTES = 32
 """Bytes that HTTP/2 adds to the size of each header."""
 ADMIN = (
@@ -54,24 +55,25 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     admin_names: names of client certificates with the admin right.
     throttle: throttle of this server's refusals.
     max_metadata_bytes: size of a call's metadata as HTTP/2 counts it, up to which the call is accepted.
-    on_large_metadata: called with the context of a call with more metadata, which is then refused.
+    on_hostile_metadata: called with the context of a call with more than HOSTILE_METADATA times as much.
     """
 
     def __init__(
         self, find_key: Callable[[str], Caller | None] | None, admin_names: Collection[str], throttle: RefusalThrottle,
-        max_metadata_bytes: int, on_large_metadata: Callable[[Context], None],
+        max_metadata_bytes: int, on_hostile_metadata: Callable[[Context], None],
     ):
         self._find_key = find_key
         self._throttle = throttle
         self._max_metadata_bytes = max_metadata_bytes
-        self._on_large_metadata = on_large_metadata
+        self._on_hostile_metadata = on_hostile_metadata
         self._admins = {CERTIFICATE + name for name in admin_names}
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        if _metadata_bytes(details.invocation_metadata) > self._max_metadata_bytes:  # type: ignore[attr-defined]
-            return self._large_metadata_handler()
+        size = _metadata_bytes(details.invocation_metadata)  # type: ignore[attr-defined]
+        if size > self._max_metadata_bytes:
+            return self._large_metadata_handler(is_hostile=size > HOSTILE_METADATA * self._max_metadata_bytes)
         handler = await self._authenticated_handler(continuation, details)
         inner = handler.stream_unary or handler.stream_stream
         if inspect.isasyncgenfunction(inner):  # reflection, whose messages have a few bytes
@@ -110,11 +112,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         what = f"{name} of VllmEngine" if service == VLLM_ENGINE else "AdminService"
         return self._admin_handler(handler, rpc, what, with_anonymous=False)
 
-    def _large_metadata_handler(self) -> Any:
-        """Return a handler that refuses a call with too much metadata."""
+    def _large_metadata_handler(self, is_hostile: bool) -> Any:
+        """Return a handler that refuses a call with too much metadata, as gRPC does once the client has acknowledged
+        the limit.
+        """
 
         async def refuse(messages: object, context: Context) -> None:
-            self._on_large_metadata(context)
+            if is_hostile:
+                self._on_hostile_metadata(context)
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"metadata: at most {self._max_metadata_bytes} bytes")
 

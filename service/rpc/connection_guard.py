@@ -154,8 +154,9 @@ class ConnectionGuard:
                     self._close_attacker(stranger)
 
     def close_for_metadata(self, context: Context) -> None:
-        """Close the connection of a call whose metadata is above gRPC's limit: its client has not acknowledged the
-        limit, so that its next calls would be as large."""
+        """Close the connection of a call whose metadata is far above gRPC's limit: its client has not acknowledged the
+        limit, so that its next calls would be as large.
+        """
         address = peer_address(context.peer())
         with self._lock:
             for one in self._scan():

@@ -53,11 +53,19 @@ async def test_server_closes_a_connection_whose_metadata_is_above_the_limit(fold
         await server.inference.Generate(ask("a", 1))  # opens the connection, since the address is blocked afterwards
         hostile = await RawConnection.open(port_of(server))
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            await hostile.generate(ask("a", 1), *[(b"a", b"")] * 600)
+            await hostile.generate(ask("a", 1), *[(b"a", b"")] * 2500)
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await hostile.generate(ask("a", 1))
         hostile.close()
         assert (await server.inference.Generate(ask("a", 1))).finish.usage.generated_tokens == 1
+
+
+async def test_server_refuses_metadata_slightly_above_the_limit_alone(folder: Path) -> None:
+    async with running(folder) as server:
+        connection = await RawConnection.open(port_of(server))
+        assert b"grpc-status\x018" in await connection.generate(ask("a", 1), *[(b"a", b"")] * 600)
+        assert await connection.generate(ask("a", 1))
+        connection.close()
 
 
 @pytest.mark.slow
