@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -36,8 +37,11 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 0.02
 """Time between two looks at the process's memory."""
 CHECKS_PER_COUNT = 5
-"""Looks at the memory between two counts of the connections; 1 while there are nearly as many as allowed."""
+"""Looks at the memory between two counts of descriptors, which cost little."""
+CHECKS_PER_SCAN = 50
+"""Looks at the memory between two scans of the connections; 1 while there are nearly as many as allowed."""
 CROWDED_SHARE = 0.9
+"""Share of the allowed connections from which on there are nearly as many."""
 STRANGERS_SHARE = 0.25
 """Share of `max_connections` that strangers keep when all are taken. gRPC's own limit is above `max_connections` by as
 much, so that newcomers find a place between two counts."""
@@ -79,6 +83,7 @@ class ConnectionGuard:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._is_crowded = False
+        self._crowded_descriptors = 0  # of the process, at which a port may be crowded
         self._max_connections = max_connections
         self._ports = ports
         self._resident_bytes = resident_bytes or ResidentMemory().bytes
@@ -102,7 +107,8 @@ class ConnectionGuard:
             checks += 1
             try:
                 self.check_memory()
-                if self._is_crowded or checks % CHECKS_PER_COUNT == 0:
+                if ((checks % CHECKS_PER_COUNT == 0 and descriptor_count() >= self._crowded_descriptors)
+                        or self._is_crowded or checks % CHECKS_PER_SCAN == 0):
                     self.check_connections()
             except Exception as error:  # a bug must not end the guard
                 logs.bug(log, "connections are not checked", error)
@@ -142,6 +148,7 @@ class ConnectionGuard:
     def _close_excess_connections(self) -> None:
         open_sockets = self._scan()
         self._is_crowded = False
+        self._crowded_descriptors = sys.maxsize
         self._connections.keep_callers({one.peer for one in open_sockets})
         self._block.expire()
         for port in self._ports():
@@ -169,10 +176,12 @@ class ConnectionGuard:
         """
         places = self._max_connections
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        others = self._sockets.descriptors - len(open_sockets)
         if limit != resource.RLIM_INFINITY:
-            others = self._sockets.descriptors - len(open_sockets)
             places = min(places, limit - RESERVED_DESCRIPTORS - others)
-        self._is_crowded = self._is_crowded or len(open_sockets) > CROWDED_SHARE * places
+        crowded = int(CROWDED_SHARE * places)
+        self._is_crowded = self._is_crowded or len(open_sockets) > crowded
+        self._crowded_descriptors = min(self._crowded_descriptors, others + crowded)
         excess = len(open_sockets) - places
         if excess <= 0:
             return
@@ -214,6 +223,14 @@ class ConnectionGuard:
             logs.event(log, "connections closed", level=logging.WARNING, **self._closed)
             self._closed.clear()
             self._next_log = time.monotonic() + LOG_SECONDS
+
+
+def descriptor_count() -> int:
+    """Return the number of this process's descriptors; unknown, and then very large, before Linux 6.2."""
+    try:
+        return os.stat("/proc/self/fd").st_size or sys.maxsize
+    except OSError:
+        return sys.maxsize
 
 
 def by_share(open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:

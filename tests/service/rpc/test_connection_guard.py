@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from npuserve.service.rpc import connection_guard
-from npuserve.service.rpc.connection_guard import ConnectionGuard, ResidentMemory, by_share, strangers_share
+from npuserve.service.rpc.connection_guard import (
+    ConnectionGuard,
+    ResidentMemory,
+    by_share,
+    descriptor_count,
+    strangers_share,
+)
 from npuserve.service.rpc.connections import Connections, Traffic
 from tests.service.rpc.test_connections import Call
 
@@ -215,6 +222,12 @@ def test_by_share_closes_until_addresses_have_as_many() -> None:
 
 def test_strangers_share_of_few_connections_is_not_zero() -> None:
     assert (strangers_share(1), strangers_share(1024)) == (16, 256)
+
+
+def test_descriptor_count_grows_with_a_file() -> None:
+    before = descriptor_count()
+    with open(os.devnull):
+        assert before == sys.maxsize or descriptor_count() == before + 1
 
 
 def test_resident_memory_counts_new_pages() -> None:
