@@ -311,6 +311,7 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
             "{{instance}} {{setting}} unusable":
                 f"sum by (instance, setting) (increase({of('settings_not_read_total')}{NOW}))",
             "{{instance}} metrics skipped": f"sum by (instance) (increase({of('metrics_files_skipped_total')}{NOW}))",
+            "{{instance}} metrics not stored": f"sum by (instance) (increase({of('metrics_files_full_total')}{NOW}))",
             "{{instance}} log lines dropped": f"sum by (instance) (increase({of('log_lines_dropped_total')}{NOW}))"},
               "short", "Each is a fault that ends nothing: the last good files stay, and lost lines delay nobody."),
         Panel("What runs", {
@@ -370,7 +371,8 @@ KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's la
     {"type": "interval", "name": "baseline", "label": "Drift over", "values": ["1d", "1h", "6h", "7d", "15m"]},
 ])
 
-DASHBOARDS = {"service": SERVICE, "engine": ENGINE, "kernels": KERNELS}
+# Each file has its dashboard's uid as its name: Grafana's sidecar puts the files of all charts into one folder.
+DASHBOARDS = {dashboard.uid: dashboard for dashboard in (SERVICE, ENGINE, KERNELS)}
 
 
 def main() -> int:

@@ -1,21 +1,28 @@
 """Prometheus metrics of all processes. docs/metrics.md gives their meaning. Clients cannot add label values.
 
-Processes write to memory-mapped files in one folder (prometheus_client's multiprocess mode). The supervisor sets
-PROMETHEUS_MULTIPROC_DIR for its children before they import this module, and its metrics page adds the files up.
-Counters and histograms survive a restart of the engine. Gauges cover live processes only.
+Processes write to memory-mapped files in one folder (metrics_file.py). The supervisor sets PROMETHEUS_MULTIPROC_DIR for
+its children before they import this module, and its metrics page adds the files up. Counters and histograms survive a
+restart of the engine. Gauges cover live processes only.
 
 Per-token and per-step samples go through a `tally`, and reach the page with the next `flush`.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import cache
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, values
 
-from npuserve.service import logs
+from npuserve.service import logs, metrics_file
+
+log = logging.getLogger(__name__)
+
+if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+    values.ValueClass = metrics_file.FileValue
 
 PREFIX = "npuserve"
 
@@ -134,6 +141,8 @@ resident_memory_bytes = _gauge(
     "resident_memory_bytes", "Resident memory of each process; 0 while it is not running", "process")
 
 # All processes
+metrics_files_full_total = _counter(
+    "metrics_files_full_total", "Times that a process found no disk space for its metrics, and kept them in memory")
 log_lines_dropped_total = _counter("log_lines_dropped_total", "Log lines dropped because the log queue was full")
 
 # Label values that start at 0. A rate needs two samples, so an alert would otherwise miss the first event.
@@ -185,6 +194,7 @@ class Tally:
         self._sum, self._any = 0.0, False
 
 
+_is_full = False  # values wait in memory for space on the disk
 _tallies: list[Tally] = []
 _fed: list[tuple[Tally, Callable[[], Iterable[float]]]] = []
 
@@ -214,3 +224,17 @@ def flush() -> None:
         one.flush()
     if dropped := logs.take_dropped():
         log_lines_dropped_total.inc(dropped)
+    _report_space(metrics_file.store())
+
+
+def _report_space(error: OSError | None) -> None:
+    """Log and count that the metrics files have no space, and log that they have space again. error: None for space."""
+    global _is_full
+    if bool(error) is _is_full:
+        return
+    _is_full = bool(error)
+    if error:
+        metrics_files_full_total.inc()
+        logs.event(log, "no space for metrics, which wait in memory", level=logging.ERROR, error=str(error))
+    else:
+        logs.event(log, "metrics are written again", level=logging.WARNING)

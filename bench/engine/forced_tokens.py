@@ -14,6 +14,7 @@ of n tokens, divided by the median of the steps without one.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -29,7 +30,7 @@ from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.grammar.compile_process import build_byte_matcher, build_library_matcher
+from npuserve.service.grammar.compile_process import build_matchers
 from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary
@@ -62,10 +63,11 @@ class Run:
 
 def compiled_of(vocabulary: Vocabulary, constraint: Constraint) -> Compilation:
     """Compile a constraint in this process."""
-    grammar, found = translate(constraint, vocabulary.data.special), Compilation(vocabulary)
-    found._finish(build_library_matcher(vocabulary.library, grammar, constraint.kind), None,
-                  build_byte_matcher(vocabulary, grammar, constraint.kind))
-    return found
+    grammar = translate(constraint, vocabulary.data.special)
+    compiled = Compilation(vocabulary)
+    compiled.build(functools.partial(build_matchers, vocabulary, grammar, constraint.kind))
+    compiled.finish()
+    return compiled
 
 
 def answer(

@@ -223,15 +223,23 @@ def bad_request(kind: str, info: model_pb2.GetModelInfoResponse, chance: random.
 
 
 class BadRequests:
-    """Client that sends bad requests and compares their statuses. ends: count by kind and status."""
+    """Client that sends bad requests and compares their statuses.
 
-    def __init__(self, target: str, info: model_pb2.GetModelInfoResponse, rate: float, seed: int):
+    metadata: sent with each request, such as an API key.
+    ends: count by kind and status.
+    """
+
+    def __init__(
+        self, target: str, info: model_pb2.GetModelInfoResponse, rate: float, seed: int,
+        metadata: Sequence[tuple[str, str]] = (),
+    ):
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._target = target
         self._info = info
         self._rate = rate
         self._chance = random.Random(seed)
+        self._metadata = metadata
 
     async def run(self, seconds: float) -> None:
         """Send `rate` bad requests a second; a large message is rare."""
@@ -249,7 +257,7 @@ class BadRequests:
                 await asyncio.sleep(self._chance.expovariate(self._rate))
 
     async def _one(self, send: Callable[..., grpc.aio.UnaryStreamCall[bytes, bytes]], data: bytes) -> grpc.StatusCode:
-        call = send(data, timeout=60)
+        call = send(data, timeout=60, metadata=self._metadata)
         try:
             async for _ in call:
                 pass

@@ -70,7 +70,7 @@ def fetch(base: str, begin: float, end: float, step: float, variables: Mapping[s
     for file in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(file.read_text(encoding="utf-8"))["panels"]:
             if panel["type"] != "row":
-                found.append(_fetch(base, file.stem, panel, (begin, end, step), variables))
+                found.append(_fetch(base, file.stem.removeprefix("npuserve-"), panel, (begin, end, step), variables))
     return found
 
 

@@ -13,8 +13,9 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -128,18 +129,21 @@ def percentile(histogram: dict[float, float], share: float) -> float:
 
 @contextlib.contextmanager
 def serving(
-    model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.service.cli")
+    model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.service.cli"),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Serving]:
     """Run `npuserve serve` with JSON logs, and yield it once it is ready.
 
     program: arguments of Python that take the place of `-m npuserve.service.cli`.
+    environment: further variables.
     """
     with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:
         log = Path(folder, "log")
         command = [sys.executable, *program, "serve", *([model] if model else []), *flags,
                    "--port", "0", "--metrics-port", "0", "--log-format", "json"]
         with log.open("w") as out:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                                       env={**os.environ, **environment})
         try:
             yield Serving(process, log)
         finally:

@@ -11,12 +11,13 @@
   many tokens of each run. After only one such run another request may be the killer, and the quarantine stays short.
 - A request that made CLEAR_TOKENS tokens since its last crash starts anew.
 
-The counts are in a file beside the step log, which is replaced as a whole once in a run of the engine.
+The counts are in a file beside the step log. Both are files in memory that survive the engine's SIGKILL, and whose disk
+space is reserved at the start.
 
-The step log is a file in memory that survives the engine's SIGKILL. The engine writes it before each launch. It has
-three parts: two lists of sequence ids, each after its length, since at most two steps are in flight, and a table of the
-sequences' request hashes. A sequence keeps its place in the table from its first step until it has ended, so that a
-step's list is written without access to its requests. After a restart the engine reads the whole file before it writes.
+The engine writes the step log before each launch. It has three parts: two lists of sequence ids, each after its length,
+since at most two steps are in flight, and a table of the sequences' request hashes. A sequence keeps its place in the
+table from its first step until it has ended, so that a step's list is written without access to its requests. After a
+restart the engine reads the whole file before it writes.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ MIN_REPEATS = 2
 CLEAR_TOKENS = 256
 MAX_RECORDS = 4096
 """The oldest are forgotten beyond this."""
+MAX_RECORD_BYTES = 48
+"""Maximum size of an encoded record with its key."""
 _WORD_BYTES = struct.calcsize("<Q")
 _ENTRY = struct.Struct("<QQ")
 """Table entry: 1 + the sequence's id, 0 for a free place; the hash of its request."""
@@ -93,15 +96,12 @@ class CrashTracker:
 
     def __init__(self, path: str = "", rows: int = 0, places: int = 0, on_killer: Callable[[], None] = lambda: None):
         self._steps = StepLog(path, rows, places)
-        self._file = Path(f"{path}.counts") if path else None
+        self._counts = _open(f"{path}.counts", _WORD_BYTES + MAX_RECORDS * MAX_RECORD_BYTES) if path else None
         self._on_killer = on_killer
         self._fatal = self._steps.read()  # hashes of the requests in the last run's fatal step
         self._assessed: set[int] = set()  # hashes of the requests whose last crash is counted
         self._is_changed = False
-        self._records: dict[int, CrashRecord] = {}
-        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):
-            if self._file:
-                self._records = msgspec.msgpack.decode(self._file.read_bytes(), type=dict[int, CrashRecord])
+        self._records = _read_records(self._counts) if self._counts else {}
 
     def before_launch(self, step: Step, sequence: Callable[[int], Sequence], is_first: bool) -> None:
         """Log a step before its launch. See StepLog.write."""
@@ -136,18 +136,16 @@ class CrashTracker:
         return record if tokens - record.tokens < record.quarantine_tokens else None
 
     def save(self) -> None:
-        """Write the records that `assess` has changed. A full disk is logged: the next run then uses the old ones."""
-        if not self._is_changed or self._file is None:
+        """Write the records that `assess` has changed."""
+        if not self._is_changed or self._counts is None:
             return
         self._is_changed = False
         while len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
-        new = self._file.with_suffix(".new")
-        try:
-            new.write_bytes(msgspec.msgpack.encode(self._records))
-            os.replace(new, self._file)
-        except OSError as error:
-            logs.event(log, "deaths of the engine cannot be noted", level=logging.ERROR, error=str(error))
+        data = msgspec.msgpack.encode(self._records)
+        self._counts[:_WORD_BYTES] = bytes(_WORD_BYTES)  # no records, if the engine dies before the next two lines
+        self._counts[_WORD_BYTES : _WORD_BYTES + len(data)] = data
+        self._counts[:_WORD_BYTES] = struct.pack("<Q", len(data))
 
     def _after_crash(self, record: CrashRecord | None, tokens: int) -> CrashRecord:
         """Return the record after one more crash."""
@@ -166,6 +164,15 @@ class CrashTracker:
             crashes, made + QUARANTINE_TOKENS if longer else record.quarantine_tokens, tokens, made, is_alone,
             record.has_passed or passes, repeats,
             is_killer=is_alone and record.is_alone and is_near and crashes >= MIN_CRASHES)
+
+
+def _read_records(counts: mmap.mmap) -> dict[int, CrashRecord]:
+    """Return the records that an earlier run has saved."""
+    (size,) = struct.unpack_from("<Q", counts, 0)
+    try:
+        return msgspec.msgpack.decode(counts[_WORD_BYTES : _WORD_BYTES + size], type=dict[int, CrashRecord])
+    except msgspec.MsgspecError:  # none were saved
+        return {}
 
 
 def request_hash(request: Request) -> int:

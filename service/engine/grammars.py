@@ -9,8 +9,8 @@ The compiler works in threads and processes of its own. `poll` never waits for i
 compiler wakes it. The compiler itself is built in a thread when the first constraint arrives, since that loads the
 tokenizer and the library.
 
-A request of an earlier engine has output already: its matcher advances over it in parts, between the steps of others.
-Such a request waits until the compiler's queue has space, and is not refused.
+A request of an earlier engine waits until the compiler's queue has space, and is not refused. Its matcher replays the
+output so far when it is prepared (scheduling/constraint.py).
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ POLL_SECONDS = 0.001
 """Minimum time between two polls while no compilation ends and no request arrives."""
 RETRY_SECONDS = 5.0
 """Time after which a compiler that could not be built is built for the next constraint."""
-REPLAYED_TOKENS = 1024
-"""Tokens of earlier output over which the matchers advance in one poll, which takes a few milliseconds."""
 COMPILE_SECONDS = metrics.tally(metrics.grammar_compile_seconds)
 
 
@@ -61,8 +59,6 @@ class PendingGrammar:
         self.since = time.monotonic()
         self.isolation: tuple[int, int] | None = None
         self.compilation: Compilation | None = None
-        self.matcher: AnswerMatcher | None = None
-        self.num_replayed = 0
         self._compile = compile
 
     def submit(self) -> None:
@@ -73,22 +69,6 @@ class PendingGrammar:
         except CompilerFull as error:
             if not self.request.prior.accepted:
                 raise QueueFull(f"{self.constraint.field}: {error}") from error
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the matcher must not be created or advanced now, since another thread uses its lexer."""
-        return self.compilation is not None and self.compilation.lexer.in_use
-
-    def advance(self, end_ids: Container[int], most: int) -> int:
-        """Create the matcher, and advance it over at most `most` tokens of earlier output. Return their number."""
-        if self.matcher is None:
-            assert self.compilation
-            self.matcher = AnswerMatcher(self.request, self.compilation, end_ids)
-        tokens = self.request.output_ids[self.num_replayed : self.num_replayed + most]
-        for token_id in tokens:
-            self.matcher.advance(token_id)
-        self.num_replayed += len(tokens)
-        return len(tokens)
 
 
 class CompiledRequest(NamedTuple):
@@ -120,16 +100,10 @@ class Grammars:
         self._pending: dict[Sequence, PendingGrammar] = {}
         self._next_poll = 0.0
         self._is_due = False  # something changed since the last poll; set by other threads
-        self._is_replaying = False
 
     def __len__(self) -> int:
         """Return the number of requests that wait for their grammar."""
         return len(self._pending)
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a matcher has to advance over more tokens of earlier output, so that `poll` has work now."""
-        return self._is_replaying
 
     def pending(self, request: Request) -> PendingGrammar | None:
         """Return the grammar that a new request will wait for, not yet submitted; None without a constraint."""
@@ -151,25 +125,22 @@ class Grammars:
             return []
         self._is_due = False  # first: a compilation that ends from now on is due again
         self._next_poll = now + POLL_SECONDS
-        found: list[CompiledRequest] = []
-        left = REPLAYED_TOKENS
+        compiled: list[CompiledRequest] = []
         for sequence, pending in list(self._pending.items()):
             if sequence.state is not State.ENDED:
                 try:
-                    left -= self._advance(pending, left)
+                    matcher = self._matcher(pending)
                 except ServeError as error:
-                    found.append(CompiledRequest(sequence, error))
+                    compiled.append(CompiledRequest(sequence, error))
                 else:
-                    if not self._is_ready(pending):
+                    if matcher is None:
                         continue
-                    self._queue(sequence, pending)
+                    self._queue(sequence, pending, matcher)
                     COMPILE_SECONDS.observe(now - pending.since)
-                    found.append(CompiledRequest(sequence, None))
+                    compiled.append(CompiledRequest(sequence, None))
             del self._pending[sequence]
-        self._is_replaying = any(
-            pending.matcher is not None and not pending.is_blocked for pending in self._pending.values())
         metrics.requests_compiling.set(len(self._pending))
-        return found
+        return compiled
 
     def close(self) -> None:
         """End the compiler."""
@@ -217,12 +188,12 @@ class Grammars:
         if self._wake:
             self._wake()
 
-    def _advance(self, pending: PendingGrammar, most: int) -> int:
-        """Advance a request's wait. Return the number of replayed tokens. Raises the error that ends the request."""
+    def _matcher(self, pending: PendingGrammar) -> AnswerMatcher | None:
+        """Return a request's matcher; None while its grammar is not compiled. Raises the error that ends it."""
         if pending.compilation is None:
             pending.submit()
-        if pending.compilation is None or not pending.compilation.done or pending.is_blocked:
-            return 0
+        if pending.compilation is None or not pending.compilation.done:
+            return None
         if isinstance(error := pending.compilation.error, CompilerFailed):
             logs.event(log, "a constraint was not compiled", level=logging.WARNING, error=str(error))
             raise Unavailable(f"{pending.constraint.field}: {error}")
@@ -230,16 +201,9 @@ class Grammars:
             field = error.field or pending.constraint.field
             raise InvalidField(field, str(error).removeprefix(f"{pending.constraint.kind}: "))
         assert self._built
-        replayed = pending.advance(self._built.end_ids, most)
-        if pending.matcher and pending.matcher.error is not None:
-            raise pending.matcher.error
-        return replayed
+        return AnswerMatcher(pending.request, pending.compilation, self._built.end_ids)
 
-    def _is_ready(self, pending: PendingGrammar) -> bool:
-        return pending.matcher is not None and pending.num_replayed == len(pending.request.output_ids)
-
-    def _queue(self, sequence: Sequence, pending: PendingGrammar) -> None:
-        assert pending.matcher
-        self._scheduler.constrain(sequence, pending.matcher)
+    def _queue(self, sequence: Sequence, pending: PendingGrammar, matcher: AnswerMatcher) -> None:
+        self._scheduler.constrain(sequence, matcher)
         if pending.isolation and not sequence.is_paused:
             self._scheduler.isolate(sequence, *pending.isolation)

@@ -81,7 +81,7 @@ class KvEventStream:
         self, log: KvEventLog, block_size: int, epoch: int, max_batches: int, first: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.first = first_number() if first is None else first
+        self.first = first_number(unix_time()) if first is None else first
         self._log = log
         self._max_blocks = max(1, min(MAX_BATCH_BLOCKS, MAX_BATCH_TOKENS // block_size))
         self._epoch = epoch
@@ -213,12 +213,14 @@ class KvEventStream:
                 return
 
 
-def first_number() -> int:
-    """Return a first number above the numbers of all earlier engines, if the clock was not set back.
+def first_number(date: float) -> int:
+    """Return a first number above the numbers of all engines that began at an earlier date.
+
+    date: Unix time in seconds.
 
     It leaves 2**20 numbers for each second between two starts, and stays below 2**53 for JSON.
     """
-    return int(unix_time()) << 20
+    return int(date) << 20
 
 
 def _encode(events: list[Event]) -> bytes:

@@ -259,7 +259,7 @@ class Engine:
 
     def _idle_timeout(self) -> float:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
-        if (self._kv_events and self._kv_events.has_work) or self.grammars.is_replaying:
+        if self._kv_events and self._kv_events.has_work:
             return 0.0
         now = time.monotonic()
         deadline = self._scheduler.deadlines.next(now)

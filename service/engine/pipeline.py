@@ -219,7 +219,7 @@ class StepPipeline:
         for sequence in self._constrained:
             if sequence.state is State.ENDED or sequence.matcher is None or not sequence.num_pending_tokens:
                 continue
-            if sequence.is_preparing:
+            if sequence.is_preparing or not sequence.matcher.is_prepared:
                 sequence.defer()
                 metrics.deferred_rows_total.inc()
             elif (mask := sequence.matcher.mask()) is not None:

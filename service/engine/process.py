@@ -24,12 +24,12 @@ import msgspec
 from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.shard import Shard
-from npuserve.service import logs, metrics
+from npuserve.service import clock, logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.kv_event_log import KvEventLog
-from npuserve.service.engine.kv_event_stream import KvEventStream
+from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
 from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.ipc import child, process_control
@@ -65,6 +65,8 @@ class EngineArgs(msgspec.Struct, frozen=True):
     kernels: CPU kernels that the first engine that was ready chose (kernels/native/choice.py), which this one keeps;
         None to choose them.
     served_name: name of the model for clients.
+    start_date: Unix time of the server's start, in seconds; 0: now.
+    started: the same moment, time.monotonic() seconds.
     capture_failed: why an earlier engine could not use captured steps, so that this one captures none; "" otherwise.
     """
 
@@ -78,7 +80,14 @@ class EngineArgs(msgspec.Struct, frozen=True):
     shared_weights: dict[str, Any] | None = None
     kernels: dict[str, Any] | None = None
     served_name: str = ""
+    start_date: float = 0.0
+    started: float = 0.0
     capture_failed: str = ""
+
+    @property
+    def date(self) -> float:
+        """Return the Unix time in seconds, as if the clock had not been set since the server's start."""
+        return self.start_date + time.monotonic() - self.started if self.start_date else clock.unix_time()
 
     @property
     def may_drop_captures(self) -> bool:
@@ -163,7 +172,8 @@ def build_engine(
         parameters=runner.parameters, deterministic=runner.deterministic)
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
-    kv_events = KvEventStream(kv_log, runner.block_size, args.epoch, config.kv_events_buffer) if kv_log else None
+    kv_events = KvEventStream(
+        kv_log, runner.block_size, args.epoch, config.kv_events_buffer, first_number(args.date)) if kv_log else None
     socket = EngineSocket(args.address)
     lead = LeadRunner(runner, ranks.group) if ranks else runner
     profiler = open_profiler(args, runner, socket)
@@ -305,6 +315,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     if args.epoch > 1:  # streams may wait for it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see ChildProcess
     stop_order = StopOrder()
     child.listen(lambda _: stop_order.give())
     try:

@@ -85,7 +85,7 @@ class Profiles:
         if not wait:
             profiler.stop()
         if len(self._waiting) >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} calls wait for the end of the profile already")
+            raise QueueFull(f"{MAX_WAITING} calls wait for the end of the profile already, a fixed limit")
         self._waiting.append((frontend, call))
 
     def _last_reply(self, profiler: Profiler) -> ProfileReply:

@@ -48,7 +48,7 @@ from npuserve.service.requests import validation
 from npuserve.service.requests.preparation import Kind, Preparation
 from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.requests.validation import CheckedRequest
-from npuserve.service.rpc.call import Context
+from npuserve.service.rpc.call import Context, arrival
 from npuserve.service.text.model_folder import ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
 
@@ -114,7 +114,7 @@ class Generation:
         max_request_id_characters: see `validation.Policy`.
         Raises ServeError if a field is invalid or the server is not ready.
         """
-        arrival, deadline = time.monotonic(), _deadline(context)
+        deadline = _deadline(context)
         caller = get_caller(context)
         fields["client"] = caller.name
         name = fields["id"] = validation.request_id(message, max_request_id_characters)
@@ -125,7 +125,7 @@ class Generation:
         limit, priorities = caller.limits.within(self._config)
         policy = validation.Policy(Range(*priorities), self._config.plain_content, limit, max_request_id_characters)
         checked = await self.prepare(
-            context, "generate", message, validation.check, message, folder, info, name, arrival, policy)
+            context, "generate", message, validation.check, message, folder, info, name, arrival(), policy)
         request = msgspec.structs.replace(
             checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
             cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache == "all"),
@@ -144,11 +144,13 @@ class Generation:
     ) -> T:
         """Call the function and return its result: at once for a small message, else in the pool.
 
-        A chat always uses the pool, since its template runs in another process.
+        A chat always uses the pool, since its template runs in another process. So does each prompt for a tokenizer
+        that encodes in other processes.
         """
         has_prompt = "prompt" in message.DESCRIPTOR.oneofs_by_name
         size, is_chat = message.ByteSize(), has_prompt and message.WhichOneof("prompt") == "chat"
-        if size <= INLINE_BYTES and not is_chat:
+        is_isolated = has_prompt and self.tokenizer is not None and self.tokenizer.is_isolated
+        if size <= INLINE_BYTES and not is_chat and not is_isolated:
             return function(*args, **kwargs)
         return await self._preparation.run(get_caller(context).name, kind, size, function, *args, **kwargs)
 

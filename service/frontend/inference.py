@@ -17,7 +17,7 @@ from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.resumable_streams import new_token
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import check_prompt_size
-from npuserve.service.rpc.call import Context, call
+from npuserve.service.rpc.call import Context, arrival, call
 from npuserve.service.rpc.unread_replies import UnreadReplies
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
@@ -88,10 +88,10 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     def _begin_trace(self, request: pb.GenerateRequest, context: Context, rpc: str) -> Trace | None:
         """Start the trace of a call; None if tracing is off."""
         operation = "chat" if request.HasField("chat") else "text_completion"
-        return self._tracing.begin(context, rpc, operation=operation) if self._tracing else None
+        return self._tracing.begin(context, rpc, arrival(), operation=operation) if self._tracing else None
 
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
-        trace = self._tracing.begin(context, "ResumeStream", operation="") if self._tracing else None
+        trace = self._tracing.begin(context, "ResumeStream", arrival(), operation="") if self._tracing else None
         async with call(context, "ResumeStream", logging.INFO, trace) as fields:
             fields["client"] = get_caller(context).name
             await self._generation.resume(

@@ -56,6 +56,9 @@ HEARTBEAT_SECONDS = 0.5
 STALL_SHARE = 0.5
 """Share of hang_seconds after which a silent engine gets no new requests. Its requests are kept: it may recover."""
 
+TEMPLATE_RETRY_SECONDS = 1.0
+"""Pause after a process of the chat template that the system did not start, or killed."""
+
 SWITCH_SECONDS = 0.0005
 """Interval after which a thread that prepares a request releases the interpreter lock to the event loop. With the
 default, each iteration of the loop would wait 5 ms."""
@@ -129,22 +132,28 @@ class Frontend:
         return port
 
     async def load(self, folder: Path) -> None:
-        """Load the model's tokenizer in a thread. Raises ConfigError if the folder is unusable."""
+        """Load the model's tokenizer and compile its chat template, in a thread.
+
+        Raises ConfigError if the folder is unusable.
+        """
 
         def work() -> ModelFolder:
             import npuserve.service.text.detokenizer  # noqa: F401  imported now, so that the first request is fast
 
             return open_folder(folder, self._config.model, self._config.served_name)
 
-        self._generation.folder = await asyncio.to_thread(work)
+        opened = await asyncio.to_thread(work)
+        chat = opened.tokenizer.chat if opened.tokenizer else None
+        while chat:
+            try:
+                await asyncio.to_thread(chat.start)
+                break
+            except Unavailable as error:
+                logs.event(log, "the chat template is not compiled yet", level=logging.WARNING, error=str(error))
+                await asyncio.sleep(TEMPLATE_RETRY_SECONDS)
+        self._generation.folder = opened
         self._servers.guard.start_baseline()
         self._update_readiness()
-
-    def warm(self) -> None:
-        """Start the chat template's process, so that the first chat does not wait for it."""
-        folder = self._generation.folder
-        if folder and folder.tokenizer and folder.tokenizer.chat:
-            folder.tokenizer.chat.start()
 
     async def stop(self, seconds: float | None = None) -> None:
         """Refuse new calls, let running calls end for `seconds` (None: drain_seconds), and stop."""
@@ -155,8 +164,10 @@ class Frontend:
         await drain.wait()
         is_kept = self._config.state_folder and self._engine.state == "ready"  # it keeps the streams
         rest = "resume it with x-resume-token after the next start" if is_kept else "its output is lost"
-        self._preparation.fail_all(Unavailable("the server shut down before the request was prepared"))
-        self._engine.fail_all(Unavailable(f"the server shut down before the end of the answer; {rest}"))
+        self._preparation.fail_all(
+            Unavailable("the server shut down before the request was prepared, at the end of drain_seconds"))
+        self._engine.fail_all(
+            Unavailable(f"the server shut down before the end of the answer, at the end of drain_seconds; {rest}"))
         await self._engine.close()
         await drain.stop()
         self._beating.cancel()
@@ -285,7 +296,6 @@ async def serve(args: FrontendArgs) -> None:
 
     async def load() -> None:
         await frontend.load(await folder)
-        frontend.warm()
 
     loading = asyncio.ensure_future(load())
     try:

@@ -34,7 +34,7 @@ from npuserve.service.requests import validation
 from npuserve.service.requests.parser import ParsingServer
 from npuserve.service.requests.preparation import Kind
 from npuserve.service.requests.validation import CheckedRequest
-from npuserve.service.rpc.call import VLLM_ENGINE, Context, call, rpc_name
+from npuserve.service.rpc.call import VLLM_ENGINE, Context, arrival, call, rpc_name
 from npuserve.service.text.model_folder import ModelFolder
 from npuserve.v1 import generate_pb2 as pb
 
@@ -101,7 +101,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
-        trace = self._tracing.begin(context, "Generate", VLLM_ENGINE) if self._tracing else None
+        trace = self._tracing.begin(context, "Generate", arrival(), VLLM_ENGINE) if self._tracing else None
         async with call(context, _rpc("Generate"), logging.INFO, trace) as fields:
             with client_paths():
                 self._last_request = clock.unix_time()

@@ -195,7 +195,7 @@ def build_library_matcher(tokenizer: Any, grammar: str, kind: str) -> LLMatcher:
 
 def _built(tokenizer: Any, grammar: str, kind: str) -> tuple[LLMatcher, str]:
     """Return the library's matcher of a grammar, and why it is unusable, "" if it is not."""
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(kind, len(grammar.encode())))
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits(kind))
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
@@ -203,6 +203,11 @@ def _built(tokenizer: Any, grammar: str, kind: str) -> tuple[LLMatcher, str]:
         return matcher, _message(matcher.get_error(), is_clients=is_clients)
     is_possible = matcher.stop_reason() in ("NotStopped", "NoExtension")
     return matcher, "" if is_possible else "no answer satisfies the constraint"
+
+
+def build_matchers(vocabulary: Vocabulary, grammar: str, kind: str) -> tuple[LLMatcher, LLMatcher | None]:
+    """Compile a translated grammar. Return its matchers over the vocabulary and over `vocabulary.bytes`."""
+    return build_library_matcher(vocabulary.library, grammar, kind), build_byte_matcher(vocabulary, grammar, kind)
 
 
 def build_byte_matcher(vocabulary: Vocabulary, grammar: str, kind: str) -> LLMatcher | None:

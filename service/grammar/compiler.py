@@ -5,53 +5,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 
-from llguidance import LLMatcher
-
-from npuserve.service.grammar.compile_process import (
-    BASE_BYTES,
-    CompileProcess,
-    build_byte_matcher,
-    build_library_matcher,
-)
+from npuserve.service.grammar.compile_process import BASE_BYTES, CompileProcess, build_matchers
 from npuserve.service.grammar.compile_queue import MAX_RUNNING_PER_CLIENT, CompileQueue, WaitingConstraint
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError
-from npuserve.service.grammar.mask_threads import Lexer
-from npuserve.service.grammar.matcher import LexerMemory, Matcher
+from npuserve.service.grammar.lexer import GrammarLexer, Matchers
+from npuserve.service.grammar.lexer_pool import LexerPool
+from npuserve.service.grammar.mask_threads import start_compiling
+from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc.messages import Constraint
 
-STACK_BYTES = 64 << 20
-"""Stack of a thread that compiles. It is larger than a child's, which compiled the same constraint before."""
+MAX_CACHE_BYTES = 256 << 20
+"""Estimated memory of the grammars that are kept, and of all lexers."""
+LEXER_SHARE = 0.75
+"""Share of the memory for lexers."""
 MAX_WORKERS = MAX_RUNNING_PER_CLIENT + 1
 
 
 class Compilation:
     """Result of a constraint, maybe not yet there.
 
-    num_bytes: estimated memory, also of the states that answers have built.
-    memory: of the lexer.
-    lexer: of all its matchers.
-    is_worn: an answer exceeded the limits. They may be those of the lexer, whose states are the ones of all answers so
-        far, so the next request compiles the constraint again.
+    num_bytes: estimated memory of the grammar, without the states that answers build.
+    is_complete: an answer without text satisfies the constraint.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, on_growth: Callable[[LexerMemory, int], None] = lambda memory, num_bytes: None
-    ):
-        """on_growth: see LexerMemory."""
+    def __init__(self, vocabulary: Vocabulary, pool: LexerPool | None = None):
+        """pool: memory of the lexers; None for a pool of its own."""
         self._vocabulary = vocabulary
-        self.lexer = Lexer()
-        self.memory = LexerMemory(on_growth)
-        self._library: LLMatcher | None = None
-        self._by_byte: LLMatcher | None = None
+        self._pool = pool or LexerPool(MAX_CACHE_BYTES)
+        self._build: Callable[[], Matchers] | None = None
+        self._lexer: GrammarLexer | None = None  # of all answers until it is worn
+        self._client_lexers: weakref.WeakValueDictionary[str, GrammarLexer] = weakref.WeakValueDictionary()
+        self._last_lexer: GrammarLexer | None = None  # so that the next answer finds it compiled
         self._lock = threading.Lock()
         self._is_done = threading.Event()
         self._error: ConstraintError | CompilerFailed | None = None
         self.num_bytes = BASE_BYTES
-        self.is_worn = False
+        self.is_complete = False
 
     @property
     def done(self) -> bool:
@@ -67,47 +61,71 @@ class Compilation:
         """Wait until the result is there, at most `seconds`. Return whether it is."""
         return self._is_done.wait(seconds)
 
-    def matcher(self) -> Matcher:
-        """Return a new matcher at the beginning of an answer. Raise the error of a refused constraint.
+    def lexer(self, client: str = "") -> GrammarLexer:
+        """Return the lexer that an answer of a client uses now. Raise the error of a refused constraint.
 
-        Only when done. Takes microseconds for usual constraints, since it copies the compiled grammar's state.
+        Only when done. All clients share a lexer until it is worn.
         """
         if self._error is not None:
             raise self._error
-        if self._library is None:
+        if self._lexer is None:
             raise RuntimeError("the constraint is not yet compiled")
+        if not self._lexer.is_worn:
+            return self._lexer
         with self._lock:
-            by_byte = self._by_byte.deep_copy() if self._by_byte else None
-            return Matcher(self._vocabulary, self._library.deep_copy(), by_byte, self.memory)
+            lexer = self._client_lexers.get(client)
+            if lexer is None or lexer.is_worn:
+                lexer = self._client_lexers[client] = self._new_lexer((lexer or self._lexer).replayed_bytes)
+            self._last_lexer = lexer
+            return lexer
 
-    def _finish(
-        self, library: LLMatcher | None, error: ConstraintError | CompilerFailed | None,
-        by_byte: LLMatcher | None = None,
-    ) -> None:
-        """by_byte: see Matcher."""
-        self._library, self._error, self._by_byte = library, error, by_byte
+    def matcher(self) -> Matcher:
+        """Return a new matcher at the beginning of an answer. Raise the error of a refused constraint."""
+        return self.lexer().matcher()
+
+    def may_grow(self, lexer: GrammarLexer) -> bool:
+        """Return whether the answers of a lexer may use it now, or wait for memory. Raises MatcherError."""
+        return self._pool.may_grow(lexer)
+
+    def _new_lexer(self, expected_bytes: int = 0) -> GrammarLexer:
+        assert self._build
+        return GrammarLexer(self._vocabulary, self._build, self._pool.add_growth, expected_bytes)
+
+    def build(self, build: Callable[[], Matchers]) -> None:
+        """Compile the grammar. build: compiles it, now and for each further lexer. Raises ConstraintError."""
+        self._build = build
+        lexer = self._new_lexer()
+        self.is_complete = lexer.matcher().is_complete
+        self._lexer = lexer
+
+    def finish(self, error: ConstraintError | CompilerFailed | None = None) -> None:
+        """Set the result. error: why there is no grammar; None after `build`."""
+        self._error = error
         self._is_done.set()
 
 
 class GrammarCompiler:
     """Compiler of constraints. It keeps the results by content, the least recently used ones up to a size.
 
-    Safe to use from several threads. Constraints of answers that still run are not counted.
+    Safe to use from several threads.
+
+    lexers: memory of all lexers, also of answers whose constraint is not kept any more.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, *, max_cache_bytes: int = 256 << 20, max_seconds: float = 2.0,
+        self, vocabulary: Vocabulary, *, max_cache_bytes: int = MAX_CACHE_BYTES, max_seconds: float = 2.0,
         max_queue: int = 256, max_bytes: int = 512 << 20, on_done: Callable[[], None] | None = None,
     ):
         """Start no process before the first constraint.
 
-        max_cache_bytes: estimated memory of the results that are kept.
+        max_cache_bytes: estimated memory of the results that are kept, and of all lexers.
         max_seconds, max_bytes: limits of processor time and memory for the compilation of one constraint.
         max_queue: see CompileQueue.
         on_done: called in a thread of the compiler after each compilation, to wake up a waiting loop.
         """
         self._vocabulary = vocabulary
-        self._max_cache_bytes = max_cache_bytes
+        self.lexers = LexerPool(int(LEXER_SHARE * max_cache_bytes))
+        self._max_cached_bytes = max_cache_bytes - int(LEXER_SHARE * max_cache_bytes)
         self._limits = max_seconds, max_bytes
         self._on_done = on_done
         self._condition = threading.Condition()
@@ -129,10 +147,8 @@ class GrammarCompiler:
             if self._is_closed:
                 raise RuntimeError("the compiler is closed")
             if found := self._cache.get(constraint):
-                if not found.is_worn:
-                    self._cache.move_to_end(constraint)
-                    return found
-                self._cached_bytes -= self._cache.pop(constraint).num_bytes
+                self._cache.move_to_end(constraint)
+                return found
             if found := self._pending.get(constraint):
                 if constraint in self._queue:
                     with contextlib.suppress(CompilerFull):  # then it waits for the other client's turn
@@ -141,8 +157,7 @@ class GrammarCompiler:
             if self._idle <= len(self._queue) and len(self._threads) < MAX_WORKERS:
                 self._start_thread()
             self._queue.add(constraint, client)
-            compilation = self._pending[constraint] = Compilation(
-                self._vocabulary, functools.partial(self._grow, constraint))
+            compilation = self._pending[constraint] = Compilation(self._vocabulary, self.lexers)
             self._condition.notify()
             return compilation
 
@@ -159,16 +174,13 @@ class GrammarCompiler:
 
     def _start_thread(self) -> None:
         """Start a thread, if the system has one. Raises CompilerFull if the compiler has none at all."""
-        size = threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=self._run, name=f"grammar-{len(self._threads)}", daemon=True)
         try:
-            thread = threading.Thread(target=self._run, name=f"grammar-{len(self._threads)}", daemon=True)
-            thread.start()
+            start_compiling(thread)
         except RuntimeError as error:
             if not self._threads:
                 raise CompilerFull("the system has no thread to compile it") from error
             return
-        finally:
-            threading.stack_size(size)
         self._threads.append(thread)
 
     def _run(self) -> None:
@@ -177,22 +189,26 @@ class GrammarCompiler:
             self._processes.append(process)
         try:
             while (taken := self._next()) is not None:
-                constraint = taken.constraint
-                library, by_byte, error, num_bytes = None, None, None, BASE_BYTES
-                try:
-                    compiled = process.compile(constraint)
-                    num_bytes = compiled.num_bytes
-                    library = build_library_matcher(self._vocabulary.library, compiled.grammar, constraint.kind)
-                    by_byte = build_byte_matcher(self._vocabulary, compiled.grammar, constraint.kind)
-                except (ConstraintError, CompilerFailed) as found:
-                    error = found
-                except BaseException as found:  # also a panic of the library; no constraint may end the thread
-                    error = CompilerFailed(f"cannot be compiled: {type(found).__name__}")
-                self._keep(taken, (library, error, by_byte), num_bytes)
+                self._keep(taken, *self._compile(process, taken))
                 if self._on_done:
                     self._on_done()
         finally:
             process.end()
+
+    def _compile(
+        self, process: CompileProcess, taken: WaitingConstraint
+    ) -> tuple[ConstraintError | CompilerFailed | None, int]:
+        """Compile a constraint. Return why there is no grammar, None if there is one, and its estimated memory."""
+        constraint = taken.constraint
+        try:
+            compiled = process.compile(constraint)
+            self._pending[constraint].build(
+                functools.partial(build_matchers, self._vocabulary, compiled.grammar, constraint.kind))
+        except (ConstraintError, CompilerFailed) as error:
+            return error, BASE_BYTES
+        except BaseException as error:  # also a panic of the library; no constraint may end the thread
+            return CompilerFailed(f"cannot be compiled: {type(error).__name__}"), BASE_BYTES
+        return None, compiled.num_bytes
 
     def _next(self) -> WaitingConstraint | None:
         """Wait for the next constraint; None when the compiler is closed."""
@@ -204,44 +220,26 @@ class GrammarCompiler:
             if not self._is_closed:
                 return taken
             for constraint in [one for one in self._pending if one in self._queue]:
-                self._pending.pop(constraint)._finish(None, CompilerFailed("the server ends"))
+                self._pending.pop(constraint).finish(CompilerFailed("the server ends"))
             self._queue.clear()
             return None
 
     def _keep(
-        self, taken: WaitingConstraint,
-        result: tuple[LLMatcher | None, ConstraintError | CompilerFailed | None, LLMatcher | None], num_bytes: int,
+        self, taken: WaitingConstraint, error: ConstraintError | CompilerFailed | None, num_bytes: int
     ) -> None:
-        """Give a compilation its result, see Compilation._finish. After CompilerFailed, the next request compiles the
-        constraint again."""
-        constraint, error = taken.constraint, result[1]
+        """End a compilation. After CompilerFailed, the next request compiles the constraint again."""
+        constraint = taken.constraint
+        evicted: list[Compilation] = []
         with self._condition:
             self._queue.end(taken.client)
             compilation = self._pending.pop(constraint)
             compilation.num_bytes = num_bytes + 2 * len(constraint.text)
-            compilation._finish(*result)
+            compilation.finish(error)
             if isinstance(error, CompilerFailed):
                 return
             self._cache[constraint] = compilation
             self._cached_bytes += compilation.num_bytes
-            evicted = self._evict()
+            while self._cached_bytes > self._max_cached_bytes and self._cache:
+                evicted.append(self._cache.popitem(last=False)[1])
+                self._cached_bytes -= evicted[-1].num_bytes
         del evicted  # outside of the lock: a large one takes milliseconds
-
-    def _grow(self, constraint: Constraint, memory: LexerMemory, num_bytes: int) -> None:
-        """Count memory that answers have added to a compilation. Called in any thread."""
-        with self._condition:
-            compilation = self._cache.get(constraint)
-            if compilation is None or compilation.memory is not memory:  # it was evicted
-                return
-            compilation.num_bytes += num_bytes
-            self._cached_bytes += num_bytes
-            evicted = self._evict()
-        del evicted
-
-    def _evict(self) -> list[Compilation]:
-        """Remove the least recently used results from the cache until it fits, and return them."""
-        evicted: list[Compilation] = []
-        while self._cached_bytes > self._max_cache_bytes and self._cache:
-            evicted.append(self._cache.popitem(last=False)[1])
-            self._cached_bytes -= evicted[-1].num_bytes
-        return evicted

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from npuserve.service.grammar.translation.errors import ConstraintError
 
-__all__ = ["CompilerFailed", "CompilerFull", "ConstraintError", "MatcherError", "UnsupportedVocabulary"]
+__all__ = ["CompilerFailed", "CompilerFull", "ConstraintError", "LexerExhausted", "MatcherError",
+           "UnsupportedVocabulary"]
 
 
 class CompilerFailed(Exception):
@@ -20,6 +21,10 @@ class CompilerFull(Exception):
 
 class MatcherError(Exception):
     """A matcher exceeded its limits of time or memory. Its request ends with an error."""
+
+
+class LexerExhausted(MatcherError):
+    """A step exceeded the limits of a lexer, which no answer can use any more. With a new one it may succeed."""
 
 
 class UnsupportedVocabulary(ValueError):

@@ -10,7 +10,8 @@ grammar that was slow, or is new, is for the threads. The library releases the G
 All matchers of one compiled grammar share its lexer, which has a lock. So the loop uses no matcher of a lexer `in_use`:
 it would wait for the lock. Only the loop gives answers to the threads, so a lexer that it finds not in use stays so.
 Only one of the threads uses a lexer at a time, so a slow grammar holds up its own answers.
-The answers of one lexer are prepared in the order in which they were given, so that none waits for a later one.
+The answers of one lexer are prepared in the order in which they were given, so that none waits for a later one. An
+answer that needs long, since it replays its tokens, is prepared in parts between which other answers are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ FAST_SECONDS = 0.001
 """Largest time of a mask that the loop fills itself. Usual ones take 0.1 ms, or longer if the loop loses its core."""
 DECAY = 0.5
 """Share of a lexer's longest time that counts at its next answer."""
+STACK_BYTES = 64 << 20
+"""Stack of a thread that compiles. It is larger than a child's, which compiled the same constraint before."""
 
 
 class Lexer:
@@ -56,7 +59,11 @@ class Lexer:
 
 
 class Answer(Protocol):
-    """Constrained answer. prepare: computes what follows it, for a vocabulary of `size` ids. Raises nothing."""
+    """Constrained answer.
+
+    prepare: computes what follows it, for a vocabulary of `size` ids. Returns True if it must be called again, with the
+        lexer that the answer then has. Raises nothing.
+    """
 
     @property
     def lexer(self) -> Lexer: ...
@@ -64,7 +71,7 @@ class Answer(Protocol):
     @property
     def is_prepared(self) -> bool: ...
 
-    def prepare(self, size: int) -> None: ...
+    def prepare(self, size: int) -> bool: ...
 
 
 class MaskThreads:
@@ -99,7 +106,9 @@ class MaskThreads:
                 slow += fast[place:]
                 self._submit(fast[place:])
                 break
-            self._prepare(answer)
+            if self._prepare(answer):
+                slow.append(answer)
+                self._submit([answer])
         if slow:
             self._wait(slow, end)
 
@@ -122,13 +131,14 @@ class MaskThreads:
                 self._submitted.notify(len(self._queue))
                 return
         for answer in new:
-            self._prepare(answer)
+            while self._prepare(answer):
+                pass
 
     def _start_thread(self) -> None:
         """Start a thread, if the system has one."""
         thread = threading.Thread(target=self._run, name=f"masks-{self._num_threads + 1}", daemon=True)
         with contextlib.suppress(RuntimeError):
-            thread.start()
+            start_compiling(thread)
             self._num_threads += 1
 
     def _wait(self, answers: list[Answer], end: float) -> None:
@@ -139,12 +149,15 @@ class MaskThreads:
             self._prepared.wait_for(lambda: not self._awaited, left)
             self._awaited = set()
 
-    def _prepare(self, answer: Answer) -> None:
+    def _prepare(self, answer: Answer) -> bool:
+        """Prepare an answer, or a part of it. Return whether this must be called again."""
         if answer.is_prepared:  # a thread has prepared it since `prepare` checked
-            return
+            return False
+        lexer = answer.lexer
         began = time.perf_counter()
-        answer.prepare(self._size)
-        answer.lexer.seconds = max(time.perf_counter() - began, DECAY * answer.lexer.seconds)
+        is_partial = answer.prepare(self._size)
+        lexer.seconds = max(time.perf_counter() - began, DECAY * lexer.seconds)
+        return is_partial
 
     def _take(self) -> Answer | None:
         """Take the first answer from the queue whose lexer no thread uses; None if there is none."""
@@ -159,10 +172,15 @@ class MaskThreads:
             with self._submitted:
                 answer = self._submitted.wait_for(self._take)
             assert answer is not None
-            self._prepare(answer)
+            lexer = answer.lexer
+            is_partial = self._prepare(answer)
             with self._submitted:
-                self._active.discard(answer.lexer)
-                answer.lexer.jobs -= 1
+                self._active.discard(lexer)
+                lexer.jobs -= 1
+                if is_partial:
+                    answer.lexer.jobs += 1
+                    self._queue.append(answer)
+                    continue
                 self._unfinished.discard(answer)
                 is_late = answer not in self._awaited
                 self._awaited.discard(answer)
@@ -170,3 +188,12 @@ class MaskThreads:
                     self._prepared.notify()
             if is_late and self._on_late:
                 self._on_late()
+
+
+def start_compiling(thread: threading.Thread) -> None:
+    """Start a thread that may compile constraints. Raises RuntimeError if the system has no further thread."""
+    size = threading.stack_size(STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        threading.stack_size(size)

@@ -9,36 +9,31 @@ is forced. The library's `compute_ff_tokens` is not used, since it depends on th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 
-from npuserve.service.grammar.errors import MatcherError
-from npuserve.service.grammar.forced_text import ForcedText
+from npuserve.service.grammar.errors import LexerExhausted, MatcherError
+from npuserve.service.grammar.forced_text import ForcedText, is_lexer_exhausted
 from npuserve.service.grammar.vocabulary import Vocabulary
 
-MAX_STATES = 20_000
-"""States of a lexer, beyond one for each byte of the grammar. Answers build them, of up to 2 kB each. A fixed text
-needs one state a byte, of 0.2 kB."""
-BYTES_PER_FUEL = 32
-"""Memory of a lexer by the work that built its states, in the library's unit. 13 to 28 bytes were measured."""
-MAX_LEXER_BYTES = 16 << 20
-"""Estimated memory of a lexer with MAX_STATES states."""
-MAX_UNMEASURED_MASKS = 64
+MAX_STATES = 1 << 31
+"""States of a lexer for the library, which would break it at this number. lexer.py bounds their memory."""
+MAX_UNMASKED_BYTES = 256
+"""Length of a text that is consumed without a mask. The library limits the work between two masks."""
 MAX_FORCED_BYTES = 64
 """Length of a text whose tokens are forced at once. The library holds the GIL while it builds its states."""
 WINDOW_BYTES = 64
 """Length of the text from which the tokenizer chooses one forced token."""
 _REASONS = frozenset({"NotStopped", "EndOfSentence", "NoExtension"})
-_LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
 
 
-def limits(kind: str, num_bytes: int) -> LLParserLimits:
-    """Return the limits of a grammar and of one step, in units of the library. num_bytes: length of the grammar.
+def limits(kind: str) -> LLParserLimits:
+    """Return the limits of a grammar and of one step, in units of the library.
 
     A step of an ambiguous grammar takes time by the square of the items in a row: with 500 less than 20 ms. JSON is not
     ambiguous, but a schema of many alternatives has more items.
@@ -46,50 +41,22 @@ def limits(kind: str, num_bytes: int) -> LLParserLimits:
     items = 500 if kind in ("grammar", "structural_tag") else 2_000
     return LLParserLimits(
         initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000, max_items_in_row=items,
-        max_lexer_states=MAX_STATES + num_bytes, max_grammar_size=500_000, verbose_errors=True)
+        max_lexer_states=MAX_STATES, max_grammar_size=500_000, verbose_errors=True)
 
 
-class LexerMemory:
-    """Estimated memory of a lexer's states, which the answers of its grammar build. Safe where the lexer is.
+class LexerMemory(Protocol):
+    """Memory of the lexer that matchers use, which it measures after masks and replays."""
 
-    on_growth: called with this object and the bytes by which the estimate has grown.
-    """
+    def add_mask(self, seconds: float, libraries: Sequence[LLMatcher]) -> None: ...
 
-    def __init__(self, on_growth: Callable[[LexerMemory, int], None]):
-        self._on_growth = on_growth
-        self._num_bytes = 0
-        self._masks = 0
-        self._next = 1  # number of masks at which the lexer is measured
-
-    def add_mask(self, library: LLMatcher) -> None:
-        """Count a mask. Measure the lexer at some of them: it takes 0.2 ms."""
-        self._masks += 1
-        if self._masks >= self._next:
-            self._next = self._masks + min(MAX_UNMEASURED_MASKS, max(1, self._masks // 2))
-            self.grow(BYTES_PER_FUEL * _lexer_fuel(library))
-
-    def grow(self, num_bytes: int) -> None:
-        """Raise the estimate to `num_bytes`."""
-        grown, self._num_bytes = num_bytes - self._num_bytes, max(num_bytes, self._num_bytes)
-        if grown > 0:
-            self._on_growth(self, grown)
-
-
-def _lexer_fuel(library: LLMatcher) -> int:
-    """Return the work that built the states of a matcher's lexer, as of its last mask.
-
-    The library reports it in the message of an error alone.
-    """
-    copy = library.deep_copy()
-    copy.rollback(1 << 30)  # an error: there are not so many tokens
-    found = _LEXER_COST.search(copy.get_error())
-    return int(found[1]) if found else MAX_LEXER_BYTES // BYTES_PER_FUEL
+    def add_replay(self, libraries: Sequence[LLMatcher]) -> None: ...
 
 
 class Matcher:
     """State of one constrained answer. Not safe to use from several threads at a time.
 
-    Each method may raise MatcherError if a step exceeds the limits; the matcher is then unusable.
+    Each method may raise MatcherError if a step exceeds the limits; the matcher is then unusable. LexerExhausted means
+    that those of the lexer were exceeded, maybe by another answer of the grammar.
     """
 
     def __init__(
@@ -119,6 +86,10 @@ class Matcher:
         """Return whether no text may follow: an end token was taken, or only end tokens are allowed."""
         return self._has_ended or (self._library.is_stopped() and not self._is_broken())
 
+    @property
+    def _libraries(self) -> list[LLMatcher]:
+        return [self._library, self._forced.library] if self._forced else [self._library]
+
     def advance(self, token_id: int) -> bool:
         """Append a token. Return False, without a change, if the constraint does not allow it."""
         if self._has_ended or not 0 <= token_id < self._vocabulary.size:
@@ -133,9 +104,40 @@ class Matcher:
         if taken and self._forced:
             self._forced.advance(token_id)
         if not taken and self._allows(token_id):
-            # Another answer of the same grammar has exhausted the states of their lexer.
-            raise MatcherError("the constraint exceeds its limits: too many states")
+            raise LexerExhausted("another answer of the same grammar has exhausted their lexer")
         return taken
+
+    def replay(self, token_ids: Sequence[int], *, is_careful: bool = False) -> bool:
+        """Append tokens that an earlier matcher of the answer has taken. Return False if the constraint does not allow
+        one.
+
+        is_careful: compute a mask before each token, which takes a hundred times as long, so that no step does more
+            work than a step of the earlier matcher.
+        """
+        bits = np.empty(-(-self._vocabulary.size // 32), np.uint32)
+        part: list[int] = []
+        num_bytes = 0
+        for place, token_id in enumerate(token_ids, 1):
+            part.append(token_id)
+            num_bytes += len(self._vocabulary.data.tokens[token_id])
+            if place < len(token_ids) and num_bytes < MAX_UNMASKED_BYTES and not is_careful:
+                continue
+            self._compute(bits)
+            if self._library.try_consume_tokens(part) < len(part):
+                self._check()
+                return False
+            if self._forced:
+                for taken in part:
+                    self._forced.advance(taken)
+            part = []
+            num_bytes = 0
+        return True
+
+    def end_replay(self) -> None:
+        """Measure the memory after the last call of `replay`."""
+        if self._memory:
+            self._compute(np.empty(-(-self._vocabulary.size // 32), np.uint32))
+            self._memory.add_replay(self._libraries)
 
     def fill(self, bits: NDArray[Any]) -> None:
         """Write the mask of the allowed tokens. End tokens are allowed where the text satisfies the constraint.
@@ -143,18 +145,13 @@ class Matcher:
         bits: [ceil(vocabulary / 32)] int32 or uint32, contiguous. Bit i of word j is token 32 * j + i. After an end
             token only end tokens are allowed.
         """
-        if bits is not self._buffer:
-            words = -(-self._vocabulary.size // 32)
-            if bits.shape != (words,) or bits.dtype.itemsize != 4 or not bits.flags.c_contiguous:
-                raise ValueError(f"bits: must be {words} contiguous words of 32 bits")
-            self._buffer, self._address = bits, bits.ctypes.data
         if self._has_ended:
             self._only_end(bits)
             return
-        self._library.unsafe_compute_mask_ptr(self._address, bits.nbytes)
-        self._check()
+        began = time.thread_time()
+        self._compute(bits)
         if self._memory:
-            self._memory.add_mask(self._library)
+            self._memory.add_mask(time.thread_time() - began, self._libraries)
 
     def forced(self, mask: NDArray[Any] | None = None) -> list[int]:
         """Return the tokens that the next text begins with if only one text may follow; [] otherwise.
@@ -177,11 +174,20 @@ class Matcher:
             at += len(tokens[token])
         return ids[: self._library.validate_tokens(ids)] if ids else []
 
+    def _compute(self, bits: NDArray[Any]) -> None:
+        """Write the mask of the library."""
+        if bits is not self._buffer:
+            words = -(-self._vocabulary.size // 32)
+            if bits.shape != (words,) or bits.dtype.itemsize != 4 or not bits.flags.c_contiguous:
+                raise ValueError(f"bits: must be {words} contiguous words of 32 bits")
+            self._buffer, self._address = bits, bits.ctypes.data
+        self._library.unsafe_compute_mask_ptr(self._address, bits.nbytes)
+        self._check()
+
     def _allows(self, token_id: int) -> bool:
         """Return whether the mask allows a token."""
         bits = np.zeros(-(-self._vocabulary.size // 32), np.uint32)
-        self._library.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._check()
+        self._compute(bits)
         return bool(int(bits[token_id // 32]) >> token_id % 32 & 1)
 
     def _texts_differ(self, mask: NDArray[np.uint32]) -> bool:
@@ -202,7 +208,6 @@ class Matcher:
 
     def _check(self) -> None:
         if self._is_broken():
-            if self._memory:
-                self._memory.grow(MAX_LEXER_BYTES)
             reason = self._library.get_error() or self._library.stop_reason()
-            raise MatcherError(f"the constraint exceeds its limits: {reason.splitlines()[0][:200]}")
+            kind = LexerExhausted if is_lexer_exhausted(self._library) else MatcherError
+            raise kind(f"the constraint exceeds its limits: {reason.splitlines()[0][:200]}")

@@ -81,6 +81,8 @@ class Vocabulary:
             than MAX_TOKEN_BYTES.
         end_ids: tokens that end an answer, such as eos_token_id of generation_config.json.
 
+        Without forced tokens if the tokenizer is isolated, since the engine must not wait for its processes.
+
         Raises UnsupportedVocabulary if the bytes of the tokens are unknown or there is no end token.
         """
         tokens = tokenizer.token_bytes()
@@ -92,7 +94,7 @@ class Vocabulary:
         for i in {*special.values(), *(i for i in end_ids if i < size)}:
             tokens[i] = b""
         return cls(VocabularyData(tokens, special, sorted({i for i in end_ids if 0 <= i < size})),
-                   lambda text: tokenizer.encode(text, add_special_tokens=False))
+                   None if tokenizer.is_isolated else lambda text: tokenizer.encode(text, add_special_tokens=False))
 
     def _first_token(self, text: bytes) -> int | None:
         """Return the token with which the tokenizer begins a text, whatever follows the text; None if that is unknown.

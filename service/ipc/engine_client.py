@@ -3,7 +3,8 @@
 Each connection has its own socket, so that no data of a dead engine remains. Without a connection, new requests are
 refused and accepted ones wait. The front end holds their outputs so far and sends them to the next engine in reply to
 its Ready (`Restore`). The engine continues from there, so that readers see only a pause. Ended streams that may still
-be resumed are sent too. Requests that the dead engine had not accepted are submitted again.
+be resumed are sent too. Requests that the dead engine had not accepted, and calls that wait for a stream to resume, are
+sent again.
 
 An engine that sends nothing, not even heartbeats, is stalled: new requests are refused and accepted ones wait. Each
 request ends exactly once: with the engine's finish, with an error, or with `Stream.close`, which cancels it.
@@ -17,7 +18,7 @@ import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -60,6 +61,13 @@ UNANSWERED_SECONDS = 1.0
 milliseconds, but reads no messages late in an unexpectedly long step. A shorter time would count requests twice."""
 
 
+class PendingResume(NamedTuple):
+    """Resume that the engine has not answered. The next engine gets `message` again if this one dies."""
+
+    message: messages.Resume
+    stream: asyncio.Future[Stream]
+
+
 class EngineClient:
     """Connection to the engine at `address`, kept up from `start` to `close`, on one event loop.
 
@@ -95,7 +103,7 @@ class EngineClient:
         self._restoring: asyncio.Task[None] | None = None
         self._streams: dict[int, Stream] = {}
         self._limit = StreamLimit(self._streams)
-        self._resuming: dict[int, asyncio.Future[Stream]] = {}
+        self._resuming: dict[int, PendingResume] = {}
         self._records = Records(resume_seconds)
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_load = Load()
@@ -129,7 +137,7 @@ class EngineClient:
         if self.state != "ready" or self.model_info is None:
             raise Unavailable(REFUSALS[self.state])
         if self._connection and self._connection.unsent_bytes > MAX_UNSENT_BYTES:
-            raise Unavailable(REFUSALS["stalled"])
+            raise Unavailable(f"{REFUSALS['stalled']}: more than {MAX_UNSENT_BYTES >> 20} MiB of requests wait for it")
         return self.model_info
 
     @property
@@ -165,14 +173,15 @@ class EngineClient:
         Raises the errors of `submit`, and StreamNotFound or InvalidField from the engine.
         """
         key = self._limited_key(client)
-        found: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
-        self._resuming[key] = found
-        self.send(messages.Resume(key, token, token_offset, owner, deadline))
+        stream: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+        message = messages.Resume(key, token, token_offset, owner, deadline)
+        self._resuming[key] = PendingResume(message, stream)
+        self.send(message)
         try:
-            return await found
+            return await stream
         except asyncio.CancelledError:
-            if found.done() and not found.cancelled() and not found.exception():
-                found.result().close()
+            if stream.done() and not stream.cancelled() and not stream.exception():
+                stream.result().close()
             raise
         finally:
             self._resuming.pop(key, None)
@@ -180,9 +189,12 @@ class EngineClient:
                 self._limit.remove(key)
 
     def fail_all(self, error: ServeError) -> None:
-        """End every stream with the error."""
+        """End every stream, and every call that waits for a stream to resume, with the error."""
         for stream in list(self._streams.values()):
             stream.fail(copy.copy(error))  # the traceback of each refers to the frames of one call
+        for pending in self._resuming.values():
+            if not pending.stream.done():
+                pending.stream.set_exception(copy.copy(error))
 
     async def abort(self, request_id: str, client: str = "", service: str | None = None) -> int:
         """Abort the call of this id and return the number of calls that have it. With several, none is aborted.
@@ -295,7 +307,8 @@ class EngineClient:
                 self._connection, self.epoch, self.model_info = connection, epoch, model
                 connection.defer()
                 waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
-                self._restoring = asyncio.ensure_future(self._restore(connection, waiting))
+                resuming = list(self._resuming)
+                self._restoring = asyncio.ensure_future(self._restore(connection, waiting, resuming))
                 self._restoring.add_done_callback(connection.failed)
                 self._set_state("ready")
             case messages.Resumed(key=key, record=record):
@@ -326,8 +339,8 @@ class EngineClient:
             stream = self._streams.get(output.key)
             if stream:
                 stream.push(output, now)
-            elif output.error and (found := self._resuming.get(output.key)) and not found.done():
-                found.set_exception(from_wire(output.error))
+            elif output.error and (pending := self._resuming.get(output.key)) and not pending.stream.done():
+                pending.stream.set_exception(from_wire(output.error))
         if now - self._published >= PUBLISH_SECONDS or not message.outputs:
             self._publish(now)
 
@@ -339,18 +352,21 @@ class EngineClient:
         metrics.flush()
 
     def _on_resumed(self, key: int, record: Record) -> None:
-        found = self._resuming.get(key)
-        if found is None or found.done():  # the caller was cancelled
+        pending = self._resuming.get(key)
+        if pending is None or pending.stream.done():  # the caller was cancelled
             self.send(messages.Cancel(key))
             self._records.end(record, time.monotonic())  # the reader before it has dropped it
             return
         stream = self._streams[key] = Stream(self, key, record, resumed=True)
         self._records.drop(record.request.resume_token)
         metrics.streams_continued_total.labels("client").inc()
-        found.set_result(stream)
+        pending.stream.set_result(stream)
 
-    async def _restore(self, connection: EngineConnection, waiting: list[Stream]) -> None:
-        """Send the state from before this connection to the engine, then new requests and the deferred messages."""
+    async def _restore(self, connection: EngineConnection, waiting: list[Stream], resuming: list[int]) -> None:
+        """Send the state from before this connection to the engine, then new requests and the deferred messages.
+
+        waiting, resuming: streams, and keys of pending resumes, from before this connection.
+        """
         for stream in waiting:
             stream.on_reconnect()
         self._unanswered.update((stream.key, time.monotonic()) for stream in waiting if stream.is_live)
@@ -366,6 +382,9 @@ class EngineClient:
         for one in waiting:
             if one.is_live and not one.is_accepted:
                 connection.write(messages.Submit(one.key, one.request))
+        for key in resuming:
+            if key in self._resuming:
+                connection.write(self._resuming[key].message)
         connection.write_deferred()
 
     def _on_disconnect(self) -> None:
@@ -375,10 +394,9 @@ class EngineClient:
             self._restoring.cancel()
         for stream in list(self._streams.values()):
             stream.on_disconnect()
-        waiters: list[asyncio.Future[int] | asyncio.Future[Stream]] = [*self._calls.values(), *self._resuming.values()]
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(Unavailable("the engine died before it replied"))
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(Unavailable("the engine died before it replied"))
         self.kv_events.on_disconnect()
         self.profiles.on_disconnect()
         self._last_load = Load()

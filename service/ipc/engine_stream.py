@@ -172,7 +172,7 @@ class Stream:
         if self._processing < seconds:
             self._processing += every
             return
-        self.slow = SlowReader(f"the client took nothing for {seconds:g} s")
+        self.slow = SlowReader(f"the client took nothing for {seconds:g} s (slow_reader_seconds)")
         self._cancel(self.slow)
         self._reader.cancel()
 

@@ -141,7 +141,8 @@ class KvSubscriptions:
         if self._closed:
             raise copy.copy(self._closed)
         if len(self._live) >= MAX_SUBSCRIPTIONS:
-            raise QueueFull(f"{MAX_SUBSCRIPTIONS} subscriptions to KV events are open, the most of a front end")
+            raise QueueFull(
+                f"{MAX_SUBSCRIPTIONS} subscriptions to KV events are open, the limit of each front end (frontends)")
         self._last_call += 1
         subscription = KvSubscription(self._last_call, start, self._send)
         self._live[subscription.call] = subscription

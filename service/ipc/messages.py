@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: token ids below the vocabulary size; at least one.
     max_tokens, min_tokens: limits of the whole answer, including output_ids. prompt + max_tokens fits the model's
         context.
-    arrival: when the front end received it.
+    arrival: when its call reached the front end, before its message was read.
     stop_token_ids, eos_token_ids: tokens that end the answer; the latter are empty under ignore_eos.
     priority: lower runs earlier.
     output_ids: tokens generated before, by an earlier engine or before a pause.

@@ -15,6 +15,7 @@ import signal
 import struct
 import subprocess
 import sys
+import weakref
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,50 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
+class LineProcess:
+    """Process for the data of clients that answers lines of its stdin by lines of its stdout, for one thread at a time.
+
+    It is killed when this object is garbage-collected.
+
+    command: the program and its arguments.
+    start: the first line, without its newline.
+    Raises OSError.
+    """
+
+    def __init__(self, command: Sequence[str], start: bytes):
+        self.popen = start_for_clients(command)
+        self.end = weakref.finalize(self, kill, self.popen)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `read` shows
+            self._write(start)
+
+    def read(self) -> bytes:
+        """Return the next line; without its newline if the process died."""
+        assert self.popen.stdout
+        return self.popen.stdout.readline()
+
+    def call(self, line: bytes) -> bytes:
+        """Send a line, given without its newline, and return the reply as `read`."""
+        try:
+            self._write(line)
+        except BrokenPipeError:
+            return b""
+        return self.read()
+
+    def _write(self, line: bytes) -> None:
+        assert self.popen.stdin
+        self.popen.stdin.write(line + b"\n")
+        self.popen.stdin.flush()
+
+
+def limit_time(seconds: float, max_wall_ratio: float) -> None:
+    """Let the kernel end this process after `seconds` of processor time, or `max_wall_ratio` times as much real time.
+
+    0: not at all. The handlers of SIGPROF and SIGALRM must be the default ones.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, max_wall_ratio * seconds)
+
+
 def memory_bytes(pid: int | str = "self") -> tuple[int, int]:
     """Return the bytes of address space and of resident memory of a process. Raises OSError if it does not exist."""
     size, resident, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
@@ -50,9 +95,10 @@ def memory_bytes(pid: int | str = "self") -> tuple[int, int]:
 
 
 def limit_growth(max_bytes: int) -> None:
-    """Limit this process's address space to its present size and `max_bytes`."""
+    """Limit this process's address space to its present size and `max_bytes`, until the next call of this function."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = memory_bytes()[0] + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def die_with_parent() -> None:

@@ -94,7 +94,7 @@ class _Scan:
         while at < end:
             self._left -= 1
             if self._left < 0:
-                raise MessageTooLarge(f"the request has more than {MAX_ELEMENTS} fields and items")
+                raise MessageTooLarge(f"the request has more than {MAX_ELEMENTS} fields and items, a fixed limit")
             tag, at = self._varint(at, end)
             wire = tag & 7
             if wire == 0:

@@ -21,7 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from npuserve.service.access.caller import get_caller
 from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
 from npuserve.service.requests.message_limits import MAX_DEPTH
-from npuserve.service.rpc.call import Context, call, rpc_name
+from npuserve.service.rpc.call import Context, call, record_arrival, rpc_name
 
 _LENGTH_DELIMITED = 2
 
@@ -110,6 +110,7 @@ def _parsing(rpc: str, handler: Any, read: Read, on_call: Callable[[Context], No
     method = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
     async def parsed(messages: object, context: Context) -> Any:
+        record_arrival()
         on_call(context)
         try:
             request = await read(deserializer, context)
@@ -134,6 +135,7 @@ def _streaming(
     rpc: str, method: Any, deserializer: Callable[[bytes], Message], read: Read, on_call: Callable[[Context], None]
 ) -> Any:
     async def parsed(messages: object, context: Context) -> AsyncIterator[Any]:
+        record_arrival()
         on_call(context)
 
         async def requests() -> AsyncIterator[Message]:

@@ -164,15 +164,16 @@ class _Lane:
         if len(own.jobs) >= max(1, self._max_jobs // 2) or (own.jobs and own.bytes + job.size > self._max_bytes // 2):
             raise _refused(job, "client_limit", (
                 f"client limit: {len(own.jobs)} requests of this client with {own.bytes} bytes wait to be prepared; a "
-                f"client may have half of {self._max_jobs} requests (max_preparing) and of {self._max_bytes} bytes"))
+                f"client may have half of {self._limits()}"))
         while self._jobs >= self._max_jobs or (self._jobs and self._bytes + job.size > self._max_bytes):
             largest = max(self._waiting.values(), key=lambda queue: (queue.bytes, len(queue.jobs)))
             if (largest.bytes, len(largest.jobs)) <= (own.bytes + job.size, len(own.jobs) + 1):
                 raise _refused(job, "queue_full", (
                     f"queue full: {self._jobs} requests with {self._bytes} bytes wait to be prepared; the limits are "
-                    f"{self._max_jobs} (max_preparing) and {self._max_bytes} bytes"))
+                    f"{self._limits()}"))
             self._fail(largest.jobs[-1], "displaced", (
-                "displaced: too many requests wait to be prepared, and a client with fewer took the place"))
+                f"displaced by a client with fewer requests: {self._jobs} with {self._bytes} bytes wait to be "
+                f"prepared; the limits are {self._limits()}"))
         queue = self._waiting.setdefault(job.owner, own)
         queue.jobs.append(job)
         queue.bytes += job.size
@@ -197,7 +198,11 @@ class _Lane:
         queue = self._waiting.get(job.owner)
         if queue is not None and job in queue.jobs:
             self._fail(job, "timeout", (
-                f"timeout: the request waited {MAX_WAIT_SECONDS:g} s for the work on others before it"))
+                f"timeout: the request waited {MAX_WAIT_SECONDS:g} s, the limit, for the work on others before it; "
+                "more front ends (frontends) do more of it at a time"))
+
+    def _limits(self) -> str:
+        return f"{self._max_jobs} requests (max_preparing) and {self._max_bytes} bytes for each front end (frontends)"
 
     def close(self) -> None:
         self._closed = True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from npuserve.service.errors import InvalidField, NoTokenizer, Violations
+from npuserve.service.errors import InvalidField, NoTokenizer, TokenizerLimit, Violations
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.requests.chat import chat_prompt
 from npuserve.service.requests.fields import check_token_ids
@@ -88,9 +90,19 @@ def encode(prompt: Prompt, field: str, tokenizer: Tokenizer | None, add_special_
     """
     if tokenizer is None:
         raise NoTokenizer(f"{field}: the served model has no tokenizer; send token_ids")
-    if prompt.renamed is None:
-        return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
-    return tokenizer.plain_text.encode(prompt, field, add_special_tokens)
+    with _refused_beyond_limits(field):
+        if prompt.renamed is None:
+            return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
+        return tokenizer.plain_text.encode(prompt, field, add_special_tokens)
+
+
+@contextlib.contextmanager
+def _refused_beyond_limits(field: str) -> Iterator[None]:
+    """Raise InvalidField, naming `field`, for a text beyond the limits of the tokenizer."""
+    try:
+        yield
+    except TokenizerLimit as error:
+        raise InvalidField(field, str(error)) from None
 
 
 def check_prompt_size(
@@ -130,7 +142,8 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
     count = 0
     for at in range(0, len(text), MAX_PIECE_CHARACTERS):
         piece = text[at : at + MAX_PIECE_CHARACTERS]
-        count += len(tokenizer.encode(piece, add_special_tokens=False)) - MAX_EXCESS_PIECE_TOKENS
+        with _refused_beyond_limits(field):
+            count += len(tokenizer.encode(piece, add_special_tokens=False)) - MAX_EXCESS_PIECE_TOKENS
         if count > max_model_len:
             raise InvalidField(field, (
                 f"the first {at + MAX_PIECE_CHARACTERS} characters alone have more tokens than max_model_len, "

@@ -42,6 +42,19 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 refusal_throttle: ContextVar[RefusalThrottle | None] = ContextVar("refusal_throttle", default=None)
 """Throttle of the current task's call. The interceptor of access/auth.py sets it, and sends delayed refusals."""
 
+_arrival: ContextVar[float | None] = ContextVar("arrival", default=None)
+
+
+def record_arrival() -> None:
+    """Record that the current task's call has arrived now. Call it before the call's message is read."""
+    _arrival.set(time.monotonic())
+
+
+def arrival() -> float:
+    """Return when the current task's call arrived, in time.monotonic() seconds; now if that is not recorded."""
+    recorded = _arrival.get()
+    return time.monotonic() if recorded is None else recorded
+
 
 def rpc_name(service: str, method: str) -> str:
     """Return the name of a method in metrics and logs: `vllm.Generate` for one of VllmEngine, else `Generate`.
@@ -74,7 +87,7 @@ async def call(
     level: level of the log line.
     Raises DelayedRefusal if the client's refusals are throttled.
     """
-    began = time.monotonic()
+    began = arrival()
     allowed = context.time_remaining()
     fields: dict[str, Any] = {"rpc": rpc}
     if trace:

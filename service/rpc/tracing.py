@@ -68,15 +68,17 @@ class Tracing:
         self._tracer = self._provider.get_tracer("npuserve", version("npuserve"))
 
     def begin(
-        self, context: grpc.aio.ServicerContext[Any, Any], rpc: str, service: str = SERVICE, operation: str = COMPLETION
+        self, context: grpc.aio.ServicerContext[Any, Any], rpc: str, began: float, service: str = SERVICE,
+        operation: str = COMPLETION,
     ) -> Trace:
-        """Start the trace of a call, now.
+        """Start the trace of a call.
 
         rpc, service: names of the method and of its service.
+        began: see `Trace`.
         operation: gen_ai.operation.name; "" if it is not known.
         """
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        return Trace(self._tracer, metadata, rpc, service, operation)
+        return Trace(self._tracer, metadata, rpc, service, operation, began)
 
     def close(self) -> None:
         """Export the remaining spans, for at most TRACES_SECONDS: a silent collector must not delay the exit."""
@@ -93,15 +95,20 @@ def _hide_header(record: logging.LogRecord) -> bool:
 
 
 class Trace:
-    """Trace of one call. Call `finished` if the engine finished the request, and then `end` once in any case."""
+    """Trace of one call. Call `finished` if the engine finished the request, and then `end` once in any case.
 
-    def __init__(self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str, operation: str):
+    began: arrival of the call, in time.monotonic() seconds.
+    """
+
+    def __init__(
+        self, tracer: Tracer, metadata: dict[str, str], rpc: str, service: str, operation: str, began: float
+    ):
         self._tracer = tracer
         self._operation = operation
         self._clock = time.time_ns() - time.monotonic_ns()
         self._span = tracer.start_span(
             f"{service}/{rpc}", TraceContextTextMapPropagator().extract(metadata), SpanKind.SERVER,
-            {"rpc.system": "grpc", "rpc.service": service, "rpc.method": rpc}, start_time=self._at(time.monotonic()))
+            {"rpc.system": "grpc", "rpc.service": service, "rpc.method": rpc}, start_time=self._at(began))
         self._timing: messages.Timing | None = None
 
     @property

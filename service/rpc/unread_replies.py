@@ -44,10 +44,11 @@ class UnreadReplies:
         if own and own + size > self._max_bytes // 2:
             raise _refused(kind, "client_limit", (
                 f"client limit: {own} bytes of replies to this client are unread; a client may have half of "
-                f"{self._max_bytes} bytes"))
+                f"{self._max_bytes} bytes for each front end (frontends)"))
         if own and total + size > self._max_bytes:
             raise _refused(kind, "queue_full", (
-                f"queue full: {total} bytes of replies are unread; the limit is {self._max_bytes} bytes"))
+                f"queue full: {total} bytes of replies are unread; the limit is {self._max_bytes} bytes for each "
+                "front end (frontends)"))
 
     def count(self, context: Context, owner: str, size: int) -> None:
         """Count a reply of `size` bytes until its call ends, whatever the limit."""

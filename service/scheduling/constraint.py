@@ -14,26 +14,38 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from npuserve.service import logs
-from npuserve.service.errors import InternalError, InvalidField, ServeError
-from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.errors import InternalError, QueueFull, ServeError
+from npuserve.service.grammar.errors import LexerExhausted, MatcherError
 from npuserve.service.ipc.messages import Request
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npuserve.service.grammar.compiler import Compilation
+    from npuserve.service.grammar.lexer import GrammarLexer
+    from npuserve.service.grammar.matcher import Matcher
 
 log = logging.getLogger(__name__)
 
 MAX_FORCED_WORDS = 128
 """Most words of a mask with an allowed token where the forced text is looked for. Where a token is forced, nearly all
 allowed tokens are beginnings of one text. The search takes half as long as a mask."""
+MAX_REPLAYED_TOKENS = 256
+"""Tokens that an answer replays before the thread prepares others. They take a few milliseconds."""
+MAX_CAREFUL_TOKENS = 16
+"""The same with a mask before each token."""
+MAX_ATTEMPTS = 3
+"""Lexers that one token of an answer may exhaust. Then it is the answer that exceeds the limits, and not another one
+that uses the lexer. The last replay computes a mask before each token, as the answer did."""
+MEMORY_WAIT_SECONDS = 0.001
+"""Time between two checks whether an answer that waits for memory may continue."""
 
 
 class AnswerMatcher:
@@ -47,59 +59,140 @@ class AnswerMatcher:
     Nothing follows an error or an end token, and there is no mask. A row waits until the answer is prepared and its
     lexer is not in use (mask_threads.py).
 
+    The library's matcher may be behind the tokens: of an answer that an earlier engine began, and of one whose lexer is
+    worn (lexer.py) or waits for memory. `prepare` replays the tokens.
+
+    arrival: of the request.
     lexer: of the grammar. Only the thread that may use it calls `prepare`, and the loop calls the rest.
-    is_complete: the answer may end here.
     has_ended: the last token was one of `end_ids`, after which nothing follows. Where the constraint allows no other
         token, an end token follows nevertheless, as in an answer without a constraint.
     error: failure that ends the request when its next token arrives; None for none.
     """
 
-    __slots__ = ("_bits", "_compilation", "_constraint", "_end_ids", "_is_discarded", "_matcher", "_unforced", "error",
-                 "forced_run", "has_ended", "is_complete", "lexer")
+    __slots__ = ("__weakref__", "_attempts", "_bits", "_client", "_compilation", "_constraint", "_end_ids",
+                 "_is_complete", "_is_discarded", "_matcher", "_num_matched", "_tokens", "_unforced", "arrival",
+                 "error", "forced_run", "has_ended", "lexer")
 
     def __init__(self, request: Request, compilation: Compilation, end_ids: Container[int]):
-        """Begin before the first token of a request with a constraint.
+        """Begin after the output that an earlier engine computed of a request with a constraint.
 
         end_ids: tokens that end an answer.
 
-        Raises the errors of Compilation.matcher.
+        Raises the errors of Compilation.lexer.
         """
         assert request.constraint
         self._constraint = request.constraint
+        self._client = request.client
         self._end_ids = end_ids
         self._unforced = request.stop_token_ids.union(request.sampling.logit_bias)
         self._compilation = compilation
-        self._matcher = compilation.matcher()
+        self._tokens = list(request.output_ids)
+        self._num_matched = 0  # tokens that the matcher has taken
+        self._attempts = 0  # at the next token, which exhausted lexers
         self._bits: npt.NDArray[np.int32] | None = None  # the last mask
         self._is_discarded = False
-        self.lexer = compilation.lexer
+        self.arrival = request.arrival
         self.forced_run: list[int] | None = None
-        self.is_complete = self._matcher.is_complete
-        self.has_ended = False
+        self.has_ended = bool(self._tokens) and self._tokens[-1] in end_ids
+        self._is_complete: bool | None = self.has_ended or (None if self._tokens else compilation.is_complete)
         self.error: ServeError | None = None
+        self._matcher: Matcher | None = None
+        self.lexer: GrammarLexer = compilation.lexer(self._client)
+        self.lexer.add(self)
+        if self.lexer.is_built and not self.lexer.in_use:
+            self._matcher = self.lexer.matcher()
 
     @property
     def is_prepared(self) -> bool:
         """Whether it is known what follows."""
         return self.forced_run is not None or self.error is not None or self.has_ended
 
-    def prepare(self, size: int) -> None:
-        """Compute what follows, for a vocabulary of `size` ids. In any thread, while no other uses the lexer."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer may end here. Only where the lexer is in use, an answer that is behind is not complete."""
+        if self._is_complete is None and self.error is None and self.lexer.is_built and not self.lexer.in_use:
+            try:
+                while self._is_behind:
+                    self._replay()
+            except BaseException as error:  # as in `prepare`
+                self._fail(error)
+        return bool(self._is_complete)
+
+    def prepare(self, size: int) -> bool:
+        """Compute what follows, for a vocabulary of `size` ids. In any thread, while no other uses the lexer.
+
+        Return whether this must be called again: the answer has moved to another lexer, replayed a part of its tokens,
+        or waits for memory.
+        """
         if self._is_discarded or self.is_prepared:
-            return
+            return False
         try:
-            if self._bits is None:
-                self._bits = np.zeros(-(-size // 32), np.int32)
-            self._matcher.fill(self._bits)
-            words = np.count_nonzero(self._bits)
-            if not words:
-                logs.event(log, "a constraint allows no token", level=logging.ERROR, kind=self._constraint.kind)
-                self.error = InternalError(f"{self._constraint.kind}: no token may follow")
-            else:
-                run = self._matcher.forced(self._bits) if words <= MAX_FORCED_WORDS else []
-                self.forced_run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
+            if self.lexer.is_full:
+                self.lexer.wear()
+            if self.lexer.is_worn:
+                self._move()
+                return True
+            if not self._compilation.may_grow(self.lexer):
+                if self.lexer.is_built:
+                    self.lexer.wear()
+                time.sleep(MEMORY_WAIT_SECONDS)
+                return True
+            if self._is_behind:
+                self._replay()
+                if self._is_behind:
+                    return True
+            self._compute(size)
         except BaseException as error:  # a panic of a library in Rust is no Exception; the caller must not end
-            self.error = self._failure(error)
+            return self._fail(error)
+        return False
+
+    def release(self) -> None:
+        """Free the matcher. `prepare` builds it again. By the thread that may use the lexer."""
+        self._matcher = None
+        self._num_matched = 0
+        self.forced_run = None
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the matcher has to take tokens before it can tell what follows."""
+        return self._matcher is None or self._num_matched < len(self._tokens)
+
+    def _move(self) -> None:
+        """Use another lexer, since this one is worn."""
+        self.release()
+        self.lexer.remove(self)
+        self.lexer = self._compilation.lexer(self._client)
+        self.lexer.add(self)
+
+    def _replay(self) -> None:
+        """Take tokens that an earlier matcher has taken, at most MAX_REPLAYED_TOKENS."""
+        if self._matcher is None:
+            self._matcher = self.lexer.matcher()
+        is_careful = self._attempts > 1
+        count = MAX_CAREFUL_TOKENS if is_careful else MAX_REPLAYED_TOKENS
+        tokens = self._tokens[self._num_matched : self._num_matched + count]
+        if tokens and not self._matcher.replay(tokens, is_careful=is_careful):
+            self.error = self._violation()
+        self._num_matched += len(tokens)
+        if tokens and not self._is_behind:
+            self._matcher.end_replay()
+        if not self._is_behind:
+            self._is_complete = self._matcher.is_complete
+
+    def _compute(self, size: int) -> None:
+        """Compute the mask, for `size` ids, and the forced tokens."""
+        assert self._matcher
+        if self._bits is None:
+            self._bits = np.zeros(-(-size // 32), np.int32)
+        self._matcher.fill(self._bits)
+        words = np.count_nonzero(self._bits)
+        if not words:
+            logs.event(log, "a constraint allows no token", level=logging.ERROR, kind=self._constraint.kind)
+            self.error = InternalError(f"{self._constraint.kind}: no token may follow")
+        else:
+            run = self._matcher.forced(self._bits) if words <= MAX_FORCED_WORDS else []
+            self.forced_run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
+        self._attempts = 0
 
     def mask(self) -> npt.NDArray[np.int32] | None:
         """Return the mask of the next token, valid until the next `prepare` or `mask`; None if nothing follows. The
@@ -115,6 +208,7 @@ class AnswerMatcher:
     def discard(self) -> None:
         """Compute nothing more: the request has ended."""
         self._is_discarded = True
+        self.lexer.remove(self)
 
     def advance(self, token_id: int) -> None:
         """Append a token. Sets `error` if that fails. Nothing after an error."""
@@ -122,15 +216,20 @@ class AnswerMatcher:
             return
         run = self.forced_run
         self.forced_run = run[1:] or None if run and run[0] == token_id else None
+        is_behind = self._is_behind
+        self._tokens.append(token_id)
+        self.has_ended = token_id in self._end_ids
+        self._is_complete = self.has_ended or None
+        if is_behind or self._matcher is None:  # the token is of a mask of an earlier matcher
+            return
         try:
             if self._matcher.advance(token_id):
-                self.has_ended = token_id in self._end_ids
-                self.is_complete = self._matcher.is_complete
+                self._num_matched += 1
+                self._is_complete = self._matcher.is_complete
             else:
-                logs.event(log, "a token violates its constraint", level=logging.ERROR, kind=self._constraint.kind)
-                self.error = InternalError(f"a sampled token violates {self._constraint.kind}")
+                self.error = self._violation()
         except BaseException as error:  # as in `prepare`
-            self.error = self._failure(error)
+            self._fail(error)
 
     def take_forced(self, least: int, most: int) -> list[int]:
         """Advance over the forced tokens that follow, at most `most`, if these are at least `least`. Return them."""
@@ -143,9 +242,21 @@ class AnswerMatcher:
                 return run[:count]
         return run
 
-    def _failure(self, error: BaseException) -> ServeError:
+    def _violation(self) -> ServeError:
+        logs.event(log, "a token violates its constraint", level=logging.ERROR, kind=self._constraint.kind)
+        self.has_ended = self._is_complete = False
+        return InternalError(f"a sampled token violates {self._constraint.kind}")
+
+    def _fail(self, error: BaseException) -> bool:
+        """Set `error`, or replace an exhausted lexer. Return whether `prepare` must be called again."""
+        if isinstance(error, LexerExhausted):
+            self.lexer.wear()
+            self._attempts += 1
+            if self._attempts < MAX_ATTEMPTS:
+                return True
         if isinstance(error, MatcherError):
-            self._compilation.is_worn = True
-            return InvalidField(self._constraint.field, f"cannot be followed within limits: {error}")
-        logs.bug(log, f"matcher of {self._constraint.kind} failed", error)
-        return InternalError(f"{self._constraint.kind}: the matcher failed")
+            self.error = QueueFull(f"{self._constraint.field}: cannot be followed within limits: {error}")
+        else:
+            logs.bug(log, f"matcher of {self._constraint.kind} failed", error)
+            self.error = InternalError(f"{self._constraint.kind}: the matcher failed")
+        return False

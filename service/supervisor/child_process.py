@@ -39,6 +39,7 @@ class ChildProcess:
     arguments: returns the first line for its stdin. Called at each start.
     on_event: called with each JSON line of its stdout, except heartbeats.
     files: open descriptors that it inherits under the same numbers.
+    defers_sigterm: runs after the first begin with SIGTERM blocked, until the process has chosen how to handle it.
 
     starts: number of runs.
     started_at: start of the current run, time.monotonic() seconds.
@@ -47,6 +48,7 @@ class ChildProcess:
     is_hung: whether the current run was killed because it hung.
     kill_seconds: seconds since that kill.
     ready_event: event by which the current run reported that it is ready; None before. The supervisor sets it.
+    ready_at: when the supervisor set it, time.monotonic() seconds.
     is_killer_found: whether the request that crashed the earlier runs was found. The supervisor sets it.
     stopping: set once it must not be started again.
     """
@@ -59,6 +61,7 @@ class ChildProcess:
         arguments: Callable[[], Mapping[str, object]],
         on_event: Callable[[ChildProcess, dict[str, Any]], None],
         files: Sequence[int] = (),
+        defers_sigterm: bool = False,
     ):
         self.name = name
         self.starts = 0
@@ -67,6 +70,7 @@ class ChildProcess:
         self.silence = 0.0
         self.is_hung = False
         self.ready_event: dict[str, Any] | None = None
+        self.ready_at = 0.0
         self.is_killer_found = False
         self.kill_seconds = 0.0
         self.stopping = asyncio.Event()
@@ -76,6 +80,7 @@ class ChildProcess:
         self._arguments = arguments
         self._on_event = on_event
         self._files = files
+        self._defers_sigterm = defers_sigterm
         self._heartbeats = 0  # of the current run
         self._counted_heartbeats = 0  # at the last tick
         self._transport: asyncio.SubprocessTransport | None = None
@@ -95,6 +100,8 @@ class ChildProcess:
         _require_files(START_FILES)
         output = _Output(self._on_line)
         pipe = asyncio.subprocess.PIPE
+        deferred = {signal.SIGTERM} if self._defers_sigterm and self.starts > 1 else set()
+        signal.pthread_sigmask(signal.SIG_BLOCK, deferred)  # the process inherits it; the fork precedes any other task
         try:
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
                 lambda: output, *self._command, env=self._environment, pass_fds=self._files, stdin=pipe, stdout=pipe,
@@ -102,6 +109,8 @@ class ChildProcess:
         except (OSError, RuntimeError):
             output.is_abandoned = True
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, deferred)
         try:
             self._transport = transport
             self.pid = transport.get_pid()

@@ -6,8 +6,8 @@ supervisor, which outlives the other processes. It keeps a dead process's counts
 that their number does not grow with restarts. An unreadable file is skipped, counted and logged; only its own counts
 are lost.
 
-A process that writes to a mapped file without disk space dies by SIGBUS. The supervisor reserves the space of its own
-files at its start, and they do not grow later.
+The supervisor reserves the space of its own files at its start, and they do not grow later. A process that finds no
+disk space for further metrics keeps them in memory (metrics_file.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MetricsPage:
     def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         # Creates this process's files, in which every metric without labels is 0.
-        from npuserve.service import metrics
+        from npuserve.service import metrics, metrics_file
         from npuserve.service.supervisor.page_text import PageText
         from npuserve.service.supervisor.vllm_metrics import Aliases
 
@@ -75,7 +75,8 @@ class MetricsPage:
         metrics.target_seconds.labels("itl").set(config.target_itl_seconds)
         metrics.requests_limit.labels("running").set(config.max_num_seqs)
         metrics.requests_limit.labels("waiting").set(config.max_queue)
-        _reserve(folder)
+        if no_space := metrics_file.store():
+            raise ConfigError(f"TMPDIR: {folder} cannot hold the metrics files: {no_space.strerror}")
         self._processes = processes
         self._measured: set[str] = set()  # names of processes with a sample of their memory
         self._metrics = metrics
@@ -201,13 +202,3 @@ def _declared() -> list[tuple[str, str, str]]:
     found = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
              for metric in value.describe()]
     return [(metric.name, metric.type, metric.documentation) for metric in found]
-
-
-def _reserve(folder: Path) -> None:
-    """Allocate the disk space of this process's metrics files. Raises ConfigError if there is not enough."""
-    for file in folder.glob(f"*_{os.getpid()}.db"):
-        try:
-            with file.open("r+b") as opened:
-                os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
-        except OSError as error:
-            raise ConfigError(f"TMPDIR: {folder} cannot hold the metrics files: {error.strerror}") from None

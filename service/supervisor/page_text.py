@@ -1,12 +1,10 @@
-"""Text of the metrics page, made from the metrics files of all processes (prometheus_client's multiprocess mode).
+"""Text of the metrics page, made from the metrics files of all processes.
 
 An endpoint picker may scrape twenty times a second, and prometheus_client parses every key of every file for each page.
 Here each key is parsed once. A page reads the files, compares them with what was read before, and formats the groups
 that have changed: a group is the samples of one metric with the same labels. A page shows the values at its scrape.
 
-A file holds the number of its used bytes, and entries. An entry is the length of its key, the key (a JSON list: metric,
-sample, labels, help), padding, and two doubles: the value and a timestamp, which is not used here. Entries never move.
-The kind of the metrics, the way in which gauges are combined, and the process are in the file's name.
+metrics_file.py has the format of the files.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from pathlib import Path
 
 from prometheus_client.utils import floatToGoString
 
-_LENGTH = struct.Struct("i")
-_HEADER_BYTES, _VALUE_BYTES = 8, 16
+from npuserve.service.metrics_file import HEADER_BYTES, LENGTH, entries
 
 Labels = tuple[tuple[str, str], ...]
 Slot = float | None
@@ -120,14 +117,14 @@ class _File:
 
         Raises OSError, and other exceptions if the file is broken.
         """
-        first, before = os.pread(self._descriptor, _LENGTH.size, 0), self.data
-        used = _LENGTH.unpack(first)[0] if first else 0  # empty until its process has set its size
+        first, before = os.pread(self._descriptor, LENGTH.size, 0), self.data
+        used = LENGTH.unpack(first)[0] if first else 0  # empty until its process has set its size
         if not len(before) <= used <= os.fstat(self._descriptor).st_size:
             raise ValueError(f"it uses {used} bytes, after {len(before)}, which is not possible")
         data = os.pread(self._descriptor, used, 0)
         if data == before:
             return set()
-        added = list(self._parse(data, max(len(before), _HEADER_BYTES), group_of))
+        added = list(self._parse(data, max(len(before), HEADER_BYTES), group_of))
         self.data = data
         changed = {part.group for part in self.parts if data[part.start : part.end] != before[part.start : part.end]}
         for part in added:
@@ -143,20 +140,14 @@ class _File:
         last: Group | None = None
         slots: list[Slot] = []
         offsets: list[int] = []
-        while position < len(data):
-            (length,) = _LENGTH.unpack_from(data, position)
-            start, end = position + _LENGTH.size, position + _LENGTH.size + length
-            position = end + 8 - end % 8  # aligned, with at least one byte of padding
-            if length < 1 or position + _VALUE_BYTES > len(data):
-                raise ValueError(f"an entry of {length} bytes at {start} does not fit {len(data)} used bytes")
-            group, slot = group_of(self, json.loads(data[start:end]))
+        for key, offset in entries(data, position, len(data)):
+            group, slot = group_of(self, json.loads(key))
             if group is not last and last is not None:
                 yield _Part(self, last, slots, offsets)
                 slots, offsets = [], []
             last = group
             slots.append(slot)
-            offsets.append(position)
-            position += _VALUE_BYTES
+            offsets.append(offset)
         if last is not None:
             yield _Part(self, last, slots, offsets)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,11 @@ class Restarts:
 
     A run that was ready has crashed, most likely because of a request, which the engine finds (crash_tracker.py), or
     because somebody killed it. A restart is likely to help, and streams wait for it. Its pause is `crash_pause` times
-    the number of crashes, up to `max_crash_pause`. After `max_crashes` crashes there is no restart.
+    the number of crashes, up to `max_crash_pause`, less the time for which it was ready. After `max_crashes` crashes
+    there is no restart.
+
+    Once the server was ready, a start that is killed from outside (SIGKILL) is a crash too: the start itself did not
+    fail.
     """
 
     start_pause: float = 0.5
@@ -35,16 +40,17 @@ class Restarts:
     max_crash_pause: float = 5.0
     max_crashes: int = 100
 
-    def pause(self, failed_starts: int, crashes: int) -> float | None:
+    def pause(self, failed_starts: int, crashes: int, ready_seconds: float = 0.0) -> float | None:
         """Return the seconds until the restart; None for no restart.
 
         failed_starts: 0 if the last run crashed.
+        ready_seconds: time for which the last run was ready.
         """
         if failed_starts >= self.deaths or crashes >= self.max_crashes:
             return None
         if failed_starts:
             return self.retry_pause(failed_starts)
-        return min(self.crash_pause * crashes, self.max_crash_pause)
+        return max(0.0, min(self.crash_pause * crashes, self.max_crash_pause) - ready_seconds)
 
     def retry_pause(self, attempts: int) -> float:
         """Return the pause after consecutive failed attempts, doubled for each, up to `max_start_pause`."""
@@ -62,6 +68,7 @@ class RunEnd:
     seconds: length of the run, without the time for which it hung.
     is_hung: whether it was killed because it hung.
     was_ready: whether it was ready, even if it hung later.
+    ready_seconds: time for which it was ready.
     is_killer_found: whether the request that crashed the earlier runs was found and ended.
     """
 
@@ -69,6 +76,7 @@ class RunEnd:
     seconds: float = 0.0
     is_hung: bool = False
     was_ready: bool = False
+    ready_seconds: float = 0.0
     is_killer_found: bool = False
 
     @property
@@ -79,6 +87,10 @@ class RunEnd:
         if self.is_hung:
             return "hung"
         return "unusable" if self.code == UNUSABLE else "died"
+
+    def has_crashed(self, was_server_ready: bool) -> bool:
+        """Return whether the run was ready, or killed from outside at its start. Otherwise it is a failed start."""
+        return not self.is_hung and (self.was_ready or (was_server_ready and self.code == -signal.SIGKILL))
 
 
 class RestartPolicy:
@@ -122,8 +134,9 @@ class RestartPolicy:
             if isinstance(end.code, int) or not is_transient(end.code):
                 return None
         self._repair_attempts = 0
-        if end.was_ready and not end.is_hung:
-            self._failed_starts, self._crashes = 0, self._crashes + 1
+        if end.has_crashed(was_server_ready):
+            self._failed_starts = 0
+            self._crashes += 1
         else:
             self._failed_starts += 1
-        return self._restarts.pause(self._failed_starts, self._crashes)
+        return self._restarts.pause(self._failed_starts, self._crashes, end.ready_seconds)

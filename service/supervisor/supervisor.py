@@ -44,6 +44,7 @@ from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import SOCKET, check_folder, private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
+from npuserve.service.supervisor.running_servers import write_description
 from npuserve.service.supervisor.watchdog import MIN_LOAD_SECONDS, Watchdog
 from npuserve.service.text.model_folder import served_as
 from npuserve.service.text.model_path import fetch, local, resolve
@@ -118,6 +119,7 @@ class Supervisor:
         self._start_date = clock.unix_time()
         self._started = self._start_began = time.monotonic()
         # Created by `run`, before it starts a child.
+        self._folder: Path
         self._exit_code: asyncio.Future[int]  # of the server; done once it has to end
         self._frontends: list[ChildProcess]
         self._engine: ChildProcess
@@ -179,6 +181,7 @@ class Supervisor:
 
     def _create_parts(self, folder: Path) -> None:
         """Create the children, which are not started yet, their watchdog and the metrics page. Raises ConfigError."""
+        self._folder = folder
         socket = f"{folder}/{SOCKET}"
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
 
@@ -196,7 +199,8 @@ class Supervisor:
             "config": self._config, "folder": str(self._model), "address": socket, "epoch": self._engine.starts,
             "heartbeat": True, "memory": memory, "rank_memory": others, "shared_weights": self._shared_weights,
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
-        }, self._on_event, [memory, *others] if memory >= 0 else [])
+            "start_date": self._start_date, "started": self._started,
+        }, self._on_event, [memory, *others] if memory >= 0 else [], defers_sigterm=True)
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
         self._page = MetricsPage(folder, self._config, self._processes)
@@ -233,6 +237,7 @@ class Supervisor:
             self._port = event["port"]
             self.listening.set()
             logs.event(log, f"listening on {self.address}", metrics=self._page.url)
+            write_description(self._folder, self._config, self.address, self._page.url, self._start_date)
             for other in self._frontends:
                 if other not in self._tasks:
                     self._start(other)
@@ -251,6 +256,7 @@ class Supervisor:
 
     def _on_ready(self, child: ChildProcess, event: dict[str, Any]) -> None:
         child.ready_event = event
+        child.ready_at = time.monotonic()
         if child is self._engine:
             self._shared_weights = event.get("shared_weights")
             self._kernels = self._kernels or event.get("kernels")
@@ -287,8 +293,9 @@ class Supervisor:
             if pause is None:
                 return self._give_up(child, end, policy)
             self._page.failed("engine" if is_engine else "frontend", end.why)
-            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why, pause=pause,
-                       **{"error": str(end.code)} if end.why == "not_started" else {"code": end.code})
+            cause = {"error": str(end.code)} if end.why == "not_started" else {"code": end.code}
+            logs.event(log, f"{child.name} died, starting it again", level=logging.WARNING, why=end.why,
+                       pause=round(pause, 3), **cause)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.stopping.wait(), pause)
                 return 0
@@ -304,9 +311,11 @@ class Supervisor:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
             return RunEnd(error)
         silence = child.silence if child.is_hung else 0.0
-        seconds = time.monotonic() - child.started_at - silence
+        end = time.monotonic() - silence
+        was_ready = child.ready_event is not None
+        ready_seconds = end - child.ready_at if was_ready else 0.0
         is_killer_found, child.is_killer_found = child.is_killer_found, False
-        return RunEnd(code, seconds, child.is_hung, child.ready_event is not None, is_killer_found)
+        return RunEnd(code, end - child.started_at, child.is_hung, was_ready, ready_seconds, is_killer_found)
 
     def _give_up(self, child: ChildProcess, end: RunEnd, policy: RestartPolicy) -> int:
         """Log why a child is not restarted, unless it reported that. Return the server's exit code.

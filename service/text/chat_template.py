@@ -2,7 +2,8 @@
 
 The result equals that of transformers' apply_chat_template(tokenize=False). The template comes with the model and runs
 in jinja2's immutable sandbox; the conversation comes from the client. The output is bounded here. Python cannot bound
-the time and memory of a template, so template_process.py runs it in a process of its own.
+the time and memory of a template, nor of its compilation, which computes constants. So template_process.py compiles and
+runs it in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -68,13 +69,17 @@ class ChatTemplate:
 
     templates: source, or sources by name; `tool_use` is used for requests with tools, `default` for the other ones.
     named_tokens: variables of the template, such as bos_token.
+    files: names of the templates' files, for errors.
     roles: strings that a template compares with a message's role.
     format: format of the model's answers.
 
-    Raises ValueError for a template that does not parse, and if none is named `default`.
+    Raises ValueError for a template that cannot be compiled, and if none is named `default`.
     """
 
-    def __init__(self, templates: str | Mapping[str, str], named_tokens: Mapping[str, str] | None = None):
+    def __init__(
+        self, templates: str | Mapping[str, str], named_tokens: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
+    ):
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -83,12 +88,16 @@ class ChatTemplate:
         sources = {"default": templates} if isinstance(templates, str) else dict(templates)
         if "default" not in sources:
             raise ValueError(f"chat template: none of {sorted(sources)} is named default")
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-            self.roles = frozenset(
-                role for source in sources.values() for role in _compared_roles(environment.parse(source)))
-        except TemplateError as error:
-            raise ValueError(f"chat template: {error}") from error
+        self._templates: dict[str, Template] = {}
+        roles = set[str]()
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+                roles.update(_compared_roles(environment.parse(source)))
+            except Exception as error:  # Python compiles the template too, and computes its constants
+                what = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+                raise ValueError(f"{(files or {}).get(name, 'chat template')}: {what}") from error
+        self.roles = frozenset(roles)
         self.format = template_format("".join(sources.values()))
         self._named_tokens = dict(named_tokens or {})
 
@@ -159,21 +168,58 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return known if reasoning is None else {"thinking": reasoning, **known, "reasoning_content": reasoning}
 
 
-def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-    """Load the chat template of a model's folder; return None if the folder has none.
+class TemplateFiles(NamedTuple):
+    """Chat templates of a model's folder.
+
+    sources: source of each template by its name; see `ChatTemplate`.
+    files: name of the file of each template.
+    """
+
+    sources: dict[str, str]
+    files: dict[str, str]
+
+
+def read_templates(folder: Path) -> TemplateFiles | None:
+    """Read the sources of the chat templates of a model's folder; return None if the folder has none.
 
     Reads the first of: chat_template.jinja, with additional_chat_templates/NAME.jinja; tokenizer_config.json, a string
-    or a list of named templates; chat_template.json. Raises ValueError for a malformed template.
+    or a list of named templates; chat_template.json. Raises ValueError, naming the file, for a malformed one.
     """
-    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
-    templates: Any = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        if not templates and (folder / name).is_file():
-            templates = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(templates, list):
-        templates = {entry["name"]: entry["template"] for entry in templates}
-    if templates and not isinstance(templates, (str, dict)):
-        raise ValueError(f"chat_template: must be text or a list of named templates, got {templates!r}")
-    return ChatTemplate(templates, named_tokens) if templates else None
+        paths["default"] = folder / "chat_template.jinja"
+    if paths:
+        files = {name: str(path.relative_to(folder)) for name, path in paths.items()}
+        return TemplateFiles({name: _read(path, files[name]) for name, path in paths.items()}, files)
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        if not (folder / file).is_file():
+            continue
+        try:
+            templates = json.loads(_read(folder / file, file)).get("chat_template")
+            if isinstance(templates, list):
+                templates = {entry["name"]: entry["template"] for entry in templates}
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
+        sources = {"default": templates} if isinstance(templates, str) else templates
+        if sources and not (isinstance(sources, dict) and all(isinstance(source, str) for source in sources.values())):
+            raise ValueError(
+                f"{file}: chat_template: must be text or a list of named templates, got {templates!r:.100}")
+        if sources and any(sources.values()):
+            return TemplateFiles(sources, dict.fromkeys(sources, file))
+    return None
+
+
+def _read(path: Path, name: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def load_chat_template(folder: Path, named_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
+    """Compile the chat template of a model's folder; return None if the folder has none. See `read_templates`.
+
+    Raises ValueError, naming the file, for a template that cannot be compiled.
+    """
+    templates = read_templates(folder)
+    return ChatTemplate(templates.sources, named_tokens, templates.files) if templates else None

@@ -1,18 +1,64 @@
-"""A tokenizer of the library `tokenizers`, and one in which the special tokens have other texts."""
+"""Tokenizers of the library `tokenizers`: one in this process, one with other texts of the special tokens, and one that
+encodes in other processes.
+
+    python -m npuserve.service.text.fast_tokenizer      started by `IsolatedTokenizer`, reads stdin
+
+The library's expressions backtrack, and normalizers may lengthen a text exponentially. Nothing can interrupt the
+library in a thread. So a tokenizer encodes in this process only if its expressions are known and its normalizers do not
+lengthen a text much (`is_bounded`). Any other one encodes in processes under limits of the kernel, as
+template_process.py renders chat templates. A text beyond them is refused.
+
+A process writes an empty line once it has started. Request and reply are one line of JSON each.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
 import tokenizers
+
+from npuserve.service.errors import TokenizerLimit, Unavailable
+from npuserve.service.ipc import process_control
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The library's threads would share the texts of a batch, which is one text here. If the system has no thread at the
 # first batch, the library never makes its threads again, and each batch panics.
+
+KNOWN_EXPRESSIONS = frozenset({
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    *(rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^\s{others}]+[\r\n]*|\s*[\r\n]+"
+      r"|\s+(?!\S)|\s+"
+      for letters, others in ((r"\p{L}", r"\p{L}\p{N}"), (r"[\p{L}\p{M}]", r"\p{L}\p{M}\p{N}"))
+      for digits in (r"\p{N}", r"\p{N}{1,3}"))})
+"""Expressions of GPT-2, Qwen and Llama 3, whose time is bounded by the length of the text."""
+PLAIN_STEPS = frozenset({
+    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip", "Nmt", "Prepend", "BertNormalizer", "ByteLevel",
+    "Metaspace", "Whitespace", "WhitespaceSplit", "Digits", "Punctuation", "BertPreTokenizer",
+    "UnicodeScripts", "CharDelimiterSplit", "FixedLength"})
+"""Normalizers and pre-tokenizers without expressions of their own."""
+MAX_GROWTH = 4
+"""Factor by which all replacements of a tokenizer may lengthen a text in this process."""
+MAX_SECONDS, SECONDS_PER_CHARACTER = 2.0, 2e-5
+"""Processor time for a text in another process. A usual tokenizer needs 1e-6 s a character."""
+MAX_WALL_RATIO = 10
+"""Real time for a text, as a multiple of its processor time."""
+MAX_ENCODE_BYTES = 2 << 30
+"""Memory for a text in another process, above its memory before. A token takes some 150 bytes."""
+COMMAND = (sys.executable, "-m", "npuserve.service.text.fast_tokenizer")
+
+
+class Encoder(Protocol):
+    """Function from text to token ids."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
 
 class FastTokenizer:
@@ -25,7 +71,10 @@ class FastTokenizer:
     vocabulary_size: every id is below it.
     normalizes_special_tokens: the text is normalized before special tokens are found in it, so that other texts may be
         read as a special token.
+    is_isolated: whether `encode` blocks on another process. It raises TokenizerLimit and Unavailable then.
     """
+
+    is_isolated = False
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary_size: int | None = None):
         """vocabulary_size: None to take the number of tokens, or more if an added token has a larger id."""
@@ -60,7 +109,7 @@ class FastTokenizer:
         """Return the id of a token by its name in the vocabulary, None for an unknown one."""
         return self._tokenizer.token_to_id(token)
 
-    def renamed(self, names: Mapping[str, str]) -> RenamedTokenizer | None:
+    def renamed(self, names: Mapping[str, str]) -> Encoder | None:
         """Return a tokenizer that reads names[token] as the special token `token`, and the text of `token` as plain
         text. Return None if this tokenizer finds no special tokens in texts."""
         return None if self._tokenizer.encode_special_tokens else RenamedTokenizer(self._tokenizer, names)
@@ -94,6 +143,107 @@ class RenamedTokenizer(FastTokenizer):
         return [self._original_ids.get(i, i) for i in super().encode(text, add_special_tokens)]
 
 
+class IsolatedTokenizer(FastTokenizer):
+    """Tokenizer that encodes in other processes, as many as texts are encoded at the same time."""
+
+    is_isolated = True
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary_size: int | None = None):
+        super().__init__(tokenizer, vocabulary_size)
+        self._idle: deque[process_control.LineProcess] = deque()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.encode_renamed(text, add_special_tokens, None)
+
+    def renamed(self, names: Mapping[str, str]) -> Encoder | None:
+        return None if self._tokenizer.encode_special_tokens else _IsolatedRenamedTokenizer(self, names)
+
+    def encode_renamed(self, text: str, add_special_tokens: bool, names: Mapping[str, str] | None) -> list[int]:
+        """Return the ids of a text, as `encode` of `FastTokenizer` or of the `RenamedTokenizer` with these names."""
+        process = self._idle_process()
+        line = process.call(json.dumps([text, add_special_tokens, names]).encode())
+        if not line.endswith(b"\n"):
+            process.end()
+            if process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
+                raise Unavailable("the process of the tokenizer was killed")
+            limits = f"{_max_seconds(text):.3g} seconds of processor time and {MAX_ENCODE_BYTES >> 20} MiB of memory"
+            raise TokenizerLimit(f"the model's tokenizer must take at most {limits} for it")
+        self._idle.append(process)
+        ids: list[int] | None = json.loads(line)
+        if ids is None:
+            raise TokenizerLimit("the model's tokenizer fails on it")
+        return ids
+
+    def _idle_process(self) -> process_control.LineProcess:
+        """Remove and return an idle process that is alive, or start one. Raises Unavailable."""
+        while self._idle:
+            try:
+                process = self._idle.pop()
+            except IndexError:  # another thread took it
+                break
+            if process.popen.poll() is None:
+                return process
+            process.end()
+        try:
+            process = process_control.LineProcess(COMMAND, self._start)
+        except OSError as error:
+            raise Unavailable(f"the process of the tokenizer cannot start: {error.strerror}") from error
+        if process.read() != b"\n":
+            process.end()
+            raise Unavailable("the process of the tokenizer cannot start")
+        return process
+
+    @cached_property
+    def _start(self) -> bytes:
+        return json.dumps({"tokenizer": self._tokenizer.to_str(), "dumpable": process_control.is_dumpable(),
+                           "encode_special_tokens": self._tokenizer.encode_special_tokens}).encode()
+
+
+class _IsolatedRenamedTokenizer:
+    def __init__(self, tokenizer: IsolatedTokenizer, names: Mapping[str, str]):
+        self._tokenizer = tokenizer
+        self._names = dict(names)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode_renamed(text, add_special_tokens, self._names)
+
+
+def open_tokenizer(tokenizer: tokenizers.Tokenizer, vocabulary_size: int | None = None) -> FastTokenizer:
+    """Return the adapter of a tokenizer: in this process if the tokenizer is bounded, else isolated."""
+    kind = FastTokenizer if is_bounded(tokenizer) else IsolatedTokenizer
+    return kind(tokenizer, vocabulary_size)
+
+
+def is_bounded(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Return whether the time and memory of `encode` are known to be bounded by the length of the text."""
+    growth = 1.0
+    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
+        for step in _steps(json.loads(part.__getstate__())) if part is not None else ():
+            if step["type"] in PLAIN_STEPS:
+                continue
+            pattern = step.get("pattern", {})
+            if step["type"] not in ("Replace", "Split") or not pattern.get("String", pattern.get("Regex")):
+                return False
+            if "Regex" in pattern and pattern["Regex"] not in KNOWN_EXPRESSIONS:
+                return False
+            if step["type"] == "Replace":
+                growth *= max(1.0, len(step["content"]) / len(pattern.get("String", " ")))
+    return growth <= MAX_GROWTH
+
+
+def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a normalizer or a pre-tokenizer, without sequences."""
+    if state["type"] != "Sequence":
+        yield state
+        return
+    for inner in state.get("normalizers", state.get("pretokenizers", ())):
+        yield from _steps(inner)
+
+
+def _max_seconds(text: str) -> float:
+    return MAX_SECONDS + SECONDS_PER_CHARACTER * len(text)
+
+
 def _copy(other: tokenizers.Tokenizer, tokens: Sequence[str | tokenizers.AddedToken]) -> tokenizers.Tokenizer:
     """Return a tokenizer with the model of another one, but with `tokens` as its added tokens."""
     own = tokenizers.Tokenizer(other.model)
@@ -110,3 +260,46 @@ def _has_ambiguous_ids(
     """Return whether the tokenizer gives one of the added tokens `texts` the id of another token of `other`."""
     own = ((i, tokenizer.token_to_id(text)) for i, text in texts.items())
     return any(found not in (None, i) and other.id_to_token(found) is not None for i, found in own)
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of the server; the front end ends this one
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
+        signal.signal(number, signal.SIG_DFL)
+    start = json.loads(sys.stdin.buffer.readline())
+    process_control.set_dumpable(start["dumpable"])
+    tokenizer = tokenizers.Tokenizer.from_str(start["tokenizer"])
+    tokenizer.encode_special_tokens = start["encode_special_tokens"]
+    plain, renamed = FastTokenizer(tokenizer), dict[str, Encoder | None]()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes its panics there, which clients can cause
+    process_control.limit_growth(MAX_ENCODE_BYTES)
+    _reply(b"")
+    for line in sys.stdin.buffer:
+        text, add_special_tokens, names = json.loads(line)
+        process_control.limit_time(_max_seconds(text), MAX_WALL_RATIO)
+        ids: list[int] | None = None
+        try:
+            encoder: Encoder | None = plain
+            if names is not None:
+                key = json.dumps(names)
+                encoder = renamed[key] = renamed.get(key) or plain.renamed(names)
+            assert encoder
+            ids = encoder.encode(text, add_special_tokens)
+        except MemoryError:
+            return 1
+        except BaseException:  # a panic of the library is no Exception
+            pass
+        reply = json.dumps(ids).encode()
+        process_control.limit_time(0, MAX_WALL_RATIO)
+        _reply(reply)
+    return 0
+
+
+def _reply(line: bytes) -> None:
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

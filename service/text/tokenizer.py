@@ -33,6 +33,7 @@ class Tokenizer:
     eos_id: id of the eos_token; None if there is none.
     chat: the chat template; None if the folder has none.
     max_token_bytes: bytes of text of the longest token.
+    is_isolated: whether `encode` blocks on another process, see `FastTokenizer`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Tokenizer:
         self.eos_id = self.id_of(self.named_tokens.get("eos_token", ""))
         self._is_byte_level = fast.decoder.get("type") == "ByteLevel"
         self._byte_fallback = _byte_fallback(fast.decoder)
+        self.is_isolated = fast.is_isolated
         self.max_token_bytes = self._longest_token_bytes()
         self._token_bytes = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_bytes)
         self._token_text = functools.lru_cache(maxsize=1 << 18)(self._uncached_token_text)

@@ -19,7 +19,7 @@ import tokenizers
 
 from npuserve.service.config import ConfigError
 from npuserve.service.text import byte_bpe
-from npuserve.service.text.fast_tokenizer import FastTokenizer
+from npuserve.service.text.fast_tokenizer import FastTokenizer, open_tokenizer
 from npuserve.service.text.template_process import load_template_process
 from npuserve.service.text.tokenizer import Tokenizer
 
@@ -162,7 +162,7 @@ def _load_tokenizer_json(folder: Path, config: _Config) -> FastTokenizer:
     tokenizer.encode_special_tokens = config.flag("split_special_tokens")
     if config.class_name in (_QWEN2, _GPT2):
         _set_prefix_space(tokenizer, config.flag("add_prefix_space"))
-    return FastTokenizer(tokenizer)
+    return open_tokenizer(tokenizer)
 
 
 def _set_prefix_space(tokenizer: tokenizers.Tokenizer, prefix_space: bool) -> None:
@@ -224,4 +224,4 @@ def _load_by_transformers(folder: Path) -> Tokenizer:
     if not getattr(loaded, "is_fast", False):
         raise ValueError(f"{type(loaded).__name__}: must have a fast version in transformers")
     named = dict(loaded.special_tokens_map)
-    return Tokenizer(FastTokenizer(loaded.backend_tokenizer), named, load_template_process(folder, named))
+    return Tokenizer(open_tokenizer(loaded.backend_tokenizer), named, load_template_process(folder, named))

@@ -35,6 +35,6 @@ def test_draw_writes_a_picture_of_each_kind_of_panel(tmp_path: Path) -> None:
 def test_pictures_show_panels_of_the_dashboards() -> None:
     monitoring, panels = bench("reliability.monitoring"), bench("reliability.panels")
     for dashboard, titles in monitoring.PICTURES.items():
-        (file,) = panels.DASHBOARDS.glob(f"{dashboard}.json")
+        (file,) = panels.DASHBOARDS.glob(f"npuserve-{dashboard}.json")
         known = {panel["title"].replace("$kernel", "All kernels") for panel in json.loads(file.read_text())["panels"]}
         assert set(titles) <= known

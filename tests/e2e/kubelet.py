@@ -53,7 +53,7 @@ def cores(quantity: str | int | float) -> int:
 
 
 class Container:
-    """The pod's one container. config: file name -> content of its ConfigMap."""
+    """The pod's one container. config: file name -> content in the volume config."""
 
     def __init__(self, spec: Object, config: dict[str, str], image_entrypoint: list[str], root: Path):
         (self.spec,) = spec["containers"]

@@ -21,7 +21,7 @@ import pytest
 
 from npuserve.npu import storyteller
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import inference_service_pb2_grpc, tokenize_pb2
+from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 from tests.e2e.brittle import COUNTING
 from tests.e2e.fuzz.wire import PREFACE, SETTINGS, frame, header_bomb
 from tests.e2e.processes import processes, until
@@ -244,3 +244,36 @@ def test_unread_replies_of_one_client_are_bounded(server: Server) -> None:
     assert growth.mib < GROWTH_MIB
     assert server.stub.Detokenize(
         tokenize_pb2.DetokenizeRequest(token_ids=[LONG_TOKEN] * 2), metadata=server.metadata).text
+
+
+@pytest.mark.parametrize(("expression", "normalizer"), [
+    (r"a*a*a*(?!\w)\d", None), ("(a+)+$", None),
+    ("x", {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"} for _ in range(40)]})])
+def test_a_text_that_explodes_in_the_tokenizer_is_refused_and_others_are_served(
+    tmp_path: Path, expression: str, normalizer: dict[str, Any] | None
+) -> None:
+    """In processes under limits: the front end lives on, and answers other calls meanwhile."""
+    model = shutil.copytree(storyteller.FOLDER, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = expression
+    tokenizer["normalizer"] = normalizer
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = "a" * 350 + "b" + "a" * 350 if normalizer is None else "a"
+    with serving(str(model), **COUNTING) as server:
+        (before,) = processes(server, "frontend")
+        with Growth(server) as growth:
+            calls = [server.stub.Tokenize.future(tokenize_pb2.TokenizeRequest(text=text)),
+                     server.stub.Generate.future(pb.GenerateRequest(text=text))]
+            served = 0
+            while not all(call.done() for call in calls):
+                server.stub.GetLoad(model_pb2.GetLoadRequest(), timeout=5)
+                served += 1
+            for call in calls:
+                assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert call.details().startswith("text: the model's tokenizer ")
+        assert served
+        assert growth.mib < GROWTH_MIB
+        assert server.stub.Tokenize(tokenize_pb2.TokenizeRequest(text="no such letter: zzz")).token_ids
+        (after,) = processes(server, "frontend")
+        assert after == before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
 import subprocess
 from datetime import datetime, timedelta, timezone
@@ -67,7 +69,8 @@ def logged_ahead(server: Server) -> timedelta:
 
 @pytest.mark.slow
 def test_clock_set_while_serving_changes_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A day forward, then two days back, in all processes of the server, between and during streams."""
+    """A day forward, then two days back, in all processes of the server, between and during streams. Then the engine is
+    killed, which was started at a later date than its successor."""
     (tmp_path / "clock.c").write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c"], check=True)
     shift, day = tmp_path / "shift", 86400
@@ -96,5 +99,9 @@ def test_clock_set_while_serving_changes_no_answer(tmp_path: Path, monkeypatch: 
             assert health(server) == SERVING
             until(lambda seconds=seconds: abs(logged_ahead(server) - timedelta(seconds=seconds)) < timedelta(hours=1))
         assert children(server) == processes
+        call = server.stub.StreamGenerate(ask, timeout=100)
+        begin = next(call).text
+        os.kill(processes["engine"], signal.SIGKILL)
+        assert begin + "".join(part.text for part in call) == text
         assert len(streamed(server.stub, ask)[1]) == len(ids)
         assert server.stop() == 0

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -146,6 +147,48 @@ def test_answer_satisfies_the_constraint(server: Server, name: str, pytestconfig
             (found,) = join(engine_stub(server.channel).Generate(theirs, timeout=100)).values()
             assert found.token_ids[: len(ids)] == ids
             assert found.reason == ("length" if finish.reason == pb.FINISH_REASON_LENGTH else "stop")
+
+
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Server of the built-in model with a longer context than that of its training."""
+    folder = tmp_path_factory.mktemp("long") / "model"
+    shutil.copytree(model_folder(BUILT_IN), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    with serving(str(folder), "--dtype", "float32", "--block-size", "16") as running:
+        yield running
+
+
+def test_long_strings_end_within_their_bounds_whatever_others_answer(long_server: Server) -> None:
+    """Of several clients under one constraint, one after the other and together. None is refused."""
+    schema = {"type": "string", "minLength": 3000, "maxLength": 4000}
+    asks = [ask(4000, json_schema=json.dumps(schema), temperature=1.0, seed=seed) for seed in range(6)]
+
+    def text_of(message: pb.GenerateRequest) -> str:
+        answer = long_server.stub.Generate(message, timeout=300)
+        assert answer.finish.grammar_completed
+        return answer.text
+
+    texts = [text_of(message) for message in asks[:2]]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        together = list(pool.map(text_of, asks))
+    assert together[:2] == texts
+    for text in together:
+        matches_schema(schema)(text)
+
+
+def test_long_string_continues_after_the_death_of_the_engine(long_server: Server) -> None:
+    schema = {"type": "string", "minLength": 3000, "maxLength": 4000}
+    message = ask(4000, json_schema=json.dumps(schema), temperature=1.0, seed=1)
+    whole = long_server.stub.Generate(message, timeout=300)
+    parts: list[str] = []
+    for part in long_server.stub.StreamGenerate(message, timeout=300):
+        parts.append(part.text)
+        if len(parts) == 500:
+            os.kill(engine_of(long_server), signal.SIGKILL)
+    assert "".join(parts) == whole.text
+    matches_schema(schema)(whole.text)
 
 
 def test_json_object_is_an_object(server: Server) -> None:

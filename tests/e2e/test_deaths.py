@@ -96,6 +96,31 @@ def wait_until_running(server: Server, requests: int = 1) -> None:
         time.sleep(0.005)
 
 
+def test_resume_in_flight_survives_a_killed_engine(counting: Server, kills: ModuleType) -> None:
+    """The engine is stopped, so that it dies before it answers the calls."""
+    ask = request("Once upon a time", 400, ignore_eos=True)
+    alone = kills.stream(counting.stub, ask)
+    readers = [Reader(kills, counting.target) for _ in range(4)]
+    for reader in readers:
+        read(reader.answer, reader.begin(ask), 1)
+    stopped = engine_of(counting)
+    os.kill(stopped, signal.SIGSTOP)
+    calls = [reader.resume() for reader in readers]
+    late = counting.stub.ResumeStream(pb.ResumeStreamRequest(resume_token=readers[0].token), timeout=0.2)
+    gone = counting.stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x" * 32), timeout=60)
+    with pytest.raises(grpc.RpcError) as over:
+        list(late)
+    assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    os.kill(stopped, signal.SIGKILL)
+    for reader, call in zip(readers, calls, strict=True):
+        read(reader.answer, call)
+        assert reader.answer.same(alone)
+        reader.close()
+    with pytest.raises(grpc.RpcError) as unknown:
+        list(gone)
+    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 def test_only_the_request_that_kills_is_failed(counting: Server, kills: ModuleType) -> None:
     server, before = counting, counting.metric("npuserve_engine_restarts_total")
     with ThreadPoolExecutor(8) as threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -126,6 +127,24 @@ def test_engine_death_is_a_pause(server: Server, slow_load: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_engine_killed_in_each_start_is_restarted_with_short_pauses() -> None:
+    """Nothing is wrong with a start that is killed from outside. The request that waits is answered."""
+    with serving() as server:
+        ask = request("Once upon a time", 200, ignore_eos=True)
+        answer = server.stub.Generate.future(ask, timeout=100)
+        killed: set[int] = set()
+        while len(killed) < 6:
+            until(lambda: children(server).get("engine", 0) not in {0, *killed}, server)
+            killed.add(children(server)["engine"])
+            os.kill(children(server)["engine"], signal.SIGKILL)
+        assert answer.result().finish.usage.generated_tokens == 200
+        restarts = [json.loads(line) for line in server.log.splitlines() if "starting it again" in line]
+        assert len(restarts) == 6
+        assert sum(restart["pause"] for restart in restarts) <= 2.2
+        assert server.stop() == 0
+
+
 def test_metrics_after_kills_keep_totals_in_as_many_files(server: Server) -> None:
     """Two deaths of the engine and of the front end, each after a request whose counts are on the page."""
     server.wait_until_ready()

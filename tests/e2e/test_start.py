@@ -51,6 +51,18 @@ def test_torch_that_cannot_be_imported_is_one_sentence(command: tuple[str, ...],
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("template", [
+    "{% if %}", "{% if 1 %}" * 500 + "{% endif %}" * 500,
+    pytest.param("{{ 'a' * 10**8 * 8 }}", marks=pytest.mark.slow)])
+def test_serve_with_a_chat_template_that_cannot_be_compiled_names_its_file(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    done = npuserve("serve", str(folder), "--port", "0", "--metrics-port", "0")
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(f"npuserve: chat template of {folder}: chat_template.jinja: ")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())

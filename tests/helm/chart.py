@@ -33,14 +33,18 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 PRODUCTION: Object = {
-    "tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"}, "model": {"hub": {"revision": "v1"}},
+    "tls": {"secretName": "llm-tls"}, "apiKeys": {"secretName": "llm-keys"},
     "image": {"digest": "sha256:" + "0" * 64}, "helmTest": {"apiKeySecretName": "llm-test-key"}}
 """Values that values-prod.yaml requires from the user."""
+PINNED: Object = {"model": {"hub": {"revision": "v1"}}}
+"""Value that it requires as well where the preset downloads a model."""
 
 
 def completed(presets: tuple[str, ...], values: Object | None = None) -> Object:
     """Return `values` with the values that the presets require."""
-    return merged(PRODUCTION if "prod" in presets else {}, values or {})
+    if "prod" not in presets:
+        return values or {}
+    return merged(PRODUCTION, PINNED if {"ascend", "cuda"} & set(presets) else {}, values or {})
 
 
 def template(
@@ -129,8 +133,7 @@ def pod(objects: list[Object]) -> Object:
 
 def config_file(objects: list[Object]) -> str:
     """Return the content of the server's settings file."""
-    (text,) = [o["data"]["npuserve.toml"] for o in objects if o["kind"] == "ConfigMap" and "npuserve.toml" in o["data"]]
-    return str(text)
+    return str(templates(workload(objects))[0]["metadata"]["annotations"]["npuserve/config"])
 
 
 def merged(*values: Object) -> Object:
@@ -156,10 +159,10 @@ def _custom_kinds() -> dict[tuple[str, str], Any]:
 
 
 def refused(message: str) -> set[str]:
-    """Return the dotted paths of the values that Helm's schema errors name.
+    """Return the dotted paths of the values that errors of the schema or of the chart's formats name.
 
-    Up to 3.17 an error is "- model.hub.name: …", later "- at '/model/hub/name': …". An unknown or missing property is
-    an error of its parent.
+    Up to 3.17 an error of the schema is "- model.hub.name: …", later "- at '/model/hub/name': …". An unknown or
+    missing property is an error of its parent.
     """
     found = set()
     for old, new, text in re.findall(r"^ *- (?:at '([^']*)'|([^\s:]+)): (.*)$", message, flags=re.MULTILINE):
@@ -168,7 +171,7 @@ def refused(message: str) -> set[str]:
         word = re.fullmatch(r"Additional property (.+) is not allowed|(\S+) is required", text)
         names = re.findall(r"'([^']*)'", listed.group(1)) if listed else [n for n in word.groups() if n] if word else []
         found |= {f"{path}.{name}".lstrip(".") for name in names} or {path}
-    return found
+    return found | set(re.findall(r'(?:\): |; also )([^:;]+): "[^"]*" is not ', message))
 
 
 def validator() -> Any:

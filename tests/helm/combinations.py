@@ -172,7 +172,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "sizes, times, contexts": ((), {
         "tmp": {"size": "2Gi"}, "shm": {"size": "512Mi"}, "cache": {"size": "1Ti"}, "image": {"tag": "0.1.0-1"},
         "model": {"source": "init", "hub": {"name": "a/b", "tokenSecret": {"name": "hub", "key": "t"}},
-                  "init": {"size": "9Gi"}},
+                  "init": {"size": "9Gi", "resources": {"requests": {"cpu": 1, "memory": "1Gi"},
+                                                        "limits": {"cpu": 1, "memory": "1Gi"}}}},
         "resources": {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
         "probes": {"startupSeconds": 61,
                    "readiness": {"periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 1},

@@ -29,14 +29,16 @@ from tests.helm.chart import (
     helm,
     merged,
     needs_helm,
+    notes,
     pod,
     problems,
     render,
     template,
+    templates,
     validator,
     workload,
 )
-from tests.helm.combinations import COMBINATIONS
+from tests.helm.combinations import COMBINATIONS, GROUPS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -190,13 +192,28 @@ def test_pod_has_a_restricted_security_context():
 
 
 def test_a_new_configuration_makes_new_pods():
-    def checksum(values: Object) -> str:
-        metadata = find(render(values), "Deployment")["spec"]["template"]["metadata"]
-        found: str = metadata["annotations"]["checksum/config"]
-        return found
+    def template_of(values: Object) -> Object:
+        pods: Object = find(render(values), "Deployment")["spec"]["template"]
+        return pods
 
-    assert checksum({}) == checksum({"replicas": 3})
-    assert checksum({}) != checksum({"config": {"max_queue": 8}})
+    assert template_of({}) == template_of({"replicas": 3})
+    assert template_of({}) != template_of({"config": {"max_queue": 8}})
+
+
+@pytest.mark.parametrize("values", [{}, {"state": {"type": "pvc"}}, GROUPS], ids=["Deployment", "StatefulSet", "LWS"])
+def test_pods_carry_their_configuration(values: Object):
+    """An object beside the pods would change or vanish under the pods of the revision before an upgrade that fails."""
+    objects = render(values)
+    for each in templates(workload(objects)):
+        mounts = {mount["mountPath"]: mount["name"] for mount in each["spec"]["containers"][0]["volumeMounts"]}
+        folder, name = environment(each["spec"]["containers"][0])["NPUSERVE_CONFIG"].rsplit("/", 1)
+        (volume,) = [volume for volume in each["spec"]["volumes"] if volume["name"] == mounts[folder]]
+        (item,) = volume["downwardAPI"]["items"]
+        key = re.fullmatch(r"metadata\.annotations\['(.*)'\]", item["fieldRef"]["fieldPath"])
+        assert item["path"] == name
+        assert key is not None
+        assert "port = 50051\n" in each["metadata"]["annotations"][key.group(1)]
+    assert [o["metadata"]["name"] for o in objects if o["kind"] == "ConfigMap"] == []
 
 
 @pytest.mark.parametrize(("presets", "device", "resource"), [
@@ -231,6 +248,11 @@ def test_models(model: Object, said: Object, offline: bool):
     spec = pod(objects)
     assert ("HF_HUB_OFFLINE" in environment(spec["containers"][0])) == offline
     assert ("models" in {volume["name"] for volume in spec["volumes"]}) == offline
+    secret = {"secretKeyRef": {"name": "hub", "key": "token"}}
+    spec = pod(render({"model": merged(model, {"hub": {"tokenSecret": {"name": "hub"}}})}))
+    downloads = spec.get("initContainers", []) if offline else spec["containers"] * (model.get("source") == "hub")
+    assert [container["name"] for container in (*spec["containers"], *spec.get("initContainers", []))
+            if environment(container).get("HF_TOKEN") == secret] == [each["name"] for each in downloads]
     out = [port["port"] for rule in find(objects, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]]
     assert (443 in out) == (model.get("source") in ("hub", "init"))
 
@@ -267,12 +289,26 @@ def test_monitors_select_one_service():
 
 def test_dashboards_and_rules_are_rendered_unchanged():
     objects = render({"dashboards": {"enabled": True}, "rules": {"enabled": True}})
+    names = [o["metadata"]["name"] for o in objects if o["kind"] == "ConfigMap"]
+    assert names == [f"demo-npuserve-{name}" for name in ("engine", "kernels", "service")]
     shown = {key: text for o in objects if o["kind"] == "ConfigMap" and "grafana_dashboard" in o["metadata"]["labels"]
              for key, text in o["data"].items()}
+    assert all(name.startswith("npuserve-") for name in shown)  # one folder holds the files of all charts
     assert shown == {file.name: file.read_text().strip() for file in (CHART / "dashboards").glob("*.json")}
     groups = [group for file in sorted((CHART / "rules").glob("*.yaml"))
               for group in yaml.safe_load(file.read_text())["groups"]]
     assert find(objects, "PrometheusRule")["spec"]["groups"] == (groups or None)
+
+
+def test_one_release_installs_rules_and_dashboards():
+    """They cover all releases, so no preset enables them, and the notes say how."""
+    for presets in STACKS:
+        objects = render({}, presets)
+        assert not [o for o in objects if o["kind"] == "PrometheusRule"]
+        assert not [o for o in objects if "grafana_dashboard" in o["metadata"]["labels"]]
+        assert "--set rules.enabled=true" in notes(completed(presets), presets)
+    both = {"rules": {"enabled": True}, "dashboards": {"enabled": True}}
+    assert "rules.enabled" not in notes(both)
 
 
 def test_route_excludes_administration():

@@ -76,7 +76,7 @@ def sampled() -> dict[str, list[str]]:
 def test_dashboard_files_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, HELM / "dashboards.py", "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [file.stem for file in FILES] == ["engine", "kernels", "service"]
+    assert [file.stem for file in FILES] == ["npuserve-engine", "npuserve-kernels", "npuserve-service"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -118,7 +118,7 @@ def test_grafana_knows_every_field(file: Path) -> None:
 def test_dashboard_is_usable(file: Path) -> None:
     dashboard = load(file)
     assert dashboard["schemaVersion"] >= 41
-    assert dashboard["uid"] == f"npuserve-{file.stem}"
+    assert dashboard["uid"] == file.stem
     variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
     assert list(variables)[:4] == ["datasource", "namespace", "model", "instance"]
     assert variables["datasource"]["type"] == "datasource"
@@ -186,7 +186,7 @@ def test_legends_name_labels_that_their_query_keeps() -> None:
 
 def panel(title: str, dashboard: str = "service") -> dict[str, Any]:
     """Return the panel of a dashboard with this title, not the number at its top."""
-    (found,) = [panel for panel in panels(load(HELM / f"npuserve/dashboards/{dashboard}.json"))
+    (found,) = [panel for panel in panels(load(HELM / f"npuserve/dashboards/npuserve-{dashboard}.json"))
                 if panel["title"] == title and panel["type"] != "stat"]
     return found
 

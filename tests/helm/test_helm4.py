@@ -26,7 +26,7 @@ from tests.helm.chart import (
     render,
 )
 from tests.helm.combinations import COMBINATIONS
-from tests.helm.test_values import CONTRADICTIONS, INVALID
+from tests.helm.test_values import ALL_INVALID, CONTRADICTIONS
 
 pytestmark = [needs_helm, pytest.mark.skipif(
     helm4.library() is None, reason="no Helm 4 (pip install --no-deps --ignore-requires-python helm-sdkpy==0.1.32)")]
@@ -93,7 +93,7 @@ def test_helm4_representative_values_have_all_kinds():
 
 @pytest.mark.parametrize("step", SOME)
 def test_helm4_refuses_invalid_values_by_field(step: int):
-    chosen = INVALID[::step]
+    chosen = ALL_INVALID[::step]
     for (field, _), answer in zip(chosen, answers(((), own) for _, own in chosen), strict=True):
         assert field in refused(answer["error"] or ""), answer["error"]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -150,6 +154,26 @@ def test_load_balancer_class_and_node_port():
     assert workload(render())["kind"] == "Deployment"
 
 
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no program promtool on PATH (Debian's package prometheus)")
+@pytest.mark.parametrize("scrape", ["serviceMonitor", "podMonitor"])
+def test_monitor_drops_pending_pods(scrape: str, tmp_path: Path):
+    """A pod has an address while its init container downloads the model, and no metrics page: it is not down."""
+    endpoints = find(render({"metrics": {"scrape": scrape}}), scrape[0].upper() + scrape[1:])["spec"]
+    (endpoint,) = endpoints.get("endpoints") or endpoints["podMetricsEndpoints"]
+    rules = [{"source_labels": rule["sourceLabels"], "regex": rule["regex"], "action": rule["action"]}
+             for rule in endpoint["relabelings"]]
+    pods = [{"targets": [f"{phase.lower()}:9090"], "labels": {"__meta_kubernetes_pod_phase": phase}}
+            for phase in ("Pending", "Running")]
+    (tmp_path / "pods.json").write_text(json.dumps(pods))
+    (tmp_path / "prometheus.json").write_text(json.dumps({"scrape_configs": [{
+        "job_name": "pods", "relabel_configs": rules, "file_sd_configs": [{"files": [str(tmp_path / "pods.json")]}]}]}))
+    done = subprocess.run(["promtool", "check", "service-discovery", "--timeout=2s", str(tmp_path / "prometheus.json"),
+                           "pods"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kept = [target["labels"]["instance"] for target in json.loads(done.stdout) if target.get("labels")]
+    assert kept == ["running:9090"]
+
+
 @pytest.mark.parametrize("scrape", ["serviceMonitor", "podMonitor"])
 def test_monitor_relabels_and_has_a_timeout(scrape: str):
     rules = {"relabelings": [{"targetLabel": "cluster", "replacement": "eu"}],
@@ -158,4 +182,5 @@ def test_monitor_relabels_and_has_a_timeout(scrape: str):
     spec = find(objects, scrape[0].upper() + scrape[1:])["spec"]
     (endpoint,) = spec.get("endpoints") or spec["podMetricsEndpoints"]
     assert endpoint["scrapeTimeout"] == "5s"
-    assert {name: endpoint[name] for name in rules} == rules
+    assert endpoint["relabelings"][1:] == rules["relabelings"]
+    assert endpoint["metricRelabelings"] == rules["metricRelabelings"]

@@ -13,16 +13,31 @@ from npuserve.service.config import ConfigError, ServerConfig
 from tests.helm.chart import Object, needs_helm, refused, template
 from tests.helm.test_values import DEFAULTS, SCHEMA
 
-CONFIG: Object = SCHEMA["properties"]["config"]["properties"]
-# The chart derives these from other values.
 DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "model", "served_name", "device",
            "drain_seconds", "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+"""Settings that the chart derives from other values. The schema lets them pass, and _checks.tpl names these values."""
+ALL: Object = SCHEMA["properties"]["config"]["properties"]
+CONFIG: Object = {name: schema for name, schema in ALL.items() if name not in DERIVED}
+
+SIZES = {"max_message_size", "kv_cache_memory"}
+"""Settings that are numbers of bytes, or texts with a unit."""
 
 
 def test_schema_has_every_setting():
     """Add a new setting with its range under config in values.schema.json, and to tests/helm/combinations.py."""
-    assert set(CONFIG) | DERIVED == set(ServerConfig.__struct_fields__)
-    assert not set(CONFIG) & DERIVED
+    assert set(ALL) == set(ServerConfig.__struct_fields__)
+    assert {name for name, schema in ALL.items() if not schema} == DERIVED
+
+
+@needs_helm
+@pytest.mark.parametrize("name", sorted(DERIVED))
+def test_chart_refuses_a_derived_setting_and_names_its_value(name: str):
+    done = template({"config": {name: "x"}})
+    said = re.search(rf"config\.{name}: .*, and set ([\w.]+) instead", done.stderr)
+    assert said, done.stderr
+    value: Any = DEFAULTS
+    for part in said.group(1).split("."):
+        value = value[part]
 
 
 @pytest.mark.parametrize("name", sorted(CONFIG))
@@ -36,17 +51,17 @@ def test_schema_ranges_equal_the_servers(name: str):
 
     schema = CONFIG[name]
     kind = next(f.type for f in msgspec.structs.fields(ServerConfig) if f.name == name)
-    for part in schema.get("anyOf", [schema]):
-        if "minimum" in part:
-            step = 1 if part["type"] == "integer" else part["minimum"] / 2 or 0.5
-            assert [takes(part["minimum"] - step), takes(part["minimum"]), takes(part["maximum"]),
-                    takes(part["maximum"] + 1)] == [False, True, True, False]
-            assert part["type"] == {int: "integer", float: "number"}[kind]
-        elif "enum" in part:
-            allowed = get_args(kind) if get_origin(kind) else [0, *(1 << n for n in range(14))]
-            assert part["enum"] == [value for value in allowed if takes(value)]
-        else:
-            assert part["type"] == ("boolean" if kind is bool else "string")
+    if "minimum" in schema:
+        step = 1 if kind is int else schema["minimum"] / 2 or 0.5
+        assert [takes(schema["minimum"] - step), takes(schema["minimum"]), takes(schema["maximum"]),
+                takes(schema["maximum"] + 1)] == [False, True, True, False]
+        number = {int: "integer", float: "number"}[kind]
+        assert schema["type"] == ([number, "string"] if name in SIZES else number)
+    elif "enum" in schema:
+        allowed = get_args(kind) if get_origin(kind) else [0, *(1 << n for n in range(14))]
+        assert schema["enum"] == [value for value in allowed if takes(value)]
+    else:
+        assert schema["type"] == ("boolean" if kind is bool else "string")
 
 
 @needs_helm
@@ -85,7 +100,7 @@ def test_chart_accepts_settings_that_the_server_accepts(config: Object):
 def test_schema_requires_values_that_templates_cannot_miss():
     """An empty value, as `replicas:`, removes the default: without `required` it would render as 0 or nothing."""
     optional = re.compile(
-        r"(config|(gateway\.smg\.)?resources|podSecurityContext|dashboards\.labels)\.|securityContext")
+        r"(config|(gateway\.smg\.|model\.init\.)?resources|podSecurityContext|dashboards\.labels)\.|securityContext")
 
     def missing(schema: Object, defaults: Object, path: str = "") -> Iterator[str]:
         schema = SCHEMA["definitions"][schema["$ref"].split("/")[-1]] if "$ref" in schema else schema

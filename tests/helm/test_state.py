@@ -83,7 +83,7 @@ def test_autoscaler_scales_the_workload(autoscaling: Object, values: Object):
 
 
 @pytest.mark.parametrize(("service", "seconds"), [
-    ({}, 3600), ({"type": "NodePort"}, 3600), ({"type": "LoadBalancer"}, 0), ({"sessionAffinitySeconds": 0}, 0),
+    ({}, 0), ({"type": "NodePort"}, 0), ({"type": "LoadBalancer"}, 0), ({"sessionAffinitySeconds": 3600}, 3600),
     ({"type": "LoadBalancer", "sessionAffinitySeconds": 600}, 600)])
 def test_session_affinity_of_the_service(service: Object, seconds: int):
     objects = render({"service": service})
@@ -93,6 +93,33 @@ def test_session_affinity_of_the_service(service: Object, seconds: int):
         assert spec["sessionAffinityConfig"] == {"clientIP": {"timeoutSeconds": seconds}}
         assert seconds > tomllib.loads(config_file(objects))["max_connection_age_seconds"]
     assert "sessionAffinity" not in find(objects, "Service", "demo-npuserve-headless")["spec"]
+
+
+def shares(service: Object, age_seconds: float, pods: int = 3) -> list[float]:
+    """Return each pod's expected part of the fair share, an hour after a rollout and a time of `age_seconds`.
+
+    The rollout replaces pods one at a time, without a surge, as the devices' presets do. Clients of a pod that ends
+    connect to any other pod. Later connections are renewed each `age_seconds`, with the address's pod while its
+    affinity lasts.
+    """
+    load = [1.0] * pods
+    for replaced in range(pods):
+        moved = load[replaced] / (pods - 1)
+        load = [0.0 if pod == replaced else part + moved for pod, part in enumerate(load)]
+    affinity_seconds = service.get("sessionAffinityConfig", {}).get("clientIP", {}).get("timeoutSeconds", 0)
+    if age_seconds > affinity_seconds:  # the affinity ends between two connections, or there is none
+        load = [sum(load) / pods] * pods
+    return [round(part, 2) for part in load]
+
+
+@pytest.mark.parametrize(("affinity_seconds", "expected"), [
+    (None, [1.0, 1.0, 1.0]), (3600, [1.88, 1.12, 0.0])], ids=["default", "affinity"])
+def test_rollout_leaves_each_pod_its_share_without_affinity(affinity_seconds: int | None, expected: list[float]):
+    values: Object = {} if affinity_seconds is None else {"service": {"sessionAffinitySeconds": affinity_seconds}}
+    objects = render(values)
+    age_seconds = tomllib.loads(config_file(objects))["max_connection_age_seconds"]
+    assert age_seconds > 0
+    assert shares(find(objects, "Service", "demo-npuserve")["spec"], age_seconds) == expected
 
 
 def test_model_claim_is_created_and_kept():

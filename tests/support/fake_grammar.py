@@ -11,7 +11,8 @@ allowed token is forced in about three of four states.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -76,6 +77,12 @@ class FakeMatcher:
         self._hash = crc32(b"%d" % token_id, self._hash)
         return True
 
+    def replay(self, token_ids: Sequence[int], *, is_careful: bool = False) -> bool:
+        return all(map(self.advance, token_ids))
+
+    def end_replay(self) -> None:
+        pass
+
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         if self._is_heavy and len(self.tokens) >= 2:
             raise MatcherError("too many items")
@@ -85,21 +92,55 @@ class FakeMatcher:
             words[token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
+class FakeLexer(Lexer):
+    """Lexer whose matchers are `made`, with the methods of GrammarLexer."""
+
+    def __init__(self, text: str, vocabulary: int, end_ids: frozenset[int]):
+        super().__init__()
+        self._rule = text, vocabulary, end_ids
+        self._answers: weakref.WeakSet[AnswerMatcher] = weakref.WeakSet()
+        self.made: list[FakeMatcher] = []
+        self.is_built = True
+        self.is_full = self.is_worn = False
+
+    def matcher(self) -> FakeMatcher:
+        self.made.append(FakeMatcher(*self._rule))
+        return self.made[-1]
+
+    def add(self, answer: AnswerMatcher) -> None:
+        self._answers.add(answer)
+
+    def remove(self, answer: AnswerMatcher) -> None:
+        self._answers.discard(answer)
+
+    def wear(self) -> None:
+        self.is_worn = True
+        for answer in list(self._answers):
+            answer.release()
+
+
 class FakeCompilation:
     def __init__(self, constraint: Constraint, vocabulary: int, end_ids: frozenset[int], done: bool):
         self.done = done
         self.error: ConstraintError | CompilerFailed | None = None
         if constraint.text.startswith("bad"):
             self.error = ConstraintError(f"{constraint.kind}: bad")
-        self.made: list[FakeMatcher] = []
-        self.lexer = Lexer()
-        self.is_worn = False
         self._rule = constraint.text, vocabulary, end_ids
+        self._lexer = FakeLexer(*self._rule)
+        self.is_complete = False
 
-    def matcher(self) -> FakeMatcher:
+    @property
+    def made(self) -> list[FakeMatcher]:
+        return self._lexer.made
+
+    def lexer(self, client: str = "") -> FakeLexer:
         assert self.done
-        self.made.append(FakeMatcher(*self._rule))
-        return self.made[-1]
+        if self._lexer.is_worn:
+            self._lexer = FakeLexer(*self._rule)
+        return self._lexer
+
+    def may_grow(self, lexer: FakeLexer) -> bool:
+        return True
 
 
 class FakeCompiler:
@@ -145,7 +186,8 @@ def answer_matcher(request: Request, vocabulary: int, end_ids: frozenset[int]) -
 
 def next_mask(matcher: AnswerMatcher, vocabulary: int) -> npt.NDArray[np.int32] | None:
     """Return the mask of the next token; None if nothing follows."""
-    matcher.prepare(vocabulary)
+    while matcher.prepare(vocabulary):
+        pass
     return matcher.mask()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from npuserve.service.grammar.compile_process import build_byte_matcher, build_library_matcher
+from npuserve.service.grammar.compile_process import build_matchers
 from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
@@ -47,22 +47,21 @@ def matcher(kind: Kind, value: Any) -> Matcher:
     """Return a new matcher of a constraint, compiled in this process. value: text, or what JSON text is made from."""
     text = value if isinstance(value, str) else json.dumps(value)
     grammar = translate(Constraint(kind, text), vocabulary().data.special, [END])
-    return Matcher(vocabulary(), build_library_matcher(vocabulary().library, grammar, kind),
-                   build_byte_matcher(vocabulary(), grammar, kind))
+    return Matcher(vocabulary(), *build_matchers(vocabulary(), grammar, kind))
 
 
 @functools.cache
 def compilation(constraint: Constraint) -> Compilation:
     """Return the result of a constraint, compiled in this process."""
     grammar = translate(constraint, vocabulary().data.special, [END])
-    found = Compilation(vocabulary())
-    found._finish(build_library_matcher(vocabulary().library, grammar, constraint.kind), None,
-                  build_byte_matcher(vocabulary(), grammar, constraint.kind))
-    return found
+    compiled = Compilation(vocabulary())
+    compiled.build(functools.partial(build_matchers, vocabulary(), grammar, constraint.kind))
+    compiled.finish()
+    return compiled
 
 
 def answer_matcher(request: Request) -> AnswerMatcher:
-    """Return a new matcher of a request with a constraint."""
+    """Return a new matcher of a request with a constraint, which has to replay its output."""
     assert request.constraint
     return AnswerMatcher(request, compilation(request.constraint), vocabulary().end_ids)
 

@@ -35,20 +35,13 @@ class Answer:
     grammar_completed: bool = False
 
 
-def advanced(matcher: AnswerMatcher, token_ids: list[int]) -> AnswerMatcher:
-    """Advance a matcher over the tokens so far, and return it."""
-    for token_id in token_ids:
-        matcher.advance(token_id)
-    return matcher
-
-
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: returns a matcher of a request with a constraint. min_forced, mask_seconds: of the scheduler, pipeline."""
+    matcher: of a request with a constraint, after its output. min_forced, mask_seconds: of the scheduler, pipeline."""
     blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
                           min_forced=min_forced)
@@ -76,7 +69,7 @@ def serve(
             request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
             sequence = scheduler.add(request, (b"", 0), float(tick)).sequence
             if request.constraint and matcher:
-                scheduler.constrain(sequence, advanced(matcher(request), request.output_ids))
+                scheduler.constrain(sequence, matcher(request))
             ids[sequence.id] = index
             live[sequence.id] = sequence
             if (after := all_asks[index].cancel) is not None:

@@ -120,7 +120,21 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- $_ := set $limits (include "npuserve.resourceName" .) .Values.accelerator.count }}
 {{- $_ := set $resources "limits" (merge $limits .Values.accelerator.extraResources) }}
 {{- end }}
+{{- $requests := default dict $resources.requests }}
+{{- $disk := include "npuserve.modelVolume" . }}
+{{- if and $disk (not (hasKey $requests "ephemeral-storage")) }}
+{{- $_ := set $resources "requests" (merge (dict "ephemeral-storage" $disk) $requests) }}
+{{- end }}
 {{- toYaml $resources }}
+{{- end }}
+
+{{/* Size of the volume on the node's disk to which a pod downloads its model. Empty: it downloads none, or to a claim. */}}
+{{- define "npuserve.modelVolume" -}}
+{{- if and (eq .Values.model.source "init") (not (include "npuserve.modelClaim" .)) }}
+{{- .Values.model.init.size }}
+{{- else if and (eq .Values.model.source "hub") (eq .Values.cache.type "emptyDir") }}
+{{- .Values.cache.size }}
+{{- end }}
 {{- end }}
 
 {{/* Beyond the drain: what the supervisor gives its front ends (7 s) and its engine (10 s) to end, and 3 s. */}}
@@ -238,13 +252,6 @@ grpc:
 {{- end }}
 {{- end }}
 
-{{- define "npuserve.affinitySeconds" -}}
-{{- with .Values.service }}
-{{- $default := eq .type "LoadBalancer" | ternary 0 3600 }}
-{{- kindIs "invalid" .sessionAffinitySeconds | ternary $default .sessionAffinitySeconds | int64 }}
-{{- end }}
-{{- end }}
-
 {{/* Whether `helm test` has what the server asks of a client. */}}
 {{- define "npuserve.testable" -}}
 {{- $certificate := or (not .Values.tls.clientCaSecretName) .Values.helmTest.clientCertSecretName }}
@@ -339,6 +346,10 @@ scaleDown:
   value: /var/cache/npuserve
 - name: HF_HOME
   value: /var/cache/npuserve/huggingface
+{{- end }}
+
+{{/* Variables of a container that downloads from the hub. */}}
+{{- define "npuserve.hubVariables" -}}
 {{- with .Values.model.hub }}
 {{- if .endpoint }}
 - name: HF_ENDPOINT
@@ -374,7 +385,10 @@ metadata:
     # By this label an endpoint picker knows the names of the metrics.
     {{- merge (dict) .Values.podLabels (dict "llm-d.ai/engine-type" "vllm") | toYaml | nindent 4 }}
   annotations:
-    checksum/config: {{ include "npuserve.toml" . | sha256sum | quote }}
+    # The server's settings file, which the volume config shows to the container. It is part of the template, so that an
+    # upgrade that fails does not change it for the pods of the revision before, and a rollback brings it back.
+    npuserve/config: |
+      {{- include "npuserve.toml" . | trim | nindent 6 }}
     kubectl.kubernetes.io/default-container: npuserve
     {{- if and (eq .Values.metrics.scrape "annotations") (not .worker) }}
     prometheus.io/scrape: "true"

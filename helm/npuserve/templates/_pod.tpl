@@ -44,7 +44,11 @@ containers:
       {{- end }}
       {{- include "npuserve.groupVariables" . | nindent 6 }}
       {{- include "npuserve.homes" . | nindent 6 }}
-      {{- if has .Values.model.source (list "pvc" "init") }}
+      {{- if eq .Values.model.source "hub" }}
+      {{- with include "npuserve.hubVariables" . | trim }}
+      {{- . | nindent 6 }}
+      {{- end }}
+      {{- else if has .Values.model.source (list "pvc" "init") }}
       - name: HF_HUB_OFFLINE
         value: "1"
       {{- end }}
@@ -201,15 +205,14 @@ topologySpreadConstraints:
       value: "1"
     {{- include "npuserve.noDevice" . | trim | nindent 4 }}
     {{- include "npuserve.homes" . | nindent 4 }}
+    {{- with include "npuserve.hubVariables" . | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
     {{- with .Values.model.init.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   resources:
-    requests:
-      cpu: 500m
-      memory: 1Gi
-    limits:
-      memory: 2Gi
+    {{- toYaml .Values.model.init.resources | nindent 4 }}
   securityContext:
     {{- toYaml .Values.securityContext | nindent 4 }}
   volumeMounts:
@@ -271,8 +274,11 @@ topologySpreadConstraints:
 
 {{- define "npuserve.volumes" -}}
 - name: config
-  configMap:
-    name: {{ include "npuserve.fullname" . | quote }}
+  downwardAPI:
+    items:
+      - path: npuserve.toml
+        fieldRef:
+          fieldPath: metadata.annotations['npuserve/config']
 - name: tmp
   emptyDir:
     sizeLimit: {{ .Values.tmp.size }}

@@ -6,11 +6,14 @@ Also rewriting of keywords that the library reads otherwise than JSON Schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_DOWN, Decimal
 from fractions import Fraction
+from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
+
+from llguidance import LLMatcher, LLTokenizer
 
 from npuserve.service.grammar.translation import pattern
 from npuserve.service.grammar.translation.errors import ConstraintError
@@ -278,6 +281,72 @@ def _exclude(one: _Facts, other: _Facts, types: frozenset[str]) -> bool:
         return True
     return shared == {"object"} and any(
         not one.properties[name] & other.properties[name] for name in one.properties.keys() & other.properties.keys())
+
+
+def separate_names(readings: Iterable[pattern.NamePattern], out: dict[str, Any]) -> str:
+    """Rewrite 'patternProperties' so that an object is valid by ECMA-262's and by Python's reading of the expressions.
+
+    readings: of each expression.
+    out: translated schema of an object, whose patterns are the narrow readings.
+
+    Returns why that is not possible, or "". A name that the readings dispute gets no value, unless additional
+    properties may have any value: then it gets a value of its pattern.
+    """
+    wide: dict[str, str] = {}  # by the narrow reading, which several expressions may share
+    disputed: dict[str, str] = {}
+    for reading in readings:
+        narrow = reading.narrow
+        wide[narrow] = f"(?:{wide[narrow]})|(?:{reading.wide})" if narrow in wide else reading.wide
+        if reading.disputed and not _matches_all(narrow):
+            disputed[narrow] = f"{disputed[narrow]}|{reading.disputed}" if narrow in disputed else reading.disputed
+    if not disputed:
+        return ""
+    values, other = out["patternProperties"], out.get("additionalProperties", True)
+    if other is True:
+        out["patternProperties"] = widened = dict[str, Any]()
+        for narrow, value in values.items():
+            name = wide[narrow]
+            widened[name] = {"allOf": [widened[name], value]} if name in widened else value
+        return ""
+    if len(wide) > 1 and not are_disjoint(wide.values()):
+        return "a name may match two of the expressions, as ECMA-262 and Python read them differently,"
+    declared = out.get("properties", {})
+    unusual = [name for name in declared if not (name.isascii() and name.isprintable())]  # others are not disputed
+    for narrow in disputed:
+        for name in unusual:
+            if not are_disjoint([wide[narrow], literal(name)]) and are_disjoint([narrow, literal(name)]):
+                declared[name] = {"allOf": [declared[name], values[narrow]]}
+    if other is False:
+        return ""
+    excluded = "|".join(disputed.values())
+    if not all(are_disjoint([excluded, own]) for own in (*values, *map(literal, unusual))):
+        return ("ECMA-262 and Python read an expression differently: write its characters out, such as [0-9] for \\d "
+                "and [A-Za-z0-9_] for \\w, or let 'additionalProperties' be true or false,")
+    values[excluded] = False
+    return ""
+
+
+def _matches_all(expression: str) -> bool:
+    """Return whether an expression matches every text, since it matches the empty text at the beginning of it."""
+    return "$" not in expression and not are_disjoint([expression, literal("")])
+
+
+def are_disjoint(expressions: Iterable[str]) -> bool:
+    """Return whether no text matches two expressions of the library's syntax. False also if that takes too long."""
+    # The library compares the expressions of one object.
+    schema = {"type": "object", "patternProperties": dict.fromkeys(expressions, False)}
+    matcher = LLMatcher(_tokenizer(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    return "disjoint" not in matcher.get_error()
+
+
+@cache
+def _tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def literal(name: str) -> str:
+    """Return the expression of one name, in the library's syntax."""
+    return "^" + "".join(rf"\x{{{ord(character):x}}}" for character in name) + "$"
 
 
 def declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> None:

@@ -3,8 +3,9 @@
 Every text that they accept is valid by the RFC of the format, and by the checks of the Python package `jsonschema`,
 which wrongly refuses some relative JSON pointers, such as "205". They leave out some valid texts: leap seconds, the
 year 0000, fractions of a second of more than 6 digits, `t` and `z` in lower case, mail addresses with quotation marks
-or an IP address, zones of IPv6 addresses, host names with Punycode, with a last label that begins with a digit, or with
-long labels (`_LABELS`). Formats that JSON Schema does not define are annotations, as the specification says.
+or an IP address, or with a long part beside dots (`_LOCAL_PARTS`), zones of IPv6 addresses, host names with Punycode,
+with a last label that begins with a digit, or with long labels (`_LABELS`). Formats that JSON Schema does not define
+are annotations, as the specification says.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ characters. The first label has at most 63."""
 _HOSTNAME = "(?:" + "|".join([_label("[a-zA-Z]", 63), *(
     rf"{_label(_OUTER, 63)}\.(?:{_label(_OUTER, size)}\.){{{least - 2},{most - 2}}}{_label('[a-zA-Z]', min(size, 61))}"
     for least, most, size in _LABELS)]) + ")"
+_ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
+_LOCAL_PARTS = ((48, 1, 15), (31, 1, 32), (15, 1, 48), (20, 2, 20), (15, 3, 15), (12, 4, 12))
+"""Longest first part of a mail address before the @, number of further parts after a dot each, and their length, so
+that it has at most 64 characters (RFC 5321)."""
+_LOCAL = "(?:" + "|".join([rf"{_ATOM}{{1,64}}", rf"{_ATOM}(?:\.?{_ATOM}){{0,31}}", *(
+    rf"{_ATOM}{{1,{first}}}(?:\.{_ATOM}{{1,{size}}}){{{count}}}" for first, count, size in _LOCAL_PARTS)]) + ")"
 _UNRESERVED = r"a-zA-Z0-9._~!$&'()*+,;=\-"
 _PERCENT = r"%[0-9a-fA-F]{2}"
 _PCHAR = rf"(?:[{_UNRESERVED}:@]|{_PERCENT})"
@@ -70,7 +77,7 @@ FORMATS = {
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "duration": rf"P(?:{_DURATION_DATE}(?:{_DURATION_TIME})?|{_DURATION_TIME}|[0-9]+W)",
-    "email": r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+)*@" + _HOSTNAME,
+    "email": f"{_LOCAL}@{_HOSTNAME}",
     "hostname": _HOSTNAME,
     "ipv4": _IPV4,
     "ipv6": _IPV6,

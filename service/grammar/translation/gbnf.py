@@ -9,7 +9,7 @@ without recursion become terminals if no text is split in two ways (`greedy.py`)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from npuserve.service.grammar.translation.errors import ConstraintError
@@ -66,7 +66,10 @@ _LETTERS = {"n": 10, "r": 13, "t": 9, "f": 12, "b": 8, "0": 0, "v": 11}
 
 
 def parse(text: str) -> dict[str, Node]:
-    """Return the rules that `root` needs, by name. Raise ConstraintError, which names the position."""
+    """Return the rules that `root` needs, by name, without the parts that match no finite text.
+
+    Raises ConstraintError, which names the position, also for a grammar without any finite text.
+    """
     return _Parser(text).parse()
 
 
@@ -123,7 +126,7 @@ class _Parser:
             rules[name] = self._alternatives(0)
             if len(rules) > MAX_RULES:
                 raise self._error(f"more than {MAX_RULES} rules", at)
-        return _needed(rules)
+        return _productive(_needed(rules))
 
     def _alternatives(self, depth: int) -> Node:
         options, items = [], list[Node]()
@@ -222,6 +225,44 @@ def _needed(rules: dict[str, Node]) -> dict[str, Node]:
                 reached[other] = rules[other]
                 ahead.append(other)
     return reached
+
+
+def _productive(rules: dict[str, Node]) -> dict[str, Node]:
+    """Return the rules that `root` needs once all parts that match no finite text are removed."""
+    finite: set[str] = set()
+    while more := {name for name, node in rules.items() if name not in finite and _is_finite(node, finite)}:
+        finite |= more
+    if "root" not in finite:
+        raise ConstraintError("grammar: no finite text satisfies the rule 'root'")
+    parts = {name: _finite_part(node, finite) for name, node in rules.items()}
+    return _needed({name: part for name, part in parts.items() if part is not None})
+
+
+def _is_finite(node: Node, finite: Collection[str]) -> bool:
+    return _finite_part(node, finite) is not None
+
+
+def _finite_part(node: Node, finite: Collection[str]) -> Node | None:
+    """Return an expression without the alternatives and repetitions that match no text; None if nothing is left.
+
+    finite: rules that are known to match a text.
+    """
+    if isinstance(node, Chars):
+        return node if node.ranges else None
+    if isinstance(node, Ref):
+        return node if node.name in finite else None
+    if isinstance(node, Rep):
+        item = _finite_part(node.item, finite)
+        if item is None:
+            return None if node.least else Seq(())
+        return Rep(item, node.least, node.most)
+    parts = [_finite_part(item, finite) for item in node.items]
+    kept = tuple(part for part in parts if part is not None)
+    if isinstance(node, Seq):
+        return Seq(kept) if len(kept) == len(parts) else None
+    if not kept:
+        return None
+    return kept[0] if len(kept) == 1 else Alt(kept)
 
 
 def _seq(items: list[Node]) -> Node:

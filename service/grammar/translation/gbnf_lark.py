@@ -11,17 +11,13 @@ from npuserve.service.grammar.translation.greedy import Atoms, Automaton, Budget
 
 def to_lark(text: str) -> str:
     """Return a grammar in GBNF in Lark's syntax. Raise ConstraintError."""
-    rules = parse(text)
-    _require_finite_text(rules)
-    return _Converter(rules).convert()
+    return _Converter(parse(text)).convert()
 
 
 def is_regular(text: str) -> bool:
     """Return whether a grammar in GBNF has neither errors nor recursion."""
     try:
-        rules = parse(text)
-        _require_finite_text(rules)
-        return not is_recursive(rules)["root"]
+        return not is_recursive(parse(text))["root"]
     except ConstraintError:
         return False
 
@@ -29,25 +25,6 @@ def is_regular(text: str) -> bool:
 def to_terminals(text: str, prefix: str) -> list[str]:
     """Return the terminals of a grammar in GBNF without recursion. The first one, `prefix` and 0, is the whole text."""
     return _Converter(parse(text), prefix).terminals()
-
-
-def _require_finite_text(rules: Mapping[str, Node]) -> None:
-    finite: set[str] = set()
-    while found := {name for name, node in rules.items() if name not in finite and _is_finite(node, finite)}:
-        finite |= found
-    for name in rules:
-        if name not in finite:
-            raise ConstraintError(f"grammar: the rule {name!r} is recursive, and no finite text satisfies it")
-
-
-def _is_finite(node: Node, finite: set[str]) -> bool:
-    if isinstance(node, Chars):
-        return bool(node.ranges)
-    if isinstance(node, Ref):
-        return node.name in finite
-    if isinstance(node, Rep):
-        return node.least == 0 or _is_finite(node.item, finite)
-    return (any if isinstance(node, Alt) else all)(_is_finite(item, finite) for item in node.items)
 
 
 class _Converter:
@@ -209,8 +186,6 @@ def _combined(node: Seq | Alt | Rep, parts: list[str]) -> str:
 
 
 def _class(node: Chars) -> str:
-    if not node.ranges:
-        return "/[a&&b]/"
     return "/[" + "".join(rf"\x{{{low:x}}}" if low == high else rf"\x{{{low:x}}}-\x{{{high:x}}}"
                           for low, high in node.ranges) + "]/"
 

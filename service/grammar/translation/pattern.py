@@ -8,6 +8,9 @@ look-around, word boundaries, back references, flags.
 In a JSON string a character has one form here: the control characters \\b \\t \\n \\f \\r their escapes, the other ones
 none. The library writes a class that contains all control characters as if it contained the quotation mark and the
 backslash too. So a class for JSON strings contains these five at most, beside its other characters (`quoted`).
+
+A name of a property that must not match needs the opposite reading: `translate_name` also returns the expression of all
+texts that ECMA-262 or Python accepts, in which `$` stands before a newline at the end too.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ _SETS = {
     "s": (_SPACE, _ALL_SPACE),
 }
 """Letter of an escape -> characters that ECMA-262 and Python both include, and characters that either includes."""
+_DISPUTED = {"d": r"\p{Nd}&&[^0-9]", "w": r"\x{80}-\x{10ffff}", "s": r"\x{feff}\x{85}"}
+"""Letter of an escape -> superset of the characters that only one of the two includes, without control characters that
+a JSON string cannot have here. The exact class of the words would exceed the library's limits in some steps."""
+_LINE_ENDS = r"\r\x{2028}\x{2029}"
+"""Characters that `.` excludes in ECMA-262 alone."""
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _QUOTABLE = {8: r"\x08", 9: r"\t", 10: r"\n", 12: r"\x0C", 13: r"\r"}
 _PROPERTIES = re.compile(r"\{(?:L[ulmto]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Zs|Letter|Number|Punctuation)\}")
@@ -58,6 +66,20 @@ _ALL_CONTROLS = frozenset(range(32))
 _SPACE_CONTROLS = frozenset({9, 10, 11, 12, 13})
 
 
+class NamePattern(NamedTuple):
+    """Readings of an expression that applies to names of properties, in the library's syntax.
+
+    narrow: the names that ECMA-262 and Python both accept.
+    wide: the names that either accepts.
+    disputed: superset of the names in `wide` that are not in `narrow`; "" if there are none. It may contain names that
+        are not in `wide`, and also some of `narrow`.
+    """
+
+    narrow: str
+    wide: str
+    disputed: str
+
+
 def translate(pattern: str, *, quoted: bool) -> str:
     """Return the expression in the library's syntax. Raise PatternError.
 
@@ -66,11 +88,29 @@ def translate(pattern: str, *, quoted: bool) -> str:
     return _Translator(pattern, quoted).translate()
 
 
+def translate_name(pattern: str) -> NamePattern:
+    """Return both readings of an expression of names in JSON text. Raise PatternError."""
+    narrow = _Translator(pattern, True).translate()
+    translator = _Translator(pattern, True, is_wide=True)
+    wide = translator.translate()
+    # Anchors are the only dollar signs of a translated expression.
+    disputed = [narrow.replace("$", r"\n$")] if "$" in narrow else []
+    return NamePattern(narrow, wide.replace("$", r"\n?$"), "|".join([*disputed, *sorted(translator.disputed)]))
+
+
 class _Translator:
-    def __init__(self, pattern: str, quoted: bool):
+    """Translator of one expression.
+
+    is_wide: accept what ECMA-262 or Python accepts, except for `$`, instead of what both accept.
+    disputed: classes of the characters that only one of the two accepts somewhere in the expression.
+    """
+
+    def __init__(self, pattern: str, quoted: bool, *, is_wide: bool = False):
         self._text, self._quoted = pattern, quoted
+        self._is_wide = is_wide
         self._at = 0
         self._anchors: list[int] = []  # positions
+        self.disputed: set[str] = set()
 
     def translate(self) -> str:
         out = self._alternatives(0)
@@ -139,11 +179,16 @@ class _Translator:
             self._anchors.append(self._at - 1)
             return character, False
         if character == ".":
-            return self._written(r"\n\r\x{2028}\x{2029}", True, _ALL_CONTROLS - {10, 13}), True
+            self._dispute(_LINE_ENDS, frozenset({13}))
+            if self._is_wide:
+                return self._written(r"\n", True, _ALL_CONTROLS - {10}), True
+            return self._written(r"\n" + _LINE_ENDS, True, _ALL_CONTROLS - {10, 13}), True
         if character == "\\":
             self._at -= 1
             item = self._escape(False)
-            return self._literal(item.code) if item.code >= 0 else self._written(item.inner, False, item.controls), True
+            if item.code >= 0:
+                return self._literal(item.code), True
+            return self._written(item.outer if self._is_wide else item.inner, False, item.controls), True
         return self._literal(ord(character)), True
 
     def _group(self, depth: int) -> str:
@@ -196,9 +241,9 @@ class _Translator:
                 raise self._error("unclosed '['")
             items.append(self._range())
         controls = frozenset[int]().union(*(i.controls for i in items))
-        if not negated:
-            return self._written("".join(i.inner for i in items), False, controls)
-        return self._written("".join(i.outer for i in items), True, _ALL_CONTROLS - controls)
+        is_outer = self._is_wide is not negated
+        members = "".join(i.outer if is_outer else i.inner for i in items)
+        return self._written(members, negated, _ALL_CONTROLS - controls if negated else controls)
 
     def _range(self) -> _Item:
         first = self._member()
@@ -229,6 +274,7 @@ class _Translator:
             raise self._error("the last character must not be '\\'")
         if letter.lower() in _SETS:
             self._at += 1
+            self._dispute(_DISPUTED[letter.lower()])
             return _class_escape(letter)
         if letter in "pP":
             return self._property()
@@ -268,6 +314,10 @@ class _Translator:
             return _Item(text, text, frozenset())
         text = rf"\P{found.group()}"
         return _Item(text, text, _ALL_CONTROLS)
+
+    def _dispute(self, items: str, controls: frozenset[int] = frozenset()) -> None:
+        """Enter characters that ECMA-262 and Python read differently. controls: the control characters of `items`."""
+        self.disputed.add(self._written(items, False, controls))
 
     def _literal(self, code: int) -> str:
         if self._quoted and code < 32:

@@ -28,6 +28,7 @@ from npuserve.service.grammar.translation.analysis import (
     is_exact,
     require_finite_value,
     restrict_names,
+    separate_names,
 )
 from npuserve.service.grammar.translation.errors import ConstraintError
 
@@ -180,7 +181,7 @@ class _Schema:
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
         allow_short_numbers(out)
-        declare_matched_names(schema, out)
+        self._pattern_names(schema, path, out)
         if "propertyNames" in schema:
             self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)
         if added:
@@ -207,10 +208,21 @@ class _Schema:
         out: dict[str, Any] = {}
         for source, inner in value.items():
             here = pointer(path, source)
-            name = _pattern(source, here) if keyword == "patternProperties" else source
+            name = _name_pattern(source, here).narrow if keyword == "patternProperties" else source
             found = self._walk(inner, base, here, depth + 1)
             out[name] = {"allOf": [out[name], found]} if name in out else found  # "(a)" and "(?:a)" are one pattern
         return out
+
+    def _pattern_names(self, schema: Mapping[str, Any], path: str, out: dict[str, Any]) -> None:
+        """Separate the names that match a pattern from the others."""
+        if "patternProperties" not in out:
+            return
+        path = f"{path}/patternProperties"
+        readings = [_name_pattern(source, pointer(path, source)) for source in schema["patternProperties"]]
+        fault = separate_names(readings, out)
+        if fault:
+            raise _error(path, fault)
+        declare_matched_names(schema, out)
 
     def _names(self, value: Any, base: str, path: str, out: dict[str, Any]) -> None:
         """Restrict the names of properties."""
@@ -284,6 +296,13 @@ def _pattern(value: Any, path: str) -> str:
         raise _error(path, "must be a regular expression")
     try:
         return pattern.translate(value, quoted=True)
+    except pattern.PatternError as error:
+        raise _error(path, f"regular expression {value[:60]!r}: {error}") from error
+
+
+def _name_pattern(value: str, path: str) -> pattern.NamePattern:
+    try:
+        return pattern.translate_name(value)
     except pattern.PatternError as error:
         raise _error(path, f"regular expression {value[:60]!r}: {error}") from error
 

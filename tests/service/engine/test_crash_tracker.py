@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import tempfile
 from pathlib import Path
@@ -201,14 +200,34 @@ def test_crash_tracker_counts_a_second_restore_once(tmp_path: object) -> None:
         assert record.crashes == 1
 
 
-def test_crash_tracker_logs_a_full_disk(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
-    path, request = f"{tmp_path}/steps", Request("r", [1], 9999, 0.0)
+def test_crash_tracker_counts_need_no_disk_space_after_the_start(tmp_path: Path) -> None:
+    path, counts, request = f"{tmp_path}/steps", tmp_path / "steps.counts", Request("r", [1], 9999, 0.0)
     crash(path, 0, request, 3)
-    tracker = CrashTracker(path, 8, 8)
-    tracker.assess(request, 3)
-    os.mkdir(f"{path}.new")  # blocks the new file
+    tracker, state = CrashTracker(path, 8, 8), counts.stat()
+    assert state.st_blocks * 512 >= state.st_size
+    assert tracker.assess(request, 3)
     tracker.save()
-    assert "cannot be noted" in caplog.text
+    assert CrashTracker(path, 8, 8)._records == tracker._records != {}
+    assert (counts.stat().st_ino, counts.stat().st_size) == (state.st_ino, state.st_size)
+    assert {file.name for file in tmp_path.iterdir()} == {"steps", "steps.counts"}
+
+
+def test_crash_tracker_counts_of_many_requests_fit_their_file(tmp_path: Path) -> None:
+    most = 2**32 - 1
+    tracker = CrashTracker(f"{tmp_path}/steps", 8, 8)
+    record = CrashRecord(most, most, most, most, True, True, most, True)
+    tracker._records = {2**64 - number: record for number in range(1, crash_tracker.MAX_RECORDS + 2)}
+    tracker._is_changed = True
+    tracker.save()
+    assert len(CrashTracker(f"{tmp_path}/steps", 8, 8)._records) == crash_tracker.MAX_RECORDS
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 16, b"\x08" + bytes(7) + b"\x82" * 8])
+def test_crash_tracker_broken_counts_are_dropped(damage: bytes, tmp_path: Path) -> None:
+    CrashTracker(f"{tmp_path}/steps", 8, 8)
+    with (tmp_path / "steps.counts").open("r+b") as file:
+        file.write(damage)
+    assert CrashTracker(f"{tmp_path}/steps", 8, 8)._records == {}
 
 
 def test_step_log_of_the_last_life_is_cleared_before_the_first_step(tmp_path: object) -> None:

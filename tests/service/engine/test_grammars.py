@@ -22,7 +22,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
-from tests.support.fake_grammar import FakeCompiler, FakeMatcher, allowed, next_mask
+from tests.support.fake_grammar import FakeCompiler, allowed, next_mask
 
 CHOICES = Constraint("choices", '["yes", "no"]')
 
@@ -171,11 +171,10 @@ def test_poll_advances_after_a_change_or_after_poll_seconds_only(monkeypatch: py
     scheduler, advanced = new_scheduler(), list[int]()
     grammars = Grammars(scheduler)
 
-    def advance(pending: PendingGrammar, most: int) -> int:
+    def matcher(pending: PendingGrammar) -> None:
         advanced.append(int(pending.request.request_id))
-        return 0
 
-    monkeypatch.setattr(grammars, "_advance", advance)
+    monkeypatch.setattr(grammars, "_matcher", matcher)
     for number in range(2):
         added = Request(f"{number}", [1], 9, 0.0, constraint=CHOICES)
         pending = grammars.pending(added)
@@ -188,40 +187,6 @@ def test_poll_advances_after_a_change_or_after_poll_seconds_only(monkeypatch: py
     for _ in range(2):
         grammars.poll()
     assert advanced == [0, 0, 1, 0, 1]
-
-
-def test_replay_is_in_parts_and_waits_for_a_grammar_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests of an earlier engine have 3 tokens each, and a poll advances over 2 tokens."""
-    monkeypatch.setattr(grammars_module, "REPLAYED_TOKENS", 2)
-    rule, end_ids, output = Constraint("regex", "3"), frozenset({2}), list[int]()
-    state = FakeMatcher(rule.text, 9, end_ids)
-    for _ in range(3):
-        output.append(next(token for token in range(9) if token not in end_ids and state.allows(token)))
-        assert state.advance(output[-1])
-    scheduler, compiler = new_scheduler(), FakeCompiler(9, end_ids)
-    grammars, waiting = Grammars(scheduler, lambda on_done: BuiltCompiler(compiler, end_ids)), list[PendingGrammar]()
-    for number in range(2):
-        pending = grammars.pending(Request(
-            f"r{number}", [1], 9, 0.0, constraint=rule, output_ids=output, prior=PriorProgress(accepted=True)))
-        assert pending
-        if not waiting:
-            submit_and_build(grammars, pending)
-        grammars.watch(scheduler.add(pending.request, (b"f", number), 0.0).sequence, pending)
-        waiting.append(pending)
-
-    def poll(in_use: int = 0) -> tuple[int, list[int], bool]:
-        """Return the number of queued requests, the replayed tokens of each, and whether the replay continues."""
-        compiler.submit(rule).lexer.jobs = in_use
-        grammars._is_due = True
-        return len(grammars.poll()), [pending.num_replayed for pending in waiting], grammars.is_replaying
-
-    assert poll(in_use=1) == (0, [0, 0], False)
-    assert waiting[0].matcher is None
-    assert poll() == (0, [2, 0], True)
-    assert poll(in_use=1) == (0, [2, 0], False)
-    assert poll() == (1, [3, 1], True)
-    assert poll() == (1, [3, 3], False)
-    grammars.close()
 
 
 @pytest.mark.parametrize("is_paused", [False, True])

@@ -285,7 +285,7 @@ def test_matcher_beyond_its_limits_ends_its_request(tmp_path: Path) -> None:
         peer.submit(2, [5, 6], 9, constraint=RULE)
         ends = peer.until_end(1, 2)
         assert ends[1].error
-        assert ends[1].error[:2] == ("InvalidField", "grammar: cannot be followed within limits: too many items")
+        assert ends[1].error[:2] == ("QueueFull", "grammar: cannot be followed within limits: too many items")
         assert peer.tokens(2) == expected([5, 6], 9)
         assert failures() == [before[0], before[1] + 1, before[2]]
 

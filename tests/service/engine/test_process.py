@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,18 @@ def test_kept_streams_are_loaded_once_the_start_can_no_longer_fail(
     runner: Any = ServedRunner(storyteller.FOLDER, 0.0)
     build_engine(EngineArgs(ServerConfig(frontends=3), "", "", epoch), runner, None, 0.0)
     assert order[-3:] == ["SIGTERM SIG_IGN", "load_streams ", f"Engine {frontends}"]
+
+
+def test_engine_date_does_not_go_back_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first number of KV events, which may not go back, is made of it."""
+    started = time.monotonic() - 60
+    dates = []
+    for now in (1.7e9, 1.7e9 - 7200, 1.7e9 + 7200):
+        monkeypatch.setattr(process.clock, "unix_time", lambda now=now: now)
+        dates.append(EngineArgs(ServerConfig(), "", "", 1, start_date=1.6e9, started=started).date)
+        assert EngineArgs(ServerConfig(), "", "", 1).date == now
+    assert dates == sorted(dates)
+    assert all(60 <= date - 1.6e9 < 600 for date in dates)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def test_waiting_calls_are_bounded_and_lost_front_ends_get_no_reply() -> None:
         profiles.handle(b"a" if call else b"b", StopProfile(call, wait=True), sent)
     profiles.handle(b"b", StopProfile(99, wait=False), sent)
     assert profiler.stops == 1  # the profile ends although this call gets no summary
-    assert sent.take()[1:] == [(b"b", 99, f"{MAX_WAITING} calls wait for the end of the profile already")]
+    refusal = f"{MAX_WAITING} calls wait for the end of the profile already, a fixed limit"
+    assert sent.take()[1:] == [(b"b", 99, refusal)]
     profiles.on_disconnect(b"a")
     profiler.ends = SUMMARY
     profiles.poll(sent)

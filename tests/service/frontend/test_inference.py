@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.frontend.test_response import joined
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW
+from tests.support.collector import Collector
 from tests.support.fake_engine import EOS, until
 from tests.support.front_end import Running, ask, running
 from tests.support.whole_server import whole_server
@@ -53,6 +56,34 @@ async def test_generate_equals_stream_generate(folder: Path) -> None:
         assert (await server.inference.Generate(asks[1])).text == "cdefghijklmnopqrstuv"
         assert (await server.inference.Generate(asks[4])).text == "cdefg"
         assert server.engine.live == 0
+
+
+async def test_call_whose_message_arrives_late_counts_the_wait(
+    folder: Path, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the request's arrival, its timing, the log line, the time to the first token and the trace."""
+    wait, sent = 0.3, list[float]()
+    caplog.set_level(logging.INFO, "npuserve")
+    async with running(folder, otlp_endpoint=collector.url) as server:
+        generate = server.channel.stream_unary(
+            "/npuserve.v1.InferenceService/Generate", pb.GenerateRequest.SerializeToString,
+            pb.GenerateResponse.FromString)
+
+        async def late() -> AsyncIterator[pb.GenerateRequest]:
+            await until(lambda: bool(server.frontend._servers.connections._calls))
+            await asyncio.sleep(wait)
+            sent.append(time.monotonic())
+            yield ask("ab", 3)
+
+        answer = await generate(late())
+        (submit,) = server.engine.got(Submit)
+        await until(lambda: any(span.name.endswith("/Generate") for span in collector.spans))
+    assert submit.request.arrival <= sent[0] - wait
+    assert answer.finish.timing.total.ToNanoseconds() >= wait * 1e9
+    (line,) = (record.fields for record in caplog.records if record.message == "request")  # type: ignore[attr-defined]
+    assert min(line["seconds"], line["ttft"], line["e2e"]) >= wait
+    (root,) = (span for span in collector.spans if span.name.endswith("/Generate"))
+    assert root.end_time_unix_nano - root.start_time_unix_nano >= wait * 1e9
 
 
 async def test_stop_string_ends_request_in_engine(folder: Path) -> None:

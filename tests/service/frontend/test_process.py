@@ -23,7 +23,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from npuserve.service.config import ServerConfig
+from npuserve.service.errors import Unavailable
+from npuserve.service.frontend import process as frontend_process
 from npuserve.service.frontend.process import FrontendArgs, end_without_memory
+from npuserve.service.text.template_process import TemplateProcess
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.support import fake_engine
@@ -99,6 +102,22 @@ async def test_frontend_callback_without_memory_ends_the_process(monkeypatch: py
     for error in (ValueError(), MemoryError()):
         end_without_memory(loop, {"message": "", "exception": error})
     assert codes == [1]
+
+
+async def test_frontend_load_without_a_process_of_the_chat_template_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(self: TemplateProcess) -> None:
+        starts.append(self)
+        if len(starts) < 3:
+            raise Unavailable("the process of the chat template cannot start: Too many open files")
+
+    starts: list[TemplateProcess] = []
+    monkeypatch.setattr(TemplateProcess, "start", start)
+    monkeypatch.setattr(frontend_process, "TEMPLATE_RETRY_SECONDS", 0.01)
+    async with running(make_folder(tmp_path / "m")) as server:
+        assert (len(starts), len(set(starts))) == (3, 1)
+        assert (await server.inference.Generate(ask("ab", 1))).text == "c"
 
 
 async def test_frontend_sigterm_ends_streams_and_refuses_requests(tmp_path: Path, processes: list[Process]) -> None:
@@ -301,7 +320,8 @@ def test_frontend_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Pr
 
 def test_frontend_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(tmp_path)))
-    assert processes[0].wrong() == (2, f"model: {tmp_path} has no config.json")
+    assert processes[0].wrong() == (
+        2, f"model: {tmp_path} has no config.json; a model folder holds config.json and *.safetensors")
     assert processes[0].end() == (2, "")
 
 

@@ -51,15 +51,21 @@ def test_equal_constraints_share_a_compilation(compiler: GrammarCompiler):
     assert compiler.submit(Constraint("choices", '["yes"]')) is not first
 
 
-def test_worn_compilation_is_replaced(compiler: GrammarCompiler):
-    first = compiler.submit(Constraint("regex", "[a-c]+"))
-    assert first.wait(20)
-    first.is_worn = True
-    second = compiler.submit(Constraint("regex", "[a-c]+"))
-    assert second is not first
-    assert second.wait(20)
-    assert compiler.submit(Constraint("regex", "[a-c]+")) is second
-    assert compiler._cached_bytes == second.num_bytes
+def test_clients_share_a_lexer_until_it_is_worn(compiler: GrammarCompiler):
+    compilation = compiler.submit(Constraint("regex", "[a-c]+"))
+    assert compilation.wait(SECONDS)
+    shared = compilation.lexer("a")
+    assert compilation.lexer("b") is shared
+    shared.wear()
+    lexers = {client: compilation.lexer(client) for client in "ab"}
+    assert len({shared, *lexers.values()}) == 3
+    assert compilation.lexer("a") is lexers["a"]
+    assert not lexers["a"].is_built
+    assert accepts(lexers["a"].matcher(), "abc")
+    lexers["a"].wear()
+    assert compilation.lexer("a") is not lexers["a"]
+    assert compilation.lexer("b") is lexers["b"]
+    assert compiler.submit(Constraint("regex", "[a-c]+")) is compilation
 
 
 def test_refused_constraint_has_an_error_and_the_next_is_compiled(compiler: GrammarCompiler):
@@ -98,7 +104,7 @@ def test_one_of_must_exclude_without_formats_too(
 
 
 def test_cache_is_bounded_by_bytes():
-    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=1 << 20, max_seconds=20)
+    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=4 << 20, max_seconds=20)
     for i in range(40):
         compilation = compiler.submit(Constraint("choices", json.dumps([f"answer {i}"])))
         assert compilation.wait(SECONDS)
@@ -120,27 +126,31 @@ LARGE = "((.|\\n)*[a-m][^x]{25}[n-z](.|\\n)*)"
 """Answers build many states of its lexer."""
 
 
-def test_cache_counts_the_states_that_answers_build(compiler: GrammarCompiler):
+def test_memory_of_lexers_counts_the_states_that_answers_build(compiler: GrammarCompiler):
     small, large = (compiler.submit(Constraint("regex", text)) for text in ("[abcnopq]*", LARGE))
     assert small.wait(SECONDS)
     assert large.wait(SECONDS)
-    before = small.num_bytes, large.num_bytes
+    before = small.lexer().num_bytes, large.lexer().num_bytes
     for _ in range(4):
         answer_with(small, "abcnopq", 300)
     answer_with(large, "abcnopq", 300)
-    assert small.num_bytes < before[0] + (1 << 17)
-    assert large.num_bytes > before[1] + (1 << 20)
-    assert compiler._cached_bytes == small.num_bytes + large.num_bytes
+    assert small.lexer().num_bytes < before[0] + (1 << 17)
+    assert large.lexer().num_bytes > before[1] + (1 << 20)
+    assert compiler.lexers.num_bytes == small.lexer().num_bytes + large.lexer().num_bytes
 
 
-def test_cache_is_bounded_while_answers_build_states():
-    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=24 << 20, max_seconds=20)
+def test_idle_lexers_are_freed_while_answers_build_states():
+    compiler = GrammarCompiler(vocabulary(), max_cache_bytes=32 << 20, max_seconds=20)
+    compilations = []
     for i in range(8):
-        compilation = compiler.submit(Constraint("regex", f"{LARGE}{i}"))
-        assert compilation.wait(SECONDS)
-        answer_with(compilation, "abcnopq", 300)
-        assert compiler._cached_bytes == sum(one.num_bytes for one in compiler._cache.values()) <= 24 << 20
-    assert 0 < len(compiler._cache) < 8
+        compilations.append(compiler.submit(Constraint("regex", f"{LARGE}{i}")))
+        assert compilations[-1].wait(SECONDS)
+        answer_with(compilations[-1], "abcnopq", 300)
+        assert compiler.lexers.num_bytes <= 24 << 20
+    built = [compilation.lexer().is_built for compilation in compilations]
+    assert built[-1]
+    assert not all(built)
+    assert accepts(compilations[built.index(False)].matcher(), f"a{'a' * 25}n{built.index(False)}")
     compiler.close()
 
 

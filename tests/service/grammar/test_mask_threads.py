@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from npuserve.service.grammar import mask_threads
-from npuserve.service.grammar.mask_threads import FAST_SECONDS, MAX_THREADS, Lexer, MaskThreads
+from npuserve.service.grammar.mask_threads import DECAY, FAST_SECONDS, MAX_THREADS, Lexer, MaskThreads
 
 
 class Waiting:
@@ -22,13 +22,14 @@ class Waiting:
         if not is_held:
             self.release.set()
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int) -> bool:
         assert size == 77
         self.thread = threading.get_ident()
         self.begun.set()
         assert self.release.wait(20)
         self._made.append(self)
         self.is_prepared = True
+        return False
 
 
 def test_answers_are_prepared_in_their_order_and_once() -> None:
@@ -118,9 +119,9 @@ class Slow(Waiting):
 
     now = 0.0
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int) -> bool:
         Slow.now += 8 * FAST_SECONDS
-        super().prepare(size)
+        return super().prepare(size)
 
 
 @pytest.fixture
@@ -182,3 +183,59 @@ def test_answers_without_a_further_thread_are_prepared(monkeypatch: pytest.Monke
     assert (queued.is_prepared, threads._num_threads) == (True, 2)
     slow.release.set()
     threads.wait()
+
+
+class Partial(Waiting):
+    """Answer that is prepared in parts, each with another lexer."""
+
+    def __init__(self, made: list[Waiting], lexers: list[Lexer]):
+        super().__init__(lexers[0], made)
+        self.lexers, self.parts = lexers[1:], list[bool]()
+
+    def prepare(self, size: int) -> bool:
+        self.parts.append(self.lexer.in_use)
+        if not self.lexers:
+            return super().prepare(size)
+        self.lexer = self.lexers.pop(0)
+        return True
+
+
+@pytest.mark.parametrize("seconds", [0.0, FAST_SECONDS / DECAY], ids=["fast", "slow"])
+def test_answer_prepared_in_parts_has_its_lexer_in_use_in_each(seconds: float) -> None:
+    made: list[Waiting] = []
+    threads, lexers = MaskThreads(77), [Lexer() for _ in range(3)]
+    lexers[0].seconds = seconds
+    answer = Partial(made, lexers.copy())
+    threads.prepare([answer], math.inf)
+    assert (made, answer.parts[1:]) == ([answer], [True, True])
+    assert answer.lexer is lexers[2]
+    assert not any(lexer.in_use for lexer in lexers)
+
+
+def test_others_are_prepared_between_the_parts_of_an_answer() -> None:
+    class Endless(Waiting):
+        def prepare(self, size: int) -> bool:
+            return not self.release.is_set()
+
+    made: list[Waiting] = []
+    threads = MaskThreads(77)
+    endless = [Endless(Lexer(), made, is_held=True) for _ in range(2 * MAX_THREADS)]
+    threads.prepare(endless, 0.0)
+    for _ in range(20):
+        threads.prepare([answer := Waiting(Lexer(), made)], math.inf)
+        assert made[-1] is answer
+    for waiting in endless:
+        waiting.release.set()
+    threads.wait()
+    assert not any(waiting.lexer.in_use for waiting in endless)
+
+
+def test_answer_in_parts_without_a_thread_is_prepared_by_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    made: list[Waiting] = []
+    answer = Partial(made, [Lexer() for _ in range(3)])
+    MaskThreads(77).prepare([answer], math.inf)
+    assert made == [answer]

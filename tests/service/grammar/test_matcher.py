@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
-from npuserve.service.grammar.errors import MatcherError
+from npuserve.service.grammar import compile_process
+from npuserve.service.grammar.errors import LexerExhausted, MatcherError
 from npuserve.service.grammar.matcher import MAX_FORCED_BYTES, Matcher
 from tests.support.grammars import CALL, END, Kind, accepts, allowed, encode, matcher, vocabulary, walk
 
@@ -265,8 +267,10 @@ def test_step_beyond_the_limits_is_a_matcher_error():
     assert not state.is_complete
 
 
-def test_answer_whose_lexer_another_answer_has_exhausted_fails_by_its_limits():
-    """Not by a token that its mask allowed, as if the answer violated its constraint."""
+def test_answer_whose_lexer_another_answer_has_exhausted_needs_another_lexer(monkeypatch: pytest.MonkeyPatch):
+    """It does not fail by a token that its mask allowed, as if the answer violated its constraint."""
+    monkeypatch.setattr(compile_process, "limits", lambda kind: LLParserLimits(
+        max_lexer_states=20_000, max_items_in_row=2000, verbose_errors=True))
     first = matcher("json_schema", {"type": "string", "pattern": "(.*a.{30}b.*|.*b.{29}c.*)"})
     other = Matcher(vocabulary(), first._library.deep_copy())
     letters = [encode(letter)[0] for letter in "abc"]
@@ -277,7 +281,7 @@ def test_answer_whose_lexer_another_answer_has_exhausted_fails_by_its_limits():
     rng = random.Random(1)
 
     def exhaust() -> None:
-        while True:
+        for _ in range(3000):
             allowed(first)
             assert first.advance(rng.choice(letters))
 
@@ -286,5 +290,40 @@ def test_answer_whose_lexer_another_answer_has_exhausted_fails_by_its_limits():
             assert Matcher(vocabulary(), other._library.deep_copy()).advance(token)
 
     for work in (exhaust, advance_to_a_new_state):
-        with pytest.raises(MatcherError, match="limits"):
+        with pytest.raises(LexerExhausted):
             work()
+
+
+@pytest.mark.parametrize("is_careful", [False, True])
+@pytest.mark.parametrize("name", [*CONSTRAINTS, "long"])
+def test_replayed_matcher_equals_one_that_advanced(name: str, is_careful: bool):
+    """Masks and forced tokens at each place of random walks."""
+    kind, value = CONSTRAINTS.get(name, ("json_schema", {"type": "string", "minLength": 300}))
+    rng = random.Random(9)
+    for _ in range(3):
+        state, taken = matcher(kind, value), list[int]()
+        replayed = matcher(kind, value)
+        for _ in range(60):
+            assert replayed.replay(taken, is_careful=is_careful)
+            assert (allowed(replayed), replayed.forced(), replayed.is_complete) == (
+                allowed(state), state.forced(), state.is_complete)
+            ids = [token for token in allowed(state) if token != END]
+            if not ids:
+                break
+            taken.append(rng.choice(ids))
+            assert state.advance(taken[-1])
+            replayed = matcher(kind, value)
+
+
+def test_replay_of_a_token_that_is_not_allowed_is_refused():
+    assert not matcher("choices", ["abc"]).replay(encode("abd"))
+    assert matcher("choices", ["abc"]).replay(encode("abc"))
+
+
+def test_replay_of_a_long_text_exceeds_no_limit_of_one_step():
+    """The library limits the work since the last mask."""
+    state = matcher("json_schema", {"type": "string", "maxLength": 50_000})
+    text = encode('"' + "ab 日本" * 8000)
+    assert state.replay(text)
+    assert state.advance(ord("x"))
+    assert END not in allowed(state)

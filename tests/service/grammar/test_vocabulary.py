@@ -150,9 +150,18 @@ def test_other_tokens_begin_with_another_byte_or_are_no_text(size: int):
 
 def test_token_that_is_too_long_for_the_library_is_not_allowed():
     tokens = [b"a", b"b" * MAX_TOKEN_BYTES, b"b" * (MAX_TOKEN_BYTES + 1), b""]
-    tokenizer = SimpleNamespace(token_bytes=lambda: tokens, special_ids=[], encode=lambda text, add_special_tokens: [0])
+    tokenizer = SimpleNamespace(
+        is_isolated=False, token_bytes=lambda: tokens, special_ids=[], encode=lambda text, add_special_tokens: [0])
     found = Vocabulary.from_tokenizer(tokenizer, 4, [3])  # type: ignore[arg-type]
     assert found.data.tokens == [*tokens[:2], b"", b""]
+
+
+def test_tokenizer_in_another_process_forces_no_tokens() -> None:
+    tokens = [*(bytes([i]) for i in range(256)), b""]
+    tokenizer = SimpleNamespace(token_bytes=lambda: tokens, special_ids=[], encode=None)
+    for tokenizer.is_isolated in (True, False):
+        vocabulary = Vocabulary.from_tokenizer(tokenizer, 257, [256])  # type: ignore[arg-type]
+        assert (vocabulary.bytes is None) is tokenizer.is_isolated
 
 
 def test_model_without_an_end_token_is_refused():

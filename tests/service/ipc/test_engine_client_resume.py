@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from npuserve.service.ipc.messages import (
     Record,
     Request,
     Restore,
+    Resume,
     Submit,
     encode,
 )
@@ -107,7 +110,7 @@ async def test_engine_client_restore_ends_with_its_connection() -> None:
     written: list[object] = []
     connection: Any = SimpleNamespace(write=written.append, drained=asyncio.Event().wait)
     client = EngineClient("")
-    client._restoring = asyncio.ensure_future(client._restore(connection, []))
+    client._restoring = asyncio.ensure_future(client._restore(connection, [], []))
     await asyncio.sleep(0)
     assert [type(message) for message in written] == [Restore]
     client._on_disconnect()
@@ -168,20 +171,67 @@ async def test_engine_client_resume_cancelled_as_the_reply_arrives_leaves_no_str
         assert client._streams == client._resuming == client._limit._clients == {}
 
 
-async def test_engine_client_engine_death_fails_resume() -> None:
-    async with connected() as (client, engine):
+@contextlib.asynccontextmanager
+async def resumed_at_death(**deadlines: float | None) -> AsyncIterator[
+    tuple[EngineClient, fake_engine.FakeEngine, list[asyncio.Future[Stream]]]
+]:
+    """Run a client whose engine died before it answered calls that resume streams. deadlines: of each, by its token."""
+    async with connected(delay=0.001) as (client, engine):
         assert engine._task
-        engine._task.cancel()
+        engine._task.cancel()  # it replies to nothing
         await asyncio.sleep(0.01)
-        resuming = asyncio.ensure_future(client.resume("t", 0, "me", None))
+        resuming = [asyncio.ensure_future(client.resume(token, 1, "me", deadline, token))
+                    for token, deadline in deadlines.items()]
         await asyncio.sleep(0.01)
         await engine.die()
-        with pytest.raises(Unavailable):
-            await resuming
-        for call in (client.resume("t", 0, "me", None), client.flush_prefix_cache()):
+        await until(lambda: client.state == "down")
+        yield client, engine, resuming
+        await asyncio.gather(*resuming, return_exceptions=True)
+        assert client._resuming == client._streams == client._limit._clients == {}
+
+
+async def test_engine_client_resume_at_engine_death_waits_for_next_engine() -> None:
+    deadline = time.monotonic() + 50
+    async with resumed_at_death(kept=None, late=deadline, gone=None) as (client, engine, resuming):
+        for call in (client.resume("new", 0, "me", None), client.flush_prefix_cache()):
             with pytest.raises(Unavailable, match="restarting"):
                 await asyncio.wait_for(call, 10)
         assert client.require_model_info() == fake_engine.INFO
+        assert not any(call.done() for call in resuming)
+        for token in ("kept", "late"):
+            engine.records[token] = Record(build_request(token, 0, 10, token))
+            engine.records[token].add(Output(1, [2, 3, 4]))
+        engine.received.clear()
+        engine.start()
+        for call in resuming[:2]:
+            stream = await asyncio.wait_for(call, 10)
+            assert await ids_of(stream) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+            stream.close()
+        with pytest.raises(StreamNotFound):
+            await asyncio.wait_for(resuming[2], 10)
+        assert [(sent.token, sent.token_offset, sent.deadline) for sent in engine.got(Resume)] == [
+            ("kept", 1, None), ("late", 1, deadline), ("gone", 1, None)]
+        assert engine.received.index(engine.got(Restore)[-1]) < engine.received.index(engine.got(Resume)[0])
+
+
+async def test_engine_client_resume_cancelled_after_engine_death_is_not_sent_again() -> None:
+    async with resumed_at_death(left=None) as (client, engine, resuming):
+        resuming[0].cancel()
+        await asyncio.wait(resuming)
+        engine.received.clear()
+        engine.start()
+        await until(lambda: client.state == "ready")
+        assert await client.flush_prefix_cache() == 11
+        assert engine.got(Resume) == []
+
+
+async def test_engine_client_resume_at_engine_death_ends_with_the_client() -> None:
+    """As at the end of a drain in which no engine starts."""
+    async with resumed_at_death(one=None, other=None) as (client, _, resuming):
+        client.fail_all(Unavailable("the server shut down"))
+        for call in resuming:
+            with pytest.raises(Unavailable, match="shut down"):
+                await asyncio.wait_for(call, 10)
 
 
 async def test_engine_client_abort_and_flush() -> None:

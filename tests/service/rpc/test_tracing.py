@@ -85,7 +85,7 @@ def test_trace_has_the_engines_times() -> None:
 
     exporter, provider, end = InMemorySpanExporter(), sdk.TracerProvider(), time.monotonic()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    trace = Trace(provider.get_tracer("test"), {}, "Generate", "service", "")
+    trace = Trace(provider.get_tracer("test"), {}, "Generate", "service", "", end)
     trace.finished(Timing(1.0, [2.0, 3.0], 4.0, 0.5, 0.25, end), "model", end - 4.5)
     trace.end("OK", {})
     *phases, root = exporter.get_finished_spans()
@@ -225,7 +225,7 @@ def test_trace_phases_cover_whole_time() -> None:
 
     from npuserve.service.rpc.tracing import COMPLETION, Trace
 
-    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate", "npuserve.v1.InferenceService", COMPLETION)
+    trace = Trace(TracerProvider().get_tracer(""), {}, "Generate", "npuserve.v1.InferenceService", COMPLETION, 9.0)
     trace.finished(Timing(1.0, [2.0, 3.0], 4.0, 0.0, 0.0, 20.0), "m", None)
     assert list(trace._phases(22.0)) == [
         ("queue", 10.0, 11.0), ("prefill chunk", 11.0, 13.0), ("prefill chunk", 13.0, 16.0), ("decode", 16.0, 20.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npuserve.npu.step import SamplingParams
-from npuserve.service.errors import DeadlineExceeded, InternalError, InvalidField, QueueFull
+from npuserve.service.errors import DeadlineExceeded, InternalError, QueueFull
 from npuserve.service.ipc.messages import Constraint, Request
 from npuserve.service.scheduling.block_manager import IntegrityError
 from npuserve.service.scheduling.constraint import AnswerMatcher
@@ -54,19 +54,19 @@ def test_matcher_refuses_a_token_with_an_internal_error() -> None:
     assert mask is not None
     made.advance(next(token for token in range(VOCABULARY) if not allowed(token, mask)))
     assert isinstance(made.error, InternalError)
-    assert (made.is_prepared, next_mask(made, VOCABULARY), made._compilation.is_worn) == (True, None, False)
+    assert (made.is_prepared, next_mask(made, VOCABULARY), made.lexer.is_worn) == (True, None, False)
 
 
-def test_matcher_beyond_its_limits_names_the_field() -> None:
+def test_matcher_beyond_its_limits_names_the_field_and_can_be_retried() -> None:
     made = matcher("heavy 3")
     for _ in range(2):
         mask = next_mask(made, VOCABULARY)
         assert mask is not None
         made.advance(next(token for token in range(VOCABULARY) if allowed(token, mask)))
     assert next_mask(made, VOCABULARY) is None
-    assert isinstance(made.error, InvalidField)
+    assert isinstance(made.error, QueueFull)
     assert made.error.message == "regex: cannot be followed within limits: too many items"
-    assert made._compilation.is_worn
+    assert not made.lexer.is_worn
 
 
 def test_matcher_without_any_token_fails() -> None:
@@ -286,7 +286,7 @@ def test_failing_matcher_ends_its_request_alone(depth: int) -> None:
     other = harness.add([1, 2], 9, constraint=LONG)
     harness.finish()
     assert list(harness.failed) == [heavy.id]
-    assert isinstance(harness.failed[heavy.id], InvalidField)
+    assert isinstance(harness.failed[heavy.id], QueueFull)
     assert len(harness.tokens[heavy.id]) == 2
     harness.check_answer(other)
 

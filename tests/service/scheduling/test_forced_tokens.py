@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 
 from npuserve.npu.step import SamplingParams, StepResult
-from npuserve.service.errors import InvalidField
+from npuserve.service.errors import QueueFull
 from npuserve.service.grammar.errors import MatcherError
 from npuserve.service.grammar.mask_threads import Answer
 from npuserve.service.ipc.messages import Constraint, Request
@@ -169,7 +169,7 @@ def test_failure_within_a_run_ends_the_request_after_the_tokens_before(
 
     monkeypatch.setattr(FakeMatcher, "advance", exceed)
     harness.finish()
-    assert isinstance(harness.failed[broken.id], InvalidField)
+    assert isinstance(harness.failed[broken.id], QueueFull)
     assert harness.scheduler.forced_tokens == 2
     made = harness.tokens[broken.id]
     assert made == whole.tokens[right.id][: len(made)]
@@ -251,5 +251,5 @@ def test_failure_of_forced_ends_the_request_with_its_next_token() -> None:
     harness.collect()
     assert broken.num_generated_tokens == 1
     harness.finish()
-    assert isinstance(harness.failed[broken.id], InvalidField)
+    assert isinstance(harness.failed[broken.id], QueueFull)
     harness.check_answer(other)

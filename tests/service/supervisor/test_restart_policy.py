@@ -49,6 +49,20 @@ def test_restart_policy_healthy_run_resets_crashes() -> None:
     assert pauses(*runs, was_server_ready=True) == [0.5, 1, 0.5, 1, 1, None]
 
 
+def test_restart_policy_starts_killed_from_outside_are_crashes_once_the_server_was_ready() -> None:
+    killed = RunEnd(-9, seconds=30)
+    assert pauses(*[killed] * 4, was_server_ready=True) == [0.5, 1, 1, None]
+    assert pauses(*[killed] * 3, was_server_ready=False) == [1, 2, None]
+    assert pauses(*[RunEnd(code) for code in (-9, -11, -6, 1)], was_server_ready=True) == [0.5, 1, 2, None]
+    assert pauses(*[RunEnd(-9, is_hung=True)] * 3, was_server_ready=True) == [1, 2, None]
+
+
+def test_restart_policy_crash_of_an_engine_that_served_has_no_further_pause() -> None:
+    """One that dies as soon as it is ready has the whole pause, however long it loaded."""
+    runs = [RunEnd(-9, 30, was_ready=True, ready_seconds=seconds) for seconds in (0, 0.125, 25)]
+    assert pauses(*runs, was_server_ready=True) == [0.5, 0.875, 0]
+
+
 HUNG_LOAD, UNUSABLE_LOAD = RunEnd(-9, 600, is_hung=True), RunEnd(UNUSABLE, 600)
 
 
@@ -61,7 +75,7 @@ def test_restart_policy_group_that_does_not_join_again_is_final(end: RunEnd) -> 
 
 @pytest.mark.parametrize(("end", "join_seconds", "was_server_ready"), [
     (HUNG_LOAD, 0, True), (UNUSABLE_LOAD, 0, True), (HUNG_LOAD, 600, False), (HUNG_LOAD, 601, True),
-    (RunEnd(-9, 600), 600, True), (RunEnd(-9, 600, is_hung=True, was_ready=True), 600, True),
+    (RunEnd(1, 600), 600, True), (RunEnd(-9, 600, is_hung=True, was_ready=True), 600, True),
     (RunEnd(NO_MEMORY), 600, True)])
 def test_restart_policy_other_ends_of_a_group_are_restarted(
     end: RunEnd, join_seconds: float, was_server_ready: bool

@@ -132,6 +132,8 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
         "index": 0, "engine_address": address, "port": 0, "heartbeat": True,
         "folder": ".", "last_good": str(run.folder())}
     assert engine["arguments"].pop("memory") >= -1
+    assert abs(engine["arguments"].pop("start_date") - time.time()) < 600
+    assert 0 <= time.monotonic() - engine["arguments"].pop("started") < 600
     assert [engine["arguments"].pop(name) for name in ("rank_memory", "shared_weights", "kernels")] == [[], None, None]
     assert engine["arguments"] == {
         "config": config, "folder": ".", "address": address, "epoch": 1, "heartbeat": True,
@@ -143,6 +145,9 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert all(facts["group"] == facts["pid"] for facts in (front, engine))
     assert all(facts["session"] == os.getsid(0) for facts in (front, engine))
     assert run.said("listening on 127.0.0.1:4242$")
+    description = json.loads((run.folder() / "server.json").read_text())  # for npuserve collect
+    assert (description["pid"], description["address"], description["settings"]["max_num_seqs"]) == (
+        run.process.pid, "127.0.0.1:4242", 3)
     assert run.said(r"ready in \d+\.\d s")[0]["kv_cache_tokens"] == 77
     assert run.said("engine said")[0]["text"] == "output of a library"
     run.process.send_signal(signal.SIGINT)
@@ -195,7 +200,7 @@ def test_supervisor_death_in_long_step_counts_as_crash(supervise: Callable[..., 
     """An engine that was ready and dies in a step longer than the check interval counts as crashed."""
     run = supervise(engine="step:0.4", check_seconds=0.02)
     run.until(lambda: len(run.journal("engine", "started")) == 7)  # more than the five failed starts that are allowed
-    assert [line["pause"] for line in run.said("engine died")][:6] == [0.01, 0.02, 0.03, 0.04, 0.04, 0.04]
+    assert [line["pause"] for line in run.said("engine died")][:6] == [0.0] * 6
     assert not run.said("giving up")
 
 
@@ -277,7 +282,7 @@ def test_supervisor_repeated_crashes_are_restarted(supervise: Callable[..., Run]
         run.until(lambda count=count: len(run.said("^ready in")) == count)
         os.kill(run.journal("engine", "started")[-1][2]["pid"], signal.SIGKILL)
     run.until(lambda: len(run.journal("engine", "started")) == 9)
-    assert [line["pause"] for line in run.said("engine died")] == [0.01 * n for n in range(1, 5)] + [0.04] * 4
+    assert all(line["pause"] < 0.04 for line in run.said("engine died"))
 
 
 def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run]) -> None:

@@ -12,12 +12,14 @@ import threading
 import time
 from pathlib import Path
 
+import jinja2
 import pytest
 
+from npuserve.service.config import ConfigError
 from npuserve.service.errors import InvalidField, Unavailable
 from npuserve.service.ipc.process_control import KEPT_VARIABLES
 from npuserve.service.text import template_process
-from npuserve.service.text.chat_template import ChatTemplate
+from npuserve.service.text.chat_template import ChatTemplate, read_templates
 from npuserve.service.text.template_process import TemplateProcess, load_template_process
 from tests.support.fake_engine import CHAT_TEMPLATE
 
@@ -41,7 +43,9 @@ HUGE = {
 def made(folder: Path, template: str, seconds: float = 0.4) -> TemplateProcess:
     (folder / "chat_template.jinja").write_text(
         "{% if messages[0].content == 'well' %}well{% else %}" + template + "{% endif %}")
-    return TemplateProcess(folder, {}, seconds)
+    templates = read_templates(folder)
+    assert templates
+    return TemplateProcess(folder, templates, {}, seconds)
 
 
 @pytest.mark.slow
@@ -61,6 +65,56 @@ def test_render_of_a_template_with_huge_memory_is_refused(tmp_path: Path, name: 
     with pytest.raises(InvalidField, match=r"^chat: the model's chat template (fails on it: MemoryError|must take)"):
         process.render([TURN])
     assert process.render([{**TURN, "content": "well"}]) == "well"
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    ("{% if %}", "Expected an expression"),
+    ("{% if 1 %}" * 500 + "{% endif %}" * 500, "RecursionError: "),
+    ("{% if 1 %}" * 120 + "{% endif %}" * 120, "IndentationError: "),
+    ("{{ 'a' * 10**8 * 8 }}", "(MemoryError|must take at most)"),
+    ("{{ 7 ** (10 ** 8) }}", "must take at most 0.4 seconds of processor time"),
+])
+def test_start_of_a_template_that_cannot_be_compiled_names_its_file(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    process = made(tmp_path, template)
+    with pytest.raises(ConfigError, match=rf"^chat template of .*: chat_template\.jinja: .*{message}"):
+        process.start()
+    assert not process._idle
+
+
+def test_start_of_a_named_template_that_cannot_be_compiled_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r": additional_chat_templates/tool_use\.jinja: Expected"):
+        made(tmp_path, ECHO).start()
+
+
+def test_load_template_process_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process of the caller, which a template could end."""
+    def compile_template(*args: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(jinja2.Environment, "compile", compile_template)
+    monkeypatch.setattr(jinja2.Environment, "parse", compile_template)
+    source = CHAT_TEMPLATE + "{% if messages[0].role == 'developer' %}<think>{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    process = load_template_process(tmp_path, {})
+    assert process
+    assert (process.roles, process.format.has_reasoning) == ({"developer"}, True)
+    assert process.render([TURN]) == "user:hi\na"
+
+
+def test_start_without_a_further_process_is_unavailable_and_the_next_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = made(tmp_path, ECHO)
+    with monkeypatch.context() as limited:
+        limited.setattr(template_process, "COMMAND", (sys.executable, "-c", "input(); exit(1)"))
+        with pytest.raises(Unavailable, match="cannot start"):
+            process.start()
+    process.start()
+    assert len(process._idle) == 1
 
 
 def test_render_equals_chat_template(tmp_path: Path) -> None:
@@ -98,7 +152,8 @@ def test_render_without_a_further_process_is_unavailable(tmp_path: Path, monkeyp
     process = made(tmp_path, ECHO, seconds=20)
     with monkeypatch.context() as limited:
         limited.setattr(template_process.process_control, "start_for_clients", start)
-        process.start()
+        with pytest.raises(Unavailable, match="cannot start: Too many open files"):
+            process.start()
         with pytest.raises(Unavailable, match="cannot start: Too many open files"):
             process.render([TURN])
     assert process.render([TURN]) == "hi"

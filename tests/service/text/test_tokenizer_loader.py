@@ -169,11 +169,13 @@ def test_load_without_tokenizer_files_returns_none(tmp_path: Path) -> None:
     ("tokenizer.json", "{}", r"tokenizer\.json: "),
     ("tokenizer_config.json", "[]", r"tokenizer_config\.json: must be an object"),
     ("tokenizer_config.json", "{", r"tokenizer_config\.json: "),
-    ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template: "),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', r"tokenizer_config\.json: KeyError: "),
+    ("chat_template.json", "[" * 100_000, r"chat_template\.json: RecursionError: "),
+    ("chat_template.jinja", b"\xff", r"chat_template\.jinja: 'utf-8' codec"),
 ])
-def test_load_of_a_malformed_file_names_it(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_load_of_a_malformed_file_names_it(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     save(tmp_path, train_byte_fallback())
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(tmp_path)
 

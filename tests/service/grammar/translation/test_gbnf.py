@@ -63,6 +63,74 @@ def test_converted_grammar_has_the_same_texts(grammar: str):
         assert accepts(compiled.matcher(), text) is (text in expected), text
 
 
+DEAD = {
+    "a recursive alternative": ('root ::= "a" | x\nx ::= "b" x', {"a"}),
+    "an optional rule": ('root ::= "a" x? y*\nx ::= x\ny ::= "b" y', {"a"}),
+    "an empty class": ('root ::= "a" ([^\\x00-\\U0010ffff] | "b")', {"ab"}),
+    "a rule of a dead rule": ('root ::= "a" | x y\nx ::= x "a"\ny ::= y | "b"', {"a"}),
+    "a rule that is not reached": ('root ::= "a"\nx ::= "b" x', {"a"}),
+    "a repetition of at least 0": ('root ::= "a" (root x){0,3}\nx ::= [^\\x00-\\U0010ffff]', {"a"}),
+}
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_parse_of_a_dead_rule_keeps_the_other_texts(name: str):
+    grammar, texts = DEAD[name]
+    assert language(parse(grammar)) == texts
+    compiled = compilation(Constraint("grammar", grammar))
+    for text in ("", "a", "b", "ab", "aa", "ba"):
+        assert accepts(compiled.matcher(), text) is (text in texts), text
+
+
+def random_node(rng: random.Random, depth: int) -> Node:
+    kind = rng.choice(["chars", "ref", "ref"] if depth > 2 else ["chars", "ref", "ref", "seq", "seq", "alt", "rep"])
+    if kind == "chars":
+        return Chars(((code := ord(rng.choice("abc")), code),))
+    if kind == "ref":
+        return Ref(rng.choice(["root", "x", "y", "z"]))
+    if kind == "rep":
+        least = rng.randrange(2)
+        return Rep(random_node(rng, depth + 1), least, rng.choice([-1, least + 1]))
+    items = tuple(random_node(rng, depth + 1) for _ in range(rng.randint(2, 3)))
+    return Seq(items) if kind == "seq" else Alt(items)
+
+
+def source(node: Node) -> str:
+    """Return an expression in GBNF."""
+    if isinstance(node, Chars):
+        return f"[{chr(node.ranges[0][0])}]"
+    if isinstance(node, Ref):
+        return node.name
+    if isinstance(node, Rep):
+        return f"({source(node.item)}){{{node.least},{'' if node.most == -1 else node.most}}}"
+    return "(" + (" | " if isinstance(node, Alt) else " ").join(map(source, node.items)) + ")"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_grammars_are_refused_only_without_a_text(seed: int):
+    """A grammar whose shortest text is longer than LENGTH is skipped."""
+    rng, accepted = random.Random(seed), 0
+    for _ in range(50):
+        rules = {name: random_node(rng, 0) for name in ("root", "x", "y", "z")}
+        grammar = "\n".join(f"{name} ::= {source(node)}" for name, node in rules.items())
+        texts = language(rules)
+        if not texts:
+            continue
+        state = compilation(Constraint("grammar", grammar))
+        accepted += 1
+        candidates = {"".join(rng.choices("abc", k=rng.randint(0, LENGTH))) for _ in range(30)}
+        for text in {*candidates, *sorted(texts)[:20]}:
+            assert accepts(state.matcher(), text) is (text in texts), (grammar, text)
+    assert accepted > 10
+
+
+@pytest.mark.parametrize("grammar", [
+    "root ::= root", 'root ::= x "a" | y\nx ::= y x\ny ::= "b" y', "root ::= [^\\x00-\\U0010ffff]"])
+def test_parse_of_a_grammar_without_a_text_is_refused(grammar: str):
+    with pytest.raises(ConstraintError, match="no finite text satisfies the rule 'root'"):
+        parse(grammar)
+
+
 def test_escapes_and_classes():
     state = r'root ::= "\"\\\n\x41\u00e9" [\]\-&~\[a-c]{2} [^\x00-\x7f] .'
     assert accepts(matcher("grammar", state), '"\\\nAé&]é!')

@@ -1,11 +1,17 @@
-"""Regular expressions against Python's `re`."""
+"""Regular expressions against Python's `re`, and against ECMA-262's where Node is installed."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import random
 import re
+import shutil
+import subprocess
+from typing import Any
 
+import jsonschema
 import pytest
 
 from npuserve.service.grammar.translation.errors import ConstraintError
@@ -94,3 +100,89 @@ def test_anchor_at_an_end_is_honoured(pattern: str, text: str):
 def test_pattern_without_a_text_is_refused(pattern: str):
     with pytest.raises(ConstraintError):
         matcher("regex", pattern)
+
+
+NAME_PATTERNS = [
+    r"^\w+$", r"^ab$", r"\w", r"^\d+$", r"\d", r"^\W$", r"\s", r"^\S+$", r"^.+$", r"^.*$", r".*", r"^[^a]$",
+    r"^[^\s]+$", r"^a|b$", r"^x", r"^(ab|é)$", r"^[\w-]{1,3}$", r"^é\w", r"[^\w]$", r"^$", r"\D$", r"^a$|^b\s$",
+    r"^[^\d]+$", r"^(a|1)?$",
+]
+NAME_PARTS = ["a", "b", "x", "1", "_", "-", "é", "٣", "\n", "\r", " ", "\u00a0", "\ufeff", "\x85", "\u2028", "\u1680"]
+NAMES = ["", *(a + b for a, b in itertools.product(NAME_PARTS, ["", *NAME_PARTS])), "ab\n", "é1\n", "abc", "a\n\n"]
+TRUE, TEXT = {"const": True}, {"const": "x"}
+
+
+@functools.cache
+def ecma_matches() -> dict[tuple[str, str], bool]:
+    """Return for each pattern and name whether ECMA-262 finds the pattern in it."""
+    program = ("const [patterns, names] = JSON.parse(require('fs').readFileSync(0));"
+               "console.log(JSON.stringify(patterns.map(p => names.map(n => new RegExp(p, 'u').test(n)))))")
+    done = subprocess.run(["node", "-e", program], input=json.dumps([NAME_PATTERNS, NAMES]), capture_output=True,
+                          text=True, check=True)
+    return {(pattern, name): is_match for pattern, row in zip(NAME_PATTERNS, json.loads(done.stdout), strict=True)
+            for name, is_match in zip(NAMES, row, strict=True)}
+
+
+def is_valid_by_ecma(schema: dict[str, Any], value: dict[str, Any]) -> bool:
+    for name, member in value.items():
+        schemas = [inner for source, inner in schema["patternProperties"].items() if ecma_matches()[source, name]]
+        if name in schema["properties"]:
+            schemas.append(schema["properties"][name])
+        if not all(jsonschema.Draft202012Validator(inner).is_valid(member)
+                   for inner in schemas or [schema["additionalProperties"]]):
+            return False
+    return True
+
+
+def random_object_schema(rng: random.Random) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": dict.fromkeys(rng.sample(NAMES, rng.randrange(3)), TEXT),
+        "patternProperties": {source: rng.choice([TRUE, TRUE, {"enum": [True, "x"]}, False])
+                              for source in rng.sample(NAME_PATTERNS, rng.choice([1, 1, 2]))},
+        "additionalProperties": rng.choice([True, False, TEXT])}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pattern_properties_of_accepted_objects_are_valid_by_both_readings(seed: int):
+    """Each name is written with three values. Names without a dispute are accepted exactly if they are valid."""
+    rng, compiled_schemas = random.Random(seed), 0
+    for _ in range(20):
+        schema = random_object_schema(rng)
+        try:
+            compiled = compilation(Constraint("json_schema", json.dumps(schema)))
+        except ConstraintError:
+            continue
+        compiled_schemas += 1
+        judge = jsonschema.Draft202012Validator(schema)
+        for name, member in itertools.product({*rng.sample(NAMES, 40), *schema["properties"]}, (True, "x", 1)):
+            value = {name: member}
+            is_accepted = accepts(compiled.matcher(), json.dumps(value, ensure_ascii=False))
+            if is_accepted or (name.isascii() and name.isprintable()):
+                assert is_accepted is judge.is_valid(value), (schema, value)
+            if is_accepted and shutil.which("node"):
+                assert is_valid_by_ecma(schema, value), (schema, value)
+    assert compiled_schemas > 5
+
+
+@pytest.mark.parametrize(("schema", "value"), [
+    ({"patternProperties": {r"^\w+$": TRUE}}, {"é": 1}),
+    ({"patternProperties": {"^ab$": TRUE}}, {"ab\n": 1}),
+    ({"patternProperties": {"^(ab|cd)$": TRUE}, "properties": {"ab": {}, "cd": {}}}, {"ab\n": 1}),
+    ({"patternProperties": {r"^\w+$": TRUE}, "properties": {"é": {"type": ["string", "boolean"]}}}, {"é": "x"}),
+    ({"patternProperties": {r"^\w+$": TRUE}, "properties": {"é": {"type": ["string", "boolean"]}},
+      "additionalProperties": False}, {"é": "x"}),
+    ({"patternProperties": {"^ab$": TRUE}, "additionalProperties": {"type": "string"}}, {"ab\n": "x"}),
+])
+def test_pattern_property_whose_name_one_reading_matches_needs_a_valid_value(schema: dict[str, Any], value: Any):
+    schema = {"type": "object", **schema}
+    assert not jsonschema.Draft202012Validator(schema).is_valid(value)
+    assert not accepts(matcher("json_schema", schema), json.dumps(value, ensure_ascii=False))
+
+
+@pytest.mark.parametrize(("schema", "message"), [
+    ({"patternProperties": {r"^\w+$": True, "^é$": True}, "additionalProperties": False}, "may match two"),
+    ({"patternProperties": {r"\d": True}, "additionalProperties": TEXT}, r"write its characters out"),
+])
+def test_pattern_properties_that_readings_dispute_are_refused(schema: dict[str, Any], message: str):
+    with pytest.raises(ConstraintError, match=rf"^json_schema: .*{message}.* at /patternProperties$"):
+        matcher("json_schema", {"type": "object", **schema})
