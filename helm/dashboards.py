@@ -163,8 +163,10 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
         Panel("Errors and refusals", {
             "{{rpc}} {{code}}": rate("requests_total", "rpc, code", *ERRORS),
             "refused: {{why}}": rate("queue_rejections_total", "why"),
-            "not prepared: {{kind}}, {{why}}": rate("preparation_rejections_total", "kind, why")}, "reqps",
-            "Calls that ended in an error of the server, and requests refused at the queue or before it, by reason."),
+            "not prepared: {{kind}}, {{why}}": rate("preparation_rejections_total", "kind, why"),
+            "connections closed: {{why}}": rate("closed_connections_total", "why")}, "reqps",
+            "Calls that ended in an error of the server, requests refused at the queue or before it, and connections "
+            "that a front end closed, by reason."),
     ]),
     Row("Latency", [
         Panel("Time to first token", quantiles("time_to_first_token_seconds", 0.5, 0.95, 0.99) | TTFT_TARGET, "s",

@@ -65,6 +65,7 @@ streams_continued_total = _counter(
 requests_preparing = _gauge("requests_preparing", "Requests being parsed, tokenized or detokenized, or waiting for it")
 preparation_rejections_total = _counter(
     "preparation_rejections_total", "Requests refused before the engine's queue", "kind", "why")
+closed_connections_total = _counter("closed_connections_total", "Connections closed by a front end", "why")
 stream_buffered_tokens = _gauge("stream_buffered_tokens", "Tokens generated and not yet read")
 tls_certificate_expiry = _gauge(
     "tls_certificate_expiry_timestamp_seconds", "Unix time at which the certificates in use expire", "certificate",

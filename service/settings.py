@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "metrics_host": "address on which metrics listen; none: host",
         "metrics_port": "port of /metrics; 0: a free one",
         "frontends": "front-end processes, which share the port, tokenize and stream",
-        "max_connections": "maximum open connections per front end; more are closed at once",
+        "max_connections": "maximum open connections per front end; above it, idle ones are closed for new ones",
         "max_message_size": "maximum size of a request, in bytes or as 4MiB; 0: what a request of this model can need",
         "max_connection_age_seconds": "age after which a client must reconnect for further calls; 0: no limit",
         "drain_seconds": "grace period of running requests after SIGTERM",

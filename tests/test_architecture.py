@@ -41,6 +41,7 @@ LARGE_FOLDERS = {
     "kernels/triton": "one file per kernel, and the launches of each",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
+    "bench/reliability": "one file per question that it answers, and what they share",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""
 

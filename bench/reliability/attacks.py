@@ -1,4 +1,5 @@
-"""Memory of the front end, and latency of a well-behaved client, during attacks with large messages.
+"""Memory of the front end, and latency of a well-behaved client, during attacks with large messages or headers, and
+with connections that send nothing.
 
     python bench/reliability/attacks.py [--connections 32] [--seconds 5] [--mib 1] [--attacks A,B] [--keys on|off|both]
         [--json FILE] [-- FLAGS]
@@ -20,13 +21,14 @@ import gzip
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ from npuserve.v1 import inference_service_pb2_grpc
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.reliability.hostile import CompressedCalls
+from bench.reliability.hostile import CompressedCalls, hold_idle, send_headers
 from bench.serving.server import Serving, arguments, report, serving
 
 GROWTH_MIB = 64
@@ -54,7 +56,10 @@ CONTEXT = 8192
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 ATTACKS = ("compressed", "messages", "tokenize", "tokenize-plain", "detokenize", "detokenize-plain", "chat")
-NO_KEY = ("compressed", "messages")
+RAW_ATTACKS = ("headers", "long-headers", "endless-headers", "idle")
+"""Attacks on HTTP/2 and connections, which send no message."""
+NO_KEY = ("compressed", "messages", *RAW_ATTACKS)
+IDLE_CONNECTIONS = 1500
 
 
 def field(number: int, payload: bytes) -> bytes:
@@ -124,14 +129,30 @@ async def hold(target: str, path: str, metadata: tuple[tuple[str, str], ...], un
     return ends
 
 
+def raw_attack(name: str, target: str, until: float) -> Coroutine[None, None, Counter[str]]:
+    """Return the attack of one of RAW_ATTACKS on one connection after the other."""
+    return {
+        "headers": lambda: send_headers(target, until),
+        "long-headers": lambda: send_headers(target, until, calls=4, references=480_000),
+        "endless-headers": lambda: send_headers(target, until, references=480_000, is_endless=True),
+        "idle": lambda: hold_idle(target, until),
+    }[name]()
+
+
 def attackers(target: str, key: str, name: str, args: argparse.Namespace, pipe: Connection) -> None:
     """Run the hostile connections in this process, and send their statuses through `pipe`."""
     os.nice(10)
-    method, data, gzipped = attack(name, args.mib)
+    method, data, gzipped = ("", b"", False) if name in RAW_ATTACKS else attack(name, args.mib)
     data = gzip.compress(data) if gzipped else data
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * IDLE_CONNECTIONS), hard))
 
     async def run() -> Counter[str]:
         until = time.monotonic() + args.seconds
+        if name in RAW_ATTACKS:
+            connections = IDLE_CONNECTIONS if name == "idle" else args.connections
+            raw = (raw_attack(name, target, until) for _ in range(connections))
+            return sum(await asyncio.gather(*raw), Counter[str]())
         calls = (hostile(target, key, method, data, gzipped, until) for _ in range(args.connections))
         return sum(await asyncio.gather(*calls), Counter[str]())
 
@@ -140,22 +161,32 @@ def attackers(target: str, key: str, name: str, args: argparse.Namespace, pipe: 
     pipe.send((len(data), asyncio.run(run())))
 
 
-async def probe(target: str, key: str, done: asyncio.Event) -> tuple[list[float], Counter[str]]:
-    """Generate a few tokens regularly until `done`; return the seconds of each call, ascending, and the statuses."""
+async def probe(
+    target: str, key: str, done: asyncio.Event, reconnects: bool = False
+) -> tuple[list[float], Counter[str]]:
+    """Generate a few tokens regularly until `done`; return the seconds of each call, ascending, and the statuses.
+
+    reconnects: each call has a connection of its own.
+    """
     taken, ends = [], Counter[str]()
     ask = pb.GenerateRequest(text="Once upon")
     ask.stopping.max_tokens = 4
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with contextlib.AsyncExitStack() as stack:
+        shared = await stack.enter_async_context(grpc.aio.insecure_channel(target, options))
         while not done.is_set():
             began = time.monotonic()
+            channel = grpc.aio.insecure_channel(target, options) if reconnects else shared
             try:
+                stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
                 await stub.Generate(ask, metadata=metadata, timeout=120)
                 ends["OK"] += 1
             except grpc.aio.AioRpcError as error:
                 ends[error.code().name] += 1
             taken.append(time.monotonic() - began)
+            if reconnects:
+                await channel.close()
             await asyncio.sleep(PROBE_SECONDS)
     return sorted(taken), ends
 
@@ -182,7 +213,7 @@ def measure(server: Serving, name: str, hostile_key: str, key: str, args: argpar
         before = peak_mib(pid, "VmRSS")
         await asyncio.to_thread(Path(f"/proc/{pid}/clear_refs").write_text, "5")  # resets VmHWM
         done = asyncio.Event()
-        probing = asyncio.ensure_future(probe(server.target, key, done))
+        probing = asyncio.ensure_future(probe(server.target, key, done, reconnects=name == "idle"))
         pipe.send("go")
         ended: tuple[int, Counter[str]] = await asyncio.to_thread(pipe.recv)
         done.set()
@@ -220,7 +251,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5, help="length of an attack (default: %(default)s)")
     parser.add_argument("--mib", type=float, default=1, help="size of a message without gzip (default: %(default)s)")
     parser.add_argument("--keys", choices=("on", "off", "both"), default="both")
-    parser.add_argument("--attacks", default=",".join((*ATTACKS, HELD)), help="(default: %(default)s)")
+    parser.add_argument("--attacks", default=",".join((*ATTACKS, HELD, *RAW_ATTACKS)), help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
     rounds = []

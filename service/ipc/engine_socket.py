@@ -7,6 +7,7 @@ import itertools
 import logging
 import selectors
 import socket
+import time
 from pathlib import Path
 
 from npuserve.service.ipc import framing, messages
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 MAX_UNSENT_BYTES = 64 << 20
 """Maximum bytes that a front end may leave unread, besides the kernel's buffer. Beyond it, it is disconnected."""
 READ_BYTES = 1 << 16
+ACCEPT_RETRY_SECONDS = 0.5
+"""Pause after a connection that the system could not accept, such as for want of a descriptor. The listening socket
+stays readable meanwhile, so that without a pause the engine would do nothing else."""
 
 
 class _Frontend:
@@ -49,6 +53,7 @@ class EngineSocket:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._retry_accept_at: float | None = None
         self._frontends: dict[bytes, _Frontend] = {}
         self._numbers = itertools.count(1)
 
@@ -58,7 +63,7 @@ class EngineSocket:
         None in place of a message means that the front end has disconnected; it is the last entry of that front end.
         """
         found: list[tuple[bytes, ToEngine | None]] = []
-        for key, events in self._selector.select(timeout):
+        for key, events in self._selector.select(self._until_accept_retry(timeout)):
             name: bytes | None = key.data
             if key.fileobj is self._woken:
                 self._woken.recv(READ_BYTES)
@@ -103,8 +108,27 @@ class EngineSocket:
         self._waker.close()
         self._woken.close()
 
+    def _until_accept_retry(self, timeout: float) -> float:
+        """Wait for new connections again if their pause is over. Return `timeout`, at most until the pause is over."""
+        if self._retry_accept_at is None:
+            return timeout
+        remaining = self._retry_accept_at - time.monotonic()
+        if remaining > 0:
+            return min(timeout, remaining)
+        self._retry_accept_at = None
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        return timeout
+
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the front end has died meanwhile
+            return
+        except OSError as error:  # EMFILE, ENFILE, ENOBUFS, ENOMEM
+            log.warning("a front end waits, since its connection cannot be accepted: %s", error)
+            self._selector.unregister(self._listener)
+            self._retry_accept_at = time.monotonic() + ACCEPT_RETRY_SECONDS
+            return
         connection.setblocking(False)
         name = b"%d" % next(self._numbers)
         self._frontends[name] = _Frontend(connection)

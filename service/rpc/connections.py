@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import os
+import resource
 import socket
 import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -91,9 +93,19 @@ class AcceptedSocket:
         return Traffic(received_bytes, idle_milliseconds / 1000) if received_bytes else None
 
     def shut_down(self) -> None:
-        """End the connection. Does nothing if it is closed, or if no descriptor is free."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as connection:
-            if _inode(connection.fileno()) == self.inode:
+        """End the connection. Does nothing if it is closed."""
+        try:
+            duplicate = os.dup(self.descriptor)
+        except OSError as error:
+            if error.errno == errno.EMFILE and self.is_open:
+                # gRPC could close the descriptor just now. That is unlikely, and without a free one nothing works.
+                connection = socket.SocketType(socket.AF_INET, socket.SOCK_STREAM, 0, self.descriptor)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.detach()
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=duplicate) as connection:
+            if _inode(duplicate) == self.inode:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -129,10 +141,7 @@ class SocketTable:
     def scan(self) -> Iterable[AcceptedSocket]:
         """Search this process's descriptors. Return all sockets, those that this process connected included."""
         began = time.monotonic()
-        try:
-            descriptors = {int(name) for name in os.listdir(DESCRIPTORS)}
-        except OSError:  # the system has no such folder, or no free descriptor to list it
-            descriptors = set()
+        descriptors = _descriptors()
         for descriptor in self._by_descriptor.keys() - descriptors:
             self._remove(descriptor)
         for descriptor in descriptors:
@@ -141,6 +150,11 @@ class SocketTable:
         self._last_scan = time.monotonic()
         self._next_scan = self._last_scan + (self._last_scan - began) / MAX_SCAN_SHARE
         return self._by_descriptor.values()
+
+    @property
+    def descriptors(self) -> int:
+        """Number of descriptors of this process at the last scan, of sockets and of others."""
+        return len(self._by_descriptor) + len(self._others)
 
     def _open_sockets(self, address: Address) -> list[AcceptedSocket]:
         return [one for one in self._by_peer.get(address, ()) if one.is_open]
@@ -171,11 +185,16 @@ class SocketTable:
 
 
 class Connections:
-    """Sockets of a front end's connections, and the number of active calls of each, by gRPC's name of its peer."""
+    """Sockets of a front end's connections, and the number of active calls of each, by gRPC's name of its peer.
+
+    A connection with an accepted call, now or earlier, is a caller's. Calls of grpc.health.v1 need no API key and are
+    not accepted ones.
+    """
 
     def __init__(self) -> None:
         self.sockets = SocketTable()
         self._calls: Counter[str] = Counter()
+        self._accepted: Counter[Address] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -185,6 +204,27 @@ class Connections:
         self._calls[peer] += 1
         self._idle.clear()
         context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
+
+    def begin_accepted(self, context: Context) -> None:
+        """Count a call like `begin`, and its connection as a caller's."""
+        self.begin(context)
+        address = peer_address(context.peer())
+        self._accepted[address] += 1
+        context.add_done_callback(lambda _: self._accepted.subtract((address,)))  # type: ignore[arg-type]  # as above
+
+    def is_caller(self, address: Address) -> bool:
+        """Return whether a call of this peer is or was accepted."""
+        return address in self._accepted
+
+    def is_idle_caller(self, address: Address) -> bool:
+        """Return whether calls of this peer were accepted, and none of them is active."""
+        return self._accepted.get(address) == 0
+
+    def keep_callers(self, connected: Set[Address]) -> None:
+        """Forget the callers that are idle and not in `connected`."""
+        for address, active in list(self._accepted.items()):
+            if not active and address not in connected:
+                self._accepted.pop(address, None)
 
     def _end(self, peer: str) -> None:
         self._calls[peer] -= 1
@@ -230,22 +270,39 @@ def _inode(descriptor: int) -> int:
         return 0
 
 
+def _descriptors() -> set[int]:
+    """Return the numbers of this process's descriptors; none where the system has no /proc/self/fd."""
+    try:
+        return {int(name) for name in os.listdir(DESCRIPTORS)}
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return set()
+        # No descriptor is free to list them: all up to the limit are in use.
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return {descriptor for descriptor in range(limit) if _inode(descriptor)}
+
+
 def _accepted_socket(descriptor: int, now: float) -> AcceptedSocket | None:
     """Return the connected TCP socket of a descriptor, None if it has another kind of file or is closed."""
     try:
-        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISSOCK(status.st_mode):
             return None
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection = socket.socket(fileno=descriptor)
+        try:
             if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
                 return None
             host, port = connection.getpeername()[:2]
             local_port = connection.getsockname()[1]
-            inode = _inode(connection.fileno())
+        finally:
+            connection.detach()  # gRPC closes the descriptor
     except OSError:  # closed meanwhile, or not connected
+        return None
+    if _inode(descriptor) != status.st_ino:  # closed meanwhile
         return None
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return AcceptedSocket(descriptor, inode, (str(mapped or address), port), local_port, now)
+    return AcceptedSocket(descriptor, status.st_ino, (str(mapped or address), port), local_port, now)
 
 
 @lru_cache(maxsize=4096)

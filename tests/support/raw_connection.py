@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import socket
 import struct
 
+from npuserve.service.rpc.address_block import SO_ATTACH_FILTER
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.fuzz.wire import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, header
 
@@ -52,6 +55,13 @@ class RawConnection:
         """Read until the server closes the connection."""
         while await self._reader.read(1 << 16):
             pass
+
+    def vanish(self) -> None:
+        """Drop all packets that arrive from now on, like a machine that is down: the server's are not acknowledged."""
+        code = struct.pack("@HBBI", 0x06, 0, 0, 0)  # BPF: return 0
+        buffer = ctypes.create_string_buffer(code, len(code))
+        connection = self._writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(buffer)))
 
     def close(self) -> None:
         self._writer.close()

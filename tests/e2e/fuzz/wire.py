@@ -131,6 +131,19 @@ def call(method: bytes, path: bytes) -> bytes:
     return frame(HEADERS, END_HEADERS, 1, b"".join(header(name, value) for name, value in fields))
 
 
+def header_bomb(stream: int, references: int) -> bytes:
+    """Return a call whose HPACK holds `references` bytes, each of which stands for an empty header of the static
+    table. Frames above 16 KiB are continued.
+    """
+    size, empty_header = 16_000, b"\x8f"
+    beginning = call(b"POST", b"/npuserve.v1.InferenceService/Generate")
+    block = beginning[9:] + empty_header * references
+    parts = [block[at : at + size] for at in range(0, len(block), size)]
+    kinds = [HEADERS, *[CONTINUATION] * (len(parts) - 1)]
+    flags = [*[0] * (len(parts) - 1), END_HEADERS]
+    return b"".join(frame(*part[:2], stream, part[2]) for part in zip(kinds, flags, parts, strict=True))
+
+
 def send(port: int, pieces: list[bytes], linger: bool) -> None:
     """Write the pieces on one connection and close it; linger: read until the server closes, else reset."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:

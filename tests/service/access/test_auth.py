@@ -145,7 +145,8 @@ async def test_auth_kv_events_need_admin_right_of_callers_with_a_key() -> None:
         await context.write(b"events")
 
     async def outcome(find_key: Any, metadata: Any) -> str:
-        server = grpc.aio.server(interceptors=[AuthInterceptor(find_key, (), RefusalThrottle(0))])
+        interceptor = AuthInterceptor(find_key, (), RefusalThrottle(0), 16 << 10, lambda context: None)
+        server = grpc.aio.server(interceptors=[interceptor])
         service, _, method = KV_EVENTS[1:].partition("/")
         handlers = {method: grpc.stream_stream_rpc_method_handler(subscribe)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -115,6 +117,30 @@ def test_engine_socket_front_end_that_dies_with_unread_output_is_reported(
     frontend.close()
     found = [*engine.receive(1.0), *engine.receive(0.0)]
     assert found == [*((name, message) for message in last), (name, None)]
+
+
+def test_engine_socket_without_a_free_descriptor_serves_others_and_accepts_later(
+    tmp_path: Path, engine: EngineSocket
+) -> None:
+    known, newcomer = connect(tmp_path), socket.socket(socket.AF_UNIX)
+    known.sendall(m.encode(m.Hello()))
+    name, _ = first(engine)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(newcomer.fileno())
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        newcomer.connect(f"{tmp_path}/e")
+        newcomer.sendall(m.encode(m.FlushPrefixCache(7)))
+        assert engine.receive(1.0) == []
+        assert not engine.has_input()  # the connection that waits does not keep the engine busy
+        known.sendall(m.encode(m.FlushPrefixCache(8)))
+        assert engine.receive(1.0) == [(name, m.FlushPrefixCache(8))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert first(engine)[1] == m.FlushPrefixCache(7)
+    known.close()
+    newcomer.close()
 
 
 def test_engine_socket_replaces_socket_of_dead_engine(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -168,6 +169,23 @@ def test_socket_table_find_of_unknown_peers_scans_seldom(monkeypatch: pytest.Mon
     table._next_scan = time.monotonic() + 60
     monkeypatch.setattr(table, "scan", lambda: pytest.fail("scanned"))
     assert table.find("ipv4:127.0.0.1:1") == []
+
+
+def test_socket_table_without_a_free_descriptor_finds_and_ends_connections(pair: Pair) -> None:
+    table = SocketTable()
+    client, peer = pair.connect()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with client:
+        lowest_free = os.dup(client.fileno())
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            (found,) = table.find(peer)
+            found.shut_down()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        client.settimeout(30)
+        assert client.recv(1) == b""
 
 
 def test_socket_table_knows_sockets_only() -> None:

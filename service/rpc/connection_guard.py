@@ -1,0 +1,263 @@
+"""Guard of a front end's connections: it keeps places and memory for callers, and closes connections of strangers.
+
+A caller is a connection with a call that was accepted, after its API key was checked. Calls of grpc.health.v1, which
+need no key, do not count. Every other connection is a stranger's: one that has just been opened, sends nothing, never
+ends its TLS handshake, or has no valid key.
+
+gRPC itself refuses connections above a limit, whoever has the others. The guard acts before: above `max_connections`,
+or where the process is short of descriptors, it closes connections without an accepted call. Strangers above their
+share are closed first, then idle callers; among these those of the address that has most, the oldest first. So a
+newcomer has time for its first call.
+
+gRPC limits the headers of a call only once the client has acknowledged the server's SETTINGS. Before, the limits are
+those of HTTP/2 and of gRPC's defaults: 16 MiB, and one byte of HPACK may stand for a header that takes 64 bytes in gRPC
+and 180 with its Python objects. No channel argument changes that, and an attacker acknowledges nothing. So the guard
+compares the growth of the process's memory with the bytes that strangers have sent, and closes those that sent most. It
+has a thread, since the event loop may be busy for seconds with the headers of one such call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from npuserve.service import logs, metrics
+from npuserve.service.rpc.address_block import AddressBlock
+from npuserve.service.rpc.call import Context
+from npuserve.service.rpc.connections import AcceptedSocket, Connections, SocketTable, peer_address
+
+log = logging.getLogger(__name__)
+
+CHECK_SECONDS = 0.02
+"""Time between two looks at the process's memory."""
+CHECKS_PER_COUNT = 5
+"""Looks at the memory between two counts of descriptors, which cost little."""
+CHECKS_PER_SCAN = 50
+"""Looks at the memory between two scans of the connections; 1 while there are nearly as many as allowed."""
+CROWDED_SHARE = 0.9
+"""Share of the allowed connections from which on there are nearly as many."""
+STRANGERS_SHARE = 0.25
+"""Share of `max_connections` that strangers keep when all are taken. gRPC's own limit is above `max_connections` by as
+much, so that newcomers find a place between two counts."""
+MIN_STRANGERS = 16
+RESERVED_DESCRIPTORS = 24
+"""Descriptors that connections leave free, for files, the engine's socket and new connections between two counts."""
+MAX_BYTES_BY_GROWTH = ((16 << 20, 96 << 10), (96 << 20, 12 << 10), (256 << 20, 2 << 10))
+"""Growth of the memory that strangers may have caused -> bytes that each of them may have sent then. Before its first
+call is accepted, a client can send 64 KiB of messages, the initial HTTP/2 window, besides headers. A TLS handshake with
+a client certificate takes up to 6 KiB."""
+MAX_AMPLIFICATION = 256
+"""Bytes of memory that a byte of headers may take."""
+BASELINE_BYTES_PER_SECOND = 1 << 20
+"""Speed at which the memory that is taken for normal follows the memory in use."""
+MAX_HEADER_BYTES, MAX_HEADER_SECONDS = 1 << 20, 60.0
+"""A stranger that has sent more in this time or longer is closed: headers that never end."""
+LOG_SECONDS = 10.0
+"""Minimum time between two log lines."""
+
+
+def strangers_share(max_connections: int) -> int:
+    """Return the number of strangers that keep their connections when all are taken."""
+    return max(MIN_STRANGERS, int(max_connections * STRANGERS_SHARE))
+
+
+class ConnectionGuard:
+    """Guard of the connections of a front end. `start` its thread, then `stop` it.
+
+    max_connections: connections of each port.
+    ports: returns the ports that the front end listens on.
+    resident_bytes: returns the memory of the process; 0: unknown.
+    """
+
+    def __init__(self, connections: Connections, max_connections: int, ports: Callable[[], Iterable[int]],
+                 resident_bytes: Callable[[], int] | None = None):
+        self._connections = connections
+        self._sockets = SocketTable()  # of the guard's thread; that of `connections` is the event loop's
+        self._block = AddressBlock()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._is_crowded = False
+        self._crowded_descriptors = 0  # of the process, at which a port may be crowded
+        self._max_connections = max_connections
+        self._ports = ports
+        self._resident_bytes = resident_bytes or ResidentMemory().bytes
+        self._baseline = 0  # resident bytes; 0: memory is not compared yet
+        self._shut_down: set[AcceptedSocket] = set()  # whose descriptors gRPC has not closed yet
+        self._closed: defaultdict[str, int] = defaultdict(int)  # why -> connections since the last log line
+        self._next_log = 0.0
+        for why in ("headers", "connections"):
+            metrics.closed_connections_total.labels(why)  # on the metrics page from the start
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="connections", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _run(self) -> None:
+        """Look at memory and connections until `stop`."""
+        checks = 0
+        while not self._stopping.wait(CHECK_SECONDS):
+            checks += 1
+            try:
+                self.check_memory()
+                if ((checks % CHECKS_PER_COUNT == 0 and descriptor_count() >= self._crowded_descriptors)
+                        or self._is_crowded or checks % CHECKS_PER_SCAN == 0):
+                    self.check_connections()
+            except Exception as error:  # a bug must not end the guard
+                logs.bug(log, "connections are not checked", error)
+
+    def start_baseline(self) -> None:
+        """Take the present memory for normal. The memory is compared from now on."""
+        self._baseline = self._resident_bytes()
+
+    def check_memory(self) -> None:
+        """Close connections of strangers if they may be the cause of the memory's growth."""
+        resident = self._resident_bytes()
+        growth = resident - self._baseline
+        rise = int(BASELINE_BYTES_PER_SECOND * CHECK_SECONDS)
+        if not self._baseline or growth < MAX_BYTES_BY_GROWTH[0][0]:
+            self._baseline = min(resident, self._baseline + rise)
+            return
+        with self._lock:
+            self._close_large_strangers(resident, growth, rise)
+
+    def _close_large_strangers(self, resident: int, growth: int, rise: int) -> None:
+        received = self._received_by_strangers()
+        growth = min(growth, MAX_AMPLIFICATION * sum(received.values()))
+        limits = [max_bytes for min_growth, max_bytes in MAX_BYTES_BY_GROWTH if growth >= min_growth]
+        if not limits:
+            self._baseline = resident  # callers, or the server itself, are the cause
+            return
+        self._baseline += rise
+        for stranger, received_bytes in received.items():
+            if received_bytes > limits[-1]:
+                self._close_attacker(stranger)
+
+    def check_connections(self) -> None:
+        """Close connections above `max_connections`, and those with headers that never end."""
+        with self._lock:
+            self._close_excess_connections()
+
+    def _close_excess_connections(self) -> None:
+        open_sockets = self._scan()
+        self._is_crowded = False
+        self._crowded_descriptors = sys.maxsize
+        self._connections.keep_callers({one.peer for one in open_sockets})
+        self._block.expire()
+        for port in self._ports():
+            self._make_room([one for one in open_sockets if one.local_port == port])
+        latest = time.monotonic() - MAX_HEADER_SECONDS
+        for stranger in self._strangers(open_sockets):
+            if stranger.first_seen < latest:
+                traffic = stranger.traffic()
+                if traffic and traffic.received_bytes > MAX_HEADER_BYTES:
+                    self._close_attacker(stranger)
+
+    def close_for_metadata(self, context: Context) -> None:
+        """Close the connection of a call whose metadata is far above gRPC's limit: its client has not acknowledged the
+        limit, so that its next calls would be as large.
+        """
+        address = peer_address(context.peer())
+        with self._lock:
+            for one in self._scan():
+                if one.peer == address and one.local_port in self._ports():
+                    self._close_attacker(one)
+
+    def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
+        """Close connections of one port until `max_connections` are left and descriptors are free, or until all others
+        have an accepted call.
+        """
+        places = self._max_connections
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        others = self._sockets.descriptors - len(open_sockets)
+        if limit != resource.RLIM_INFINITY:
+            places = min(places, limit - RESERVED_DESCRIPTORS - others)
+        crowded = int(CROWDED_SHARE * places)
+        self._is_crowded = self._is_crowded or len(open_sockets) > crowded
+        self._crowded_descriptors = min(self._crowded_descriptors, others + crowded)
+        excess = len(open_sockets) - places
+        if excess <= 0:
+            return
+        strangers = by_share(self._strangers(open_sockets))
+        kept = min(len(strangers), strangers_share(places))
+        idle = by_share(one for one in open_sockets if self._connections.is_idle_caller(one.peer))
+        # Strangers beyond their share, then idle callers, then all strangers.
+        order = strangers[: len(strangers) - kept] + idle + strangers[len(strangers) - kept :]
+        for closed in order[:excess]:
+            self._close(closed, "connections")
+
+    def _scan(self) -> list[AcceptedSocket]:
+        """Return the sockets of all connections, without those that the guard has closed."""
+        scanned = list(self._sockets.scan())
+        self._shut_down.intersection_update(scanned)
+        return [one for one in scanned if one not in self._shut_down]
+
+    def _strangers(self, open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:
+        ports = set(self._ports())
+        return [one for one in open_sockets if one.local_port in ports and not self._connections.is_caller(one.peer)]
+
+    def _received_by_strangers(self) -> dict[AcceptedSocket, int]:
+        strangers = self._strangers(self._scan())
+        return {stranger: traffic.received_bytes for stranger in strangers if (traffic := stranger.traffic())}
+
+    def _close_attacker(self, attacker: AcceptedSocket) -> None:
+        """Close a connection, and let its address open no new ones for a time, since each could be as costly."""
+        self._close(attacker, "headers")
+        self._block.block(attacker.peer[0], attacker.local_port)
+
+    def _close(self, closed: AcceptedSocket, why: str) -> None:
+        if closed in self._shut_down:
+            return
+        closed.shut_down()
+        self._shut_down.add(closed)
+        metrics.closed_connections_total.labels(why).inc()
+        self._closed[why] += 1
+        if time.monotonic() >= self._next_log:
+            logs.event(log, "connections closed", level=logging.WARNING, **self._closed)
+            self._closed.clear()
+            self._next_log = time.monotonic() + LOG_SECONDS
+
+
+def descriptor_count() -> int:
+    """Return the number of this process's descriptors; unknown, and then very large, before Linux 6.2."""
+    try:
+        return os.stat("/proc/self/fd").st_size or sys.maxsize
+    except OSError:
+        return sys.maxsize
+
+
+def by_share(open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:
+    """Return the sockets in the order in which to close them: such that the addresses with most of them lose them
+    until all have as many, and each address its oldest first.
+    """
+    by_address: defaultdict[str, list[AcceptedSocket]] = defaultdict(list)
+    # The system numbers the sockets that were found at the same time roughly in their order.
+    for one in sorted(open_sockets, key=lambda one: (-one.first_seen, -one.inode)):
+        by_address[one.peer[0]].append(one)
+    ranked = [(rank, one) for newest_first in by_address.values() for rank, one in enumerate(newest_first)]
+    ranked.sort(key=lambda entry: (-entry[0], entry[1].first_seen))
+    return [one for _, one in ranked]
+
+
+class ResidentMemory:
+    """Resident memory of this process. The file stays open, so that reading it needs no free descriptor."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = None
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def bytes(self) -> int:
+        """Return the resident bytes, 0 where the system does not tell."""
+        if self._file is None:
+            return 0
+        return int(os.pread(self._file, 256, 0).split()[1]) * self._page_bytes
