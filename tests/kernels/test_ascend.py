@@ -122,7 +122,7 @@ def test_sample_without_filters_does_not_sort() -> None:
     args = implementation("sample").adapt(case.make(torch.Generator().manual_seed(0), torch.float32))
     expected = implementation("sample").function(*args).tolist()
     emulator.clear_calls()
-    assert implementation("sample").function(*args, Filters.NONE).tolist() == expected
+    assert implementation("sample").function(*args[:-1], Filters.NONE).tolist() == expected
     assert not {"aclnnSort", "aclnnApplyTopKTopP"} & {call.name.partition("GetWorkspaceSize")[0]
                                                      for call in emulator.calls()}
 
