@@ -59,7 +59,8 @@ class DeadlineExceeded(ClientError):
 
 
 class Cancelled(ClientError):
-    """This client cancelled the call, or another call resumed the stream."""
+    """This client cancelled the call, another call resumed the stream (reason TAKEN_OVER), or this client read nothing
+    for too long (SLOW_READER)."""
 
 
 class Unavailable(ClientError):

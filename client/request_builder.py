@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
@@ -109,7 +110,7 @@ def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         raise TypeError(f"{constraints[1]}: cannot be combined with {constraints[0]}")
     for name, value in options.items():
         if name not in Options.__annotations__:
-            raise TypeError(f"{name}: unknown option")
+            raise TypeError(f"{name}: unknown option{_suggestion(name, Options)}")
         if value is None:
             continue
         part = next((part for part in parts if name in part.DESCRIPTOR.fields_by_name), None)
@@ -139,7 +140,7 @@ def build_tokenize(
     """Return the request for the token ids of a text or chat. Raise TypeError or ValueError as `build_request` does."""
     for name in options:
         if name not in TokenizeOptions.__annotations__:
-            raise TypeError(f"{name}: not an option of tokenize")
+            raise TypeError(f"{name}: not an option of tokenize{_suggestion(name, TokenizeOptions)}")
     shared: Any = {name: value for name, value in options.items() if name in PromptOptions.__annotations__}
     request = build_request(prompt, shared)
     if isinstance(prompt, pb.GenerateRequest) or request.HasField("token_ids"):
@@ -169,6 +170,12 @@ def _named_errors(name: str) -> Iterator[None]:
         raise TypeError(f"{name}: {error}") from None
     except ValueError as error:  # includes UnicodeEncodeError, whose constructor takes no message
         raise ValueError(f"{name}: {error}") from None
+
+
+def _suggestion(name: str, options: type[PromptOptions]) -> str:
+    """Return the end of a sentence that suggests the most similar option; "" if none is similar."""
+    near = difflib.get_close_matches(str(name), options.__annotations__, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:

@@ -21,6 +21,24 @@ MAX_CONSTRAINT_BYTES = 65536
 """Maximum size of a constraint: a schema, a regular expression, a grammar, a structural tag or all choices."""
 PRIORITY_RANGE = (-100, 100)
 """Allowed range of a request's priority. Lower values run earlier."""
+RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
+    "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
+    "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_preparing": (1, 1 << 20),
+    "max_refusals_per_second": (0, 1 << 20),
+    "max_connections": (1, 1 << 20), "max_message_size": (0, MAX_MESSAGE_BYTES),
+    "max_buffered_tokens": (1, 1 << 20),
+    "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),
+    "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
+    "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
+    "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE,
+    "drain_seconds": (0, MAX_DRAIN_SECONDS),
+    "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
+    "health_port": (0, 65535), "kv_events_buffer": (64, 1 << 20),
+    "max_connection_age_seconds": (0, 86400),
+    "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
+}
+"""Allowed range of each number among the settings."""
 
 
 def endpoint(host: str, port: int) -> str:
@@ -128,24 +146,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_certificates: str = ""
 
     def __post_init__(self) -> None:
-        ranges = {
-            "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
-            "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
-            "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_preparing": (1, 1 << 20),
-            "max_refusals_per_second": (0, 1 << 20),
-            "max_connections": (1, 1 << 20), "max_message_size": (0, MAX_MESSAGE_BYTES),
-            "max_buffered_tokens": (1, 1 << 20),
-            "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),
-            "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
-            "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
-            "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE,
-            "drain_seconds": (0, MAX_DRAIN_SECONDS),
-            "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
-            "health_port": (0, 65535), "kv_events_buffer": (64, 1 << 20),
-            "max_connection_age_seconds": (0, 86400),
-            "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
-        }
-        for name, (low, high) in ranges.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ConfigError(f"{name}: {value} is not in [{low}, {high}]")
@@ -154,7 +155,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.host:
             raise ConfigError("host: must not be empty; 0.0.0.0 is all addresses")
         if self.block_size & (self.block_size - 1):
-            raise ConfigError(f"block_size: {self.block_size} is not a power of two")
+            raise ConfigError(f"block_size: {self.block_size} is not 0 or a power of two up to 1024")
         match = re.fullmatch(r"https?://[^/\s]+:(\d{1,5})/?", self.otlp_endpoint)
         if self.otlp_endpoint and not match:
             raise ConfigError(f"otlp_endpoint: {self.otlp_endpoint!r} must be like http://host:4317, https:// for TLS")
@@ -170,16 +171,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_kv_events()
 
     def _check_edge(self) -> None:
-        """Check the settings of ports and TLS against each other."""
+        """Check the settings of addresses, ports and TLS against each other."""
+        for name, host in (("host", self.host), ("metrics_host", self.metrics_host)):
+            if match := re.fullmatch(r"([^:\[\]]+):(\d+)", host):
+                port = name.replace("host", "port")
+                raise ConfigError(f"{name}: {host!r} has a port; give {name} {match[1]} and {port} {match[2]}")
         if bool(self.tls_cert) != bool(self.tls_key):
             missing, given = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
-            raise ConfigError(f"{missing}: {given} needs it")
+            raise ConfigError(f"{missing}: is missing; {given} needs it")
         if self.tls_client_ca and not self.tls_cert:
             raise ConfigError("tls_client_ca: clients can only be authenticated with tls_cert and tls_key")
         if self.admin_certificates and not self.tls_client_ca:
             raise ConfigError("admin_certificates: clients have certificates only with tls_client_ca")
         if self.port and self.port == self.metrics_port and self.metrics_host in ("", self.host):
-            raise ConfigError(f"metrics_port: {self.metrics_port} is already the port of gRPC")
+            raise ConfigError(f"metrics_port: {self.metrics_port} is already the port of gRPC; 0 takes a free one")
         if self.health_port and self.health_port in (self.port, self.metrics_port):
             raise ConfigError(f"health_port: {self.health_port} is already the port of gRPC or of metrics")
 

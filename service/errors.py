@@ -25,6 +25,12 @@ MAX_DESCRIPTION_BYTES = 800
 MAX_VIOLATIONS_BYTES = 7000
 """Maximum size of all bad fields of one error as encoded in headers. Clients accept 8 KiB of headers."""
 MAX_QUOTED_CHARACTERS = 64
+_NUMBER = r"-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|inf|nan)"
+_ALLOWED = re.compile(
+    rf"(?:token id )?must (?:be|have) ((?:in [\[(]{_NUMBER}, {_NUMBER}[\])]|at most {_NUMBER}|{_NUMBER} to {_NUMBER})"
+    r"(?: (?:seconds|tokens|ids|entries|strings|characters|bytes))?)", re.ASCII)
+_GOT = re.compile(rf", got ({_NUMBER})$", re.ASCII)
+"""Range at the beginning, and value at the end, of the description of a bad field."""
 
 
 class ServeError(Exception):
@@ -92,8 +98,12 @@ class InvalidField(ServeError):
 
     @property
     def logged(self) -> str:
-        paths = (path.partition(".template_args") for path, _ in self.violations)  # the client chose what follows
-        return f"InvalidField: {', '.join(path + own for path, own, _ in paths)}"
+        """Return the path of each bad field, with the allowed range and the value where both are numbers."""
+        fields = []
+        for path, text in self.violations:
+            before, own, _ = path.partition(".template_args")  # the client chose what follows
+            fields.append(before + own + _numeric_part(text))
+        return f"InvalidField: {', '.join(fields)}"
 
     def details(self) -> list[Message]:
         found = [error_details_pb2.BadRequest.FieldViolation(field=path, description=text)
@@ -270,9 +280,12 @@ class QueueFull(Retryable):
 
 
 class SlowReader(ServeError):
-    """The client did not read its stream. The stream can be resumed, unless it has several samples."""
+    """The client did not read its stream. The stream can be resumed, unless it has several samples.
 
-    code = code_pb2.CANCELLED
+    Not CANCELLED, which says that the caller cancelled the call.
+    """
+
+    code = code_pb2.ABORTED
     is_behind_messages = True
 
 
@@ -329,6 +342,13 @@ def _header_bytes(path: str, description: str) -> int:
     text = f"{path}: {description}; ".encode()
     encoded = sum(1 if 0x20 <= byte <= 0x7E and byte != ord("%") else 3 for byte in text)
     return encoded + (2 * len(text) + 8) * 4 // 3
+
+
+def _numeric_part(description: str) -> str:
+    """Return the allowed range and the refused value in a description; "" unless both are numbers. It holds no text of
+    a client."""
+    allowed, got = _ALLOWED.match(description), _GOT.search(description)
+    return f": must be {allowed[1]}, got {got[1]}" if allowed and got else ""
 
 
 def quoted(text: str) -> str:

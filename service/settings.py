@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from npuserve.service.arguments import did_you_mean
-from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.config import RANGES, ConfigError, ServerConfig
+from npuserve.service.equivalents import VALUES, setting_for
 from npuserve.service.toml_file import read_toml
 
 PREFIX = "NPUSERVE_"
@@ -198,7 +199,12 @@ def _from_file(path: Path) -> Iterator[tuple[str, str, Any]]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     for name, value in table.items():
         if name not in _FIELDS:
-            raise ConfigError(f"{path}: {name}: no such setting{did_you_mean(name, _FIELDS, otherwise=LISTED)}")
+            hint = did_you_mean(name, _FIELDS, otherwise=LISTED)
+            if isinstance(value, dict):
+                hint = f"; settings stand in no table: remove the line [{name}]"
+            elif instead := setting_for(name, str):
+                hint = instead
+            raise ConfigError(f"{path}: {name}: no such setting{hint}")
         yield name, f"{path}:{name}", value
 
 
@@ -212,16 +218,21 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]
         if _SERVICE_LINK.fullmatch(rest) or is_link:
             continue
         if rest.lower() not in _FIELDS or rest != rest.upper():
-            hint = did_you_mean(rest.upper(), map(str.upper, _FIELDS), prefix=PREFIX, otherwise=LISTED)
+            hint = setting_for(rest, variable) or did_you_mean(
+                rest.upper(), map(str.upper, _FIELDS), prefix=PREFIX, otherwise=LISTED)
             raise ConfigError(f"{key}: no such setting{hint}")
         yield rest.lower(), key, value
 
 
 def _from_flags(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
-    """Yield (name, label, value) for each flag that was given."""
+    """Yield (name, label, value) for each flag that was given. Raises ConfigError for a switch's value as MODEL."""
     for name in _FIELDS:
-        if getattr(args, name, None) is not None:
-            yield name, flag(name), getattr(args, name)
+        value = getattr(args, name, None)
+        if name == "model" and value in _BOOLEANS and not Path(value).is_dir():
+            raise ConfigError(f"MODEL: {value!r} is no model. A switch takes no value: write --x to turn it on and "
+                              "--no-x to turn it off")
+        if value is not None:
+            yield name, flag(name), value
 
 
 def _parse(name: str, label: str, value: Any) -> Any:
@@ -239,7 +250,8 @@ def _parse(name: str, label: str, value: Any) -> Any:
             return _BOOLEANS[value.lower()]
         return msgspec.convert(value.strip() if kind in (int, float) and is_text else value, kind, strict=not is_text)
     except (ValueError, KeyError, msgspec.ValidationError):
-        raise ConfigError(f"{name}: {value!r} is not {_wanted(name, is_text)} (from {label})") from None
+        wanted = f"{_wanted(name, is_text)} (from {label}){_near(name, value)}"
+        raise ConfigError(f"{name}: {value!r} is not {wanted}") from None
 
 
 def _wanted(name: str, is_text: bool) -> str:
@@ -248,7 +260,18 @@ def _wanted(name: str, is_text: bool) -> str:
         return "one of " + ", ".join(get_args(kind))
     if name in _SIZES:
         return "a size such as 4GiB"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "UTF-8" if is_text else "text"}[kind]
+    within = "" if name not in RANGES else " in [{}, {}]".format(*RANGES[name])
+    return {bool: "true or false", int: f"a whole number{within}", float: f"a number{within}",
+            str: "UTF-8" if is_text else "text"}[kind]
+
+
+def _near(name: str, value: Any) -> str:
+    """Return the end of a sentence that suggests one of a setting's values, if any is near."""
+    kind = _FIELDS[name].type
+    if get_origin(kind) is not Literal or not isinstance(value, str):
+        return ""
+    same = VALUES.get(name, {}).get(value.lower())
+    return f"; did you mean {same}?" if same else did_you_mean(value.lower(), get_args(kind))
 
 
 def _show(default: Any) -> str:

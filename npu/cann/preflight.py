@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from npuserve.npu.cann.codes import MIN_DRIVER, UPDATE_DRIVER
 from npuserve.npu.cann.readings import Readings
-from npuserve.npu.cann.versions import PAIRS, fits_cann, is_before
+from npuserve.npu.cann.versions import PAIRS, TORCH, fits_cann, is_accepted, is_before
 from npuserve.npu.notices import Notice
 
 
@@ -118,6 +118,9 @@ def _versions(host: Readings) -> Iterator[Notice]:
                          for name, each in PAIRS.items())
     if not torch_npu:
         yield Notice("error", "torch_npu", "torch_npu is not installed: pip install 'npuserve[npu]'")
+    elif torch and not is_accepted(torch):
+        yield Notice("error", "torch_npu", f"torch {torch} is not accepted: this version of npuserve takes {TORCH[0]} "
+                     f"up to, but without, {TORCH[1]}; known are {accepted}")
     elif pair is None:
         yield Notice("warning", "torch_npu", f"torch_npu {torch_npu} is untried here; known are {accepted}")
     elif pair.torch != torch:

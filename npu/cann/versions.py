@@ -22,10 +22,13 @@ class Pair(NamedTuple):
 PAIRS: dict[str, Pair] = {
     "2.13.0": Pair("2.13.0", ("8.5", "9.2"), "the tests run on it, on the emulator"),
     "2.10.0.post4": Pair("2.10.0", ("9.1", "9.1"), "the tests run on it, on the emulator"),
-    "2.14.0": Pair("2.14.0", ("8.5", "9.2"), "every call is compared with its signatures"),
 }
 """Sources: release notes of TorchNPU (gitcode.com/Ascend/pytorch); for 2.10.0.post4 with CANN 9.1.0 the versions that
 vllm-ascend pins."""
+
+
+TORCH = "2.10", "2.14"
+"""Oldest version of torch that npuserve accepts, and the first later one that it refuses, as in pyproject.toml."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -41,6 +44,17 @@ def is_before(version: str, other: str) -> bool:
     ours, theirs = (part + (0,) * (width - len(part)) for part in (ours, theirs))
     is_candidate = re.search(r"rc|beta|alpha", version, re.IGNORECASE) is not None
     return ours < theirs or (ours == theirs and is_candidate)
+
+
+def is_accepted(torch: str) -> bool:
+    """Return True if npuserve accepts a version of torch."""
+    return not is_before(torch, TORCH[0]) and numbers(torch) < numbers(TORCH[1])
+
+
+def pair_of(torch_npu: str) -> Pair | None:
+    """Return the pair of a version of torch_npu, by major and minor version; None for an unknown one."""
+    found = (pair for name, pair in PAIRS.items() if numbers(name)[:2] == numbers(torch_npu)[:2])
+    return next(found, None)
 
 
 def fits_cann(pair: Pair, cann: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.cann import preflight
 from npuserve.npu.cann.readings import Readings
+from npuserve.npu.cann.versions import pair_of
 from npuserve.npu.emulator import fused_heads
 from npuserve.npu.notices import Notice
 
@@ -32,6 +34,12 @@ class EmulatedAscend(AscendBackend):
     def missing_cann(cls) -> str:
         """Return "": the emulator has loaded its libraries."""
         return ""
+
+    @classmethod
+    def cann_version(cls) -> str:
+        """Return the newest version for which the installed torch_npu is made: the emulator takes its calls."""
+        pair = pair_of(importlib.metadata.version("torch_npu"))
+        return pair.cann[1] if pair else ""
 
     @classmethod
     def preflight(cls, *, captures: bool, ranks: int = 1) -> Sequence[Notice]:

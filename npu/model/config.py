@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from npuserve.npu.model.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.families import FAMILIES, check_supported
-from npuserve.npu.model.folder import check_downloaded, check_links
+from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
 from npuserve.npu.model.shard import WHOLE, Shard, Span
 from npuserve.npu.quantization import Quantization
@@ -145,6 +145,8 @@ class ModelConfig:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if other := content_of(path.parent):
+                raise ModelError(f"{path.parent}: {other}") from None
             raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors") from None
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
@@ -160,7 +162,8 @@ class ModelConfig:
             raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
         architecture = next((name for name in FAMILIES if name in names), None)
         if architecture is None:
-            raise ModelError(f"config.json: architectures: {names} is not supported; supported: {', '.join(FAMILIES)}")
+            raise ModelError(f"config.json: architectures: {names} is not supported; serve a model of one of these: "
+                             f"{', '.join(FAMILIES)}, such as {EXAMPLE}")
         family = FAMILIES[architecture]
         check_supported(data, family)
 
@@ -212,7 +215,8 @@ def _quantization(data: Mapping[str, Any]) -> Quantization | None:
     try:
         quantization = Quantization.from_config(data)
     except ValueError as error:
-        raise ModelError(f"config.json: {error}") from None
+        raise ModelError(f"config.json: {error}. Serve the model that this one was made from, or a W8A8 checkpoint of "
+                         "that: npuserve quantize MODEL OUT") from None
     if quantization and flag(data, "tie_word_embeddings", False) and quantization.of("lm_head"):
         raise ModelError(
             "config.json: tie_word_embeddings: the LM head is quantized, and the embedding that it is tied to is not; "

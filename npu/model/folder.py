@@ -12,6 +12,19 @@ from npuserve.npu.model.config_json import ModelError
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of a Git LFS pointer (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 
+EXAMPLE = "Qwen/Qwen3-0.6B"
+"""Name on the hub of a model that is served, for error messages."""
+
+OTHER_FORMATS = (
+    ("adapter_config.json", "holds a LoRA adapter, which is not served; merge it into its model (merge_and_unload and "
+     "save_pretrained of peft) and serve that folder"),
+    ("*.gguf", "holds a GGUF file, which is not read; serve the model that it was made from, in safetensors"),
+    ("*.onnx", "holds an ONNX file, which is not read; serve the model that it was made from, in safetensors"),
+    ("params.json", "holds a model in Mistral's or Meta's own format; serve its version for transformers, with "
+     "config.json and *.safetensors"),
+)
+"""Pattern of a file that only another format has, and what a folder with it holds."""
+
 MAX_LISTED = 3
 """Maximum number of names listed in an error message."""
 
@@ -27,6 +40,14 @@ def check_downloaded(files: Iterable[Path]) -> None:
         if pointer:
             raise ModelError(
                 f"{path}: is a Git LFS pointer, not the file itself; download it with: git -C {path.parent} lfs pull")
+
+
+def content_of(folder: Path) -> str:
+    """Return what a folder without config.json or weights holds, and what to serve, as the end of a sentence."""
+    found = next((text for pattern, text in OTHER_FORMATS if any(folder.glob(pattern))), "")
+    if not found and "gguf" in str(folder).lower():
+        return f"is named for GGUF, which is not read; serve the model that it was made from, such as {EXAMPLE}"
+    return found
 
 
 def _check_readable(files: Iterable[Path]) -> None:
@@ -67,6 +88,8 @@ def weight_files(folder: Path) -> list[Path]:
         check_downloaded([single])
         return [single]
     if not index.is_file():
+        if other := content_of(folder):
+            raise ModelError(f"{folder}: {other}")
         message = f"{folder}: has neither model.safetensors nor model.safetensors.index.json"
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickled:

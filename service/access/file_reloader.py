@@ -39,8 +39,10 @@ class FileReloader(Generic[Value]):
             self.value = read()
         except (ConfigError, OSError) as error:
             if (copied := read_copy()) is None:
+                makes = isinstance(error, FileNotFoundError) and setting == "api_keys"
+                advice = "; npuserve keys add FILE NAME makes it" if makes else ""
                 raise error if isinstance(error, ConfigError) else ConfigError(
-                    f"{setting}: {error.filename} cannot be read: {error.strerror}") from None
+                    f"{setting}: {error.filename} cannot be read: {error.strerror}{advice}") from None
             self.value, self._failure = copied, error
             self._report("not read, the last good one stays", error)
 

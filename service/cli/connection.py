@@ -21,6 +21,15 @@ NO_CONNECTION = re.compile("failed to connect to all addresses|errors resolving 
 """Beginning of gRPC's details for a call without a connection."""
 
 
+ADVICE = {
+    grpc.StatusCode.UNAUTHENTICATED: "; give the key's file with --api-key-file",
+    grpc.StatusCode.PERMISSION_DENIED: (
+        "; give with --api-key-file the file of a key that npuserve keys add FILE NAME --admin made, or with "
+        "--tls-cert and --tls-key the certificate"),
+}
+"""Options that cure an error of our server, by its code."""
+
+
 class ConnectionFailed(Exception):
     """The server cannot be reached as requested; the message is one sentence."""
 
@@ -47,19 +56,35 @@ def uses_tls(args: argparse.Namespace) -> bool:
 
 def read_credentials(args: argparse.Namespace) -> tuple[Tls | None, str | None]:
     """Return TLS settings and API key, each None if absent. Raise ConnectionFailed for unusable files."""
+    given, missing = ("--tls-cert", "--tls-key") if args.tls_cert else ("--tls-key", "--tls-cert")
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ConnectionFailed(f"{given} needs {missing}")
     try:
-        key = Path(args.api_key_file).read_text("utf-8").strip() if args.api_key_file else None
-        auth_metadata(key)
         tls = Tls(args.tls_ca, args.tls_cert, args.tls_key) if uses_tls(args) else None
         if tls:
             tls.credentials()
-        return tls, key
     except OSError as error:
-        raise ConnectionFailed(f"{error.filename}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConnectionFailed(f"{args.api_key_file}: is not UTF-8") from None
+        flags = {args.tls_ca: "--tls-ca", args.tls_cert: "--tls-cert", args.tls_key: "--tls-key"}
+        raise ConnectionFailed(f"{flags.get(error.filename, 'tls')}: {error.filename}: {error.strerror}") from None
     except ValueError as error:
         raise ConnectionFailed(str(error)) from None
+    return tls, _read_key(args.api_key_file) if args.api_key_file else None
+
+
+def _read_key(file: str) -> str:
+    """Return the API key in a file. Raise ConnectionFailed if it holds none."""
+    place = f"--api-key-file: {file}"
+    try:
+        key = Path(file).read_text("utf-8").strip()
+        auth_metadata(key)
+    except OSError as error:
+        raise ConnectionFailed(f"{place}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConnectionFailed(f"{place}: is not UTF-8") from None
+    except ValueError:
+        what = "holds more than one key" if key else "is empty"
+        raise ConnectionFailed(f"{place}: {what}; it must hold the line that npuserve keys add prints") from None
+    return key
 
 
 def open_client(args: argparse.Namespace) -> Client:
@@ -112,7 +137,7 @@ def explain(error: ClientError, target: str, *, tls: bool = False) -> str:
             and (address := arguments.split_host_port(target))
             and (why := _why_no_connection(*address, tls, error.message))):
         return f"{target}: {why}"
-    return f"{target}: {error}"
+    return f"{target}: {error}{ADVICE.get(error.code, '') if error.reason else ''}"
 
 
 def _why_no_connection(host: str, port: int, tls: bool, details: str) -> str | None:

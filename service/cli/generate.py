@@ -297,17 +297,22 @@ class JsonPrinter:
 def _stream(
     client: Client, request: generate_pb2.GenerateRequest, args: argparse.Namespace
 ) -> Collection[generate_pb2.Finish]:
-    """Print the answer, and --stats after it. Return the finish of each sample. Raise ClientError."""
-    began, first = time.monotonic(), None
+    """Print the answer, why it is empty, and --stats after it. Return the finish of each sample. Raise ClientError."""
+    began, first, has_text = time.monotonic(), None, False
     stream = client.stream(request, timeout=args.timeout)
     printer: Printer = (JsonPrinter if args.json else TextPrinter)(sample_count(request))
     try:
         for message in stream:
             first = first or time.monotonic()
+            has_text = has_text or bool(message.text)
             printer.add(message)
     finally:
         stream.cancel()
         printer.close()
+    reasons = {finish.reason for finish in stream.attempts.finishes.values()}
+    is_free = not request.HasField("chat") and request.WhichOneof("constraint") is None
+    if is_free and not has_text and reasons == {generate_pb2.FINISH_REASON_EOS}:
+        print("npuserve: the model ended at once; for a chat model use --chat", file=sys.stderr)
     if args.stats and stream.attempts.is_complete and first:
         print(summary(stream.attempts.finishes.values(), began, first, time.monotonic()), file=sys.stderr)
     return stream.attempts.finishes.values()

@@ -24,7 +24,8 @@ from npuserve.service.config import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("add", "list", "remove"), help="add: create a key and print it, once")
+    parser.add_argument("action", choices=("add", "list", "remove"), metavar="{add,list,remove}",
+                        help="add: create a key and print it, once")
     parser.add_argument("file", metavar="FILE", help="the file of --api-keys; add creates it if it does not exist")
     parser.add_argument("name", metavar="NAME", nargs="?", help="name of the key; add: an existing name gets one more")
     parser.add_argument("--admin", action="store_true", help="add: the key may also call AdminService")
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "list":
             lines = list(_describe(args.file))
         elif args.name is None:
-            raise ConfigError(f"keys {args.action}: NAME is missing")
+            raise ConfigError(f"keys {args.action}: NAME is missing: npuserve keys {args.action} FILE NAME")
         else:
             with _locked(args.file):
                 if args.action == "remove":
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
                 else:
                     lines = [_add(args)]
     except OSError as error:
-        raise ConfigError(f"{args.file}: {error.strerror}") from None
+        makes = "; npuserve keys add FILE NAME makes it" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{args.file}: {error.strerror}{makes}") from None
     for line in lines:
         print(line)
     return 0

@@ -11,6 +11,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,8 +20,10 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from npuserve.npu.large_import import TorchError
+from npuserve.service import settings
 from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError
+from npuserve.service.equivalents import client_flag_for, setting_for
 from npuserve.service.ipc.process_control import is_hangup_ignored
 
 # command: (module, help)
@@ -39,6 +42,15 @@ COMMANDS = {
     "collect": ("cli.collect.command", "write an archive for a bug report, without prompts and keys"),
     "quantize": ("cli.quantize", "write a W8A8 checkpoint of a model"),
 }
+
+OTHER_NAMES = {
+    "run": "serve", "start": "serve", "server": "serve", "api_server": "serve", "launch": "serve",
+    "launch_server": "serve", "complete": "generate", "completions": "generate", "client": "generate",
+    "prompt": "generate", "benchmark": "bench", "monitor": "top", "convert": "quantize", "doctor": "check",
+    "info": "check",
+    "env": "collect", "collect-env": "collect", "version": "--version", "help": "--help",
+}
+"""Commands by names that other programs have for them."""
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Errors of an output that accepts no more data. EBADF means a closed stdout: see `_open_standard_streams`."""
@@ -118,12 +130,13 @@ def _run(argv: Sequence[str]) -> int:
             raise ConfigError(f"argument {ascii(os.fsencode(argument))[1:]} is not UTF-8") from None
     # gRPC logs to stderr. Servers log its errors; a client command prints the error itself.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR" if argv[:1] in (["serve"], ["demo"]) else "NONE")
-    args, unknown = _parser(argv).parse_known_args(argv)
-    parser: argparse.ArgumentParser = vars(args).pop("parser")
+    commands = _parser(argv)
+    if argv and argv[0].startswith("-") and argv[0] not in commands._option_string_actions:
+        commands.refuse(argv[:1])
+    args, unknown = commands.parse_known_args(argv)
+    parser: _Parser = vars(args).pop("parser")
     if unknown:
-        flags = [flag[2:] for action in parser._actions for flag in action.option_strings]
-        wrong = next((word[2:].partition("=")[0] for word in unknown if word.startswith("--")), "")
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(wrong, flags, prefix='--')}")
+        parser.refuse(unknown)
     code: int = args.run(args)
     return code
 
@@ -131,6 +144,12 @@ def _run(argv: Sequence[str]) -> int:
 def _discard_stdout() -> None:
     """Redirect stdout to /dev/null, so that the interpreter's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+PHRASES = (
+    (r"invalid int value: ", "must be a whole number, got "), (r"invalid float value: ", "must be a number, got "),
+    (r"ignored explicit argument ", "takes no value, got "))
+"""Phrases of argparse, and what they mean."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,14 +160,47 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(run=self._help, parser=self)
 
     def error(self, message: str) -> NoReturn:
+        for pattern, text in PHRASES:
+            message = re.sub(pattern, text, message)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit with an error for arguments that the command does not have, and what to write in their place."""
+        flags = list(dict.fromkeys(word.partition("=")[0] for word in unknown if word.startswith("-")))
+        hints = {flag: hint for flag in flags if (hint := self._hint(flag))}
+        if len(flags) > 1:
+            hints = {flag: f"; {flag}: {hint.removeprefix('; ')}" for flag, hint in hints.items()}
+        hint = "".join(hints.values()) if flags else self._quote_hint()
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def _hint(self, flag: str) -> str:
+        """Return the end of a sentence: what to write in place of an unknown flag."""
+        flags = [name[2:] for action in self._actions for name in action.option_strings]
+        instead = None
+        if "max-num-seqs" in flags:
+            instead = setting_for(flag, settings.flag)
+        elif "target" in flags:
+            instead = client_flag_for(flag)
+        if instead:
+            return instead
+        if flag in ("-v", "-V"):
+            return "; did you mean --version?"
+        otherwise = "; a command stands before its flags" if self._subparsers else ""
+        return did_you_mean(flag[2:].replace("_", "-"), flags, prefix="--", otherwise=otherwise)
+
+    def _quote_hint(self) -> str:
+        """Return the end of a sentence: the positional argument that may have lost its quotes."""
+        free = [action for action in self._get_positional_actions() if action.choices is None]
+        return f"; {free[-1].metavar or free[-1].dest} is one argument: quote it if it has spaces" if free else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Check the value as argparse does, and suggest the most similar choice."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            names = list(map(str, action.choices or ()))
+            other = OTHER_NAMES.get(str(value)) if isinstance(action, argparse._SubParsersAction) else None
+            error.message += f"; did you mean {other}?" if other else did_you_mean(str(value), names)
             raise
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -160,7 +212,7 @@ class _Parser(argparse.ArgumentParser):
         return 0
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> _Parser:
     parser = _Parser(
         prog="npuserve", description="Serves Qwen3-class language models over gRPC with streaming tokens.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

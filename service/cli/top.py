@@ -1,17 +1,23 @@
 """`npuserve top`: show a server's load, latencies and slowest kernels, live from its metrics page.
 
-All figures cover the time between two scrapes. Kernels are timed on about every 32nd step only, so their figures cover
-the time since the server's start if no step was timed between the scrapes.
+The key q or Ctrl-C ends it. All figures cover the time between two scrapes. Kernels are timed on about every 32nd step
+only, so their figures cover the time since the server's start if no step was timed between the scrapes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
 import sys
+import termios
 import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 from rich.cells import cell_len
@@ -28,8 +34,9 @@ LATENCIES = {
     "time to first token": "time_to_first_token", "between tokens": "inter_token_latency",
     "per output token": "time_per_output_token", "end to end": "e2e_request_latency", "queue": "queue_time",
 }
-NOT_ERRORS = ("OK", "CANCELLED")
-"""Status codes that are not counted as errors; CANCELLED means that the client left."""
+NOT_ERRORS = ("OK", "CANCELLED", "ABORTED")
+"""Status codes that are not counted as errors. CANCELLED: the client left. ABORTED: the client read nothing for too
+long, or resumed its stream by another call."""
 MAX_KERNELS = 12
 DROPPED_FIRST = ("backend", "calls", "p50", "tokens", "per s", "p90", "phase", "mean", "share")
 """Order in which a narrow screen drops columns."""
@@ -55,7 +62,7 @@ def _url(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if the first scrape fails, 0 after Ctrl-C. Later failures are shown, and scraping continues."""
+    """Return 1 if the first scrape fails, 0 after q or Ctrl-C. Later failures are shown, and scraping continues."""
     url, shown = args.target, urlsplit(args.target).netloc
     console = Console()
     try:
@@ -71,24 +78,53 @@ def run(args: argparse.Namespace) -> int:
     except Unreadable as error:
         print(f"npuserve top: {error}", file=sys.stderr)
         return 1
-    try:
+    with suppress(KeyboardInterrupt):
         _refresh(url, before, args.interval, console)
-    except KeyboardInterrupt:
-        return 0
+    return 0
 
 
-def _refresh(url: str, before: Page, interval: float, console: Console) -> NoReturn:
+def _refresh(url: str, before: Page, interval: float, console: Console) -> None:
+    """Show each interval until the user presses q."""
     first = Text(f"{url}: waiting {interval:g} s for the first interval …")
-    with Live(first, console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            time.sleep(interval)
+    with _keyboard() as keyboard, Live(first, console=console, auto_refresh=False, screen=True) as live:
+        hint = Text("q ends" if keyboard is not None else "Ctrl-C ends", "dim")
+        while not _is_ended(keyboard, interval):
             try:
                 after = read_page(url)
             except Unreadable as error:
                 live.update(Panel(Text(str(error), "bold red"), title="npuserve top"), refresh=True)
                 continue
-            live.update(view(figures(Window(before, after)), urlsplit(url).netloc), refresh=True)
+            live.update(Group(view(figures(Window(before, after)), urlsplit(url).netloc), hint), refresh=True)
             before = after
+
+
+@contextmanager
+def _keyboard() -> Iterator[int | None]:
+    """Let the terminal send each key at once, and yield its descriptor; None without a terminal in the foreground."""
+    if sys.stdin is None or not sys.stdin.isatty() or os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
+        yield None
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield descriptor
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _is_ended(keyboard: int | None, seconds: float) -> bool:
+    """Wait, and return True as soon as the user presses q."""
+    deadline = time.monotonic() + seconds
+    while keyboard is not None and (left := deadline - time.monotonic()) > 0:
+        if select.select([keyboard], [], [], left)[0]:
+            keys = os.read(keyboard, 1024)
+            if b"q" in keys.lower():
+                return True
+            if not keys:
+                break
+    time.sleep(max(0.0, deadline - time.monotonic()))
+    return False
 
 
 def figures(window: Window) -> dict[str, Any]:

@@ -308,6 +308,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     if args.epoch > 1:  # streams may wait for it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see ChildProcess
     stop_order = StopOrder()
     child.listen(lambda _: stop_order.give())
     try:

@@ -39,6 +39,7 @@ class ChildProcess:
     arguments: returns the first line for its stdin. Called at each start.
     on_event: called with each JSON line of its stdout, except heartbeats.
     files: open descriptors that it inherits under the same numbers.
+    defers_sigterm: runs after the first begin with SIGTERM blocked, until the process has chosen how to handle it.
 
     starts: number of runs.
     started_at: start of the current run, time.monotonic() seconds.
@@ -59,6 +60,7 @@ class ChildProcess:
         arguments: Callable[[], Mapping[str, object]],
         on_event: Callable[[ChildProcess, dict[str, Any]], None],
         files: Sequence[int] = (),
+        defers_sigterm: bool = False,
     ):
         self.name = name
         self.starts = 0
@@ -76,6 +78,7 @@ class ChildProcess:
         self._arguments = arguments
         self._on_event = on_event
         self._files = files
+        self._defers_sigterm = defers_sigterm
         self._heartbeats = 0  # of the current run
         self._counted_heartbeats = 0  # at the last tick
         self._transport: asyncio.SubprocessTransport | None = None
@@ -95,6 +98,8 @@ class ChildProcess:
         _require_files(START_FILES)
         output = _Output(self._on_line)
         pipe = asyncio.subprocess.PIPE
+        deferred = {signal.SIGTERM} if self._defers_sigterm and self.starts > 1 else set()
+        signal.pthread_sigmask(signal.SIG_BLOCK, deferred)  # the process inherits it; the fork precedes any other task
         try:
             transport, _ = await asyncio.get_running_loop().subprocess_exec(
                 lambda: output, *self._command, env=self._environment, pass_fds=self._files, stdin=pipe, stdout=pipe,
@@ -102,6 +107,8 @@ class ChildProcess:
         except (OSError, RuntimeError):
             output.is_abandoned = True
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, deferred)
         try:
             self._transport = transport
             self.pid = transport.get_pid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import re
 import socket
@@ -28,25 +29,18 @@ _PAGE = re.compile(rb"(https?://[^/?]*)?(/|/metrics/?)?(\?|$)")
 
 
 class MetricsServer:
-    """Server of a page on `port`, in a thread of its own until `close`. One request per connection.
+    """Server of a page on `port` of each address of `host`, in a thread of its own until `close`. One request per
+    connection.
 
-    port: 0 takes a free one.
+    port: 0 takes one that is free on the first address.
     page: returns the text of the page. Called for each GET.
 
-    Raises OSError if it cannot listen on the address.
+    Raises OSError if it cannot listen on any address, or if the port of one is taken.
     """
 
     def __init__(self, host: str, port: int, page: Callable[[], str]):
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        self._socket = socket.socket(family)
-        try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(address)
-            self._socket.listen(BACKLOG)
-        except OSError:
-            self._socket.close()
-            raise
-        self.port: int = self._socket.getsockname()[1]
+        self._sockets = _listen(host, port)
+        self.port: int = self._sockets[0].getsockname()[1]
         self._page = page
         self._broken = ""  # type of the last page error; repetitions are not logged
         self._exchanges: dict[asyncio.Task[Any], None] = {}  # in order of arrival
@@ -64,9 +58,11 @@ class MetricsServer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_REQUEST_BYTES)
+        servers = [await asyncio.start_server(self._connected, sock=listener, limit=MAX_REQUEST_BYTES)
+                   for listener in self._sockets]
         await self._closing.wait()
-        server.close()
+        for server in servers:
+            server.close()
         for exchange in self._exchanges:
             exchange.cancel()  # its connection's task ends with it; asyncio logs an error if that one is cancelled
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
@@ -121,6 +117,45 @@ class MetricsServer:
             return _answer("500 Internal Server Error")
         self._broken = ""
         return _answer("200 OK", ("Content-Type", CONTENT_TYPE), body=body)
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """Return a listening socket for each address of `host` that this machine has. Raises as `MetricsServer` does."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners: list[socket.socket] = []
+    absent: OSError | None = None
+    try:
+        for family, _, _, _, address in found:
+            if listeners:
+                address = address[0], listeners[0].getsockname()[1], *address[2:]
+            try:
+                listeners.append(_bound(family, address))
+            except OSError as error:  # localhost may name an address of IPv6 that this machine lacks
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                absent = error
+        if absent and not listeners:
+            raise absent
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _bound(family: int, address: Any) -> socket.socket:
+    """Return a listening socket. Raises OSError."""
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, address[0] != "::")
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _answer(status: str, *headers: tuple[str, str], body: bytes = b"") -> bytes:

@@ -54,6 +54,16 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"TMPDIR: {folder.parent} has {missing}")
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a running process holds the folder's lock. Raises OSError for a folder without a lock, or of
+    another user."""
+    descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
 def _lock_new(folder: Path) -> int:
     """Lock the folder and return the lock's descriptor; -1 if the file system has no locks.
 
@@ -84,10 +94,10 @@ def _remove_if_abandoned(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Return whether the lock was acquired. False also if the file system has no locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError:
         return False
     return True

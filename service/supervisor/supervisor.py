@@ -44,6 +44,7 @@ from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.private_folder import SOCKET, check_folder, private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
+from npuserve.service.supervisor.running_servers import write_description
 from npuserve.service.supervisor.watchdog import MIN_LOAD_SECONDS, Watchdog
 from npuserve.service.text.model_folder import served_as
 from npuserve.service.text.model_path import fetch, local, resolve
@@ -118,6 +119,7 @@ class Supervisor:
         self._start_date = clock.unix_time()
         self._started = self._start_began = time.monotonic()
         # Created by `run`, before it starts a child.
+        self._folder: Path
         self._exit_code: asyncio.Future[int]  # of the server; done once it has to end
         self._frontends: list[ChildProcess]
         self._engine: ChildProcess
@@ -179,6 +181,7 @@ class Supervisor:
 
     def _create_parts(self, folder: Path) -> None:
         """Create the children, which are not started yet, their watchdog and the metrics page. Raises ConfigError."""
+        self._folder = folder
         socket = f"{folder}/{SOCKET}"
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
 
@@ -197,7 +200,7 @@ class Supervisor:
             "heartbeat": True, "memory": memory, "rank_memory": others, "shared_weights": self._shared_weights,
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
             "capture": self._capture,
-        }, self._on_event, [memory, *others] if memory >= 0 else [])
+        }, self._on_event, [memory, *others] if memory >= 0 else [], defers_sigterm=True)
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
         self._page = MetricsPage(folder, self._config, self._processes)
@@ -234,6 +237,7 @@ class Supervisor:
             self._port = event["port"]
             self.listening.set()
             logs.event(log, f"listening on {self.address}", metrics=self._page.url)
+            write_description(self._folder, self._config, self.address, self._page.url, self._start_date)
             for other in self._frontends:
                 if other not in self._tasks:
                     self._start(other)

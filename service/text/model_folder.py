@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.npu.model.config import ModelError
-from npuserve.npu.model.folder import check_downloaded, check_links
+from npuserve.npu.model.folder import check_downloaded, check_links, content_of
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ def _read(path: Path, required: bool = False) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
-            raise ConfigError(f"model: {path.parent} has no {path.name}") from None
+            if other := content_of(path.parent):
+                raise ConfigError(f"model: {path.parent} {other}") from None
+            raise ConfigError(f"model: {path.parent} has no {path.name}; a model folder holds config.json and "
+                              "*.safetensors") from None
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {path} cannot be read: {error}") from error

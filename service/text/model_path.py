@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from npuserve.npu import storyteller
+from npuserve.npu.model.folder import EXAMPLE
 from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
 from npuserve.service.ipc import child, process_control
@@ -46,7 +47,12 @@ def local(model: str) -> Path | None:
     if stat.S_ISDIR(mode):
         return path
     if mode:
+        if path.suffix in (".gguf", ".bin", ".pt", ".pth", ".onnx"):
+            raise ConfigError(f"model: {model} is a file of another format; serve the model that it was made from: a "
+                              f"folder with config.json and *.safetensors, or a hub name such as {EXAMPLE}")
         raise ConfigError(f"model: {model} is a file; give the folder that holds config.json and *.safetensors")
+    if "://" in model:
+        raise ConfigError(f"model: {model} is an address; give a folder, or a hub name such as {EXAMPLE}")
     if model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1:
         raise ConfigError(f"model: there is no folder {model}{_similar_folder(path)}")
     return None

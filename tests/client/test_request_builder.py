@@ -86,7 +86,7 @@ def test_build_request_sets_fields_of_options() -> None:
 @pytest.mark.parametrize(("prompt", "options", "message"), [
     (b"x", {}, "prompt: must be a text, token ids, a chat or a request, got bytes"),
     (7, {}, "prompt: must be a text"),
-    ("x", {"max_token": 3}, "max_token: unknown option"),
+    ("x", {"max_token": 3}, "max_token: unknown option; did you mean max_tokens?"),
     ("x", {"tools": ["{}"]}, "tools: needs a chat"),
     ("x", {"tool_choice": "none"}, "tool_choice: needs a chat"),
     ("x", {"text": "y"}, "text: unknown option"),

@@ -65,6 +65,23 @@ def test_invalid_field_logged_omits_client_names() -> None:
     assert error.logged == "InvalidField: chat.template_args, chat.template_args"
 
 
+@pytest.mark.parametrize(("text", "logged"), [
+    ("must be in [1, 63], as max_model_len is 64 and the prompt has 1 token, got 5000", "must be in [1, 63], got 5000"),
+    ("must be in (0, 1], got 1.5", "must be in (0, 1], got 1.5"),
+    ("must be in [0, 100], got nan", "must be in [0, 100], got nan"),
+    ("must be in (0, 600] seconds, got -1e-09", "must be in (0, 600] seconds, got -1e-09"),
+    ("token id must be in [0, 7], got 8", "must be in [0, 7], got 8"),
+    ("must be at most 16 strings, got 17", "must be at most 16 strings, got 17"),
+    ("must be 1 to 1024 characters, got 0", "must be 1 to 1024 characters, got 0"),
+    ("must have at most 1024 entries, got 1025", "must be at most 1024 entries, got 1025"),
+    ("must be one of user; got 'secret'", ""), ("must be in [0, 1], got 'secret, got 1'", ""),
+    ("must be in [0, 1], got secret", ""), ("the model's chat template refuses it: secret, got 1", ""),
+    ("must be in [0, 1], as secret\n, got 1", "must be in [0, 1], got 1"),
+])
+def test_invalid_field_logged_has_range_and_value_as_numbers_alone(text: str, logged: str) -> None:
+    assert InvalidField("n", text).logged == "InvalidField: n" + (logged and f": {logged}")
+
+
 def test_no_chat_template_is_separate_from_no_tokenizer() -> None:
     assert NoChatTemplate.code == NoTokenizer.code
     assert not issubclass(NoChatTemplate, NoTokenizer)

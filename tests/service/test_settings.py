@@ -102,8 +102,8 @@ def test_load_comma_separated_lists() -> None:
 
 
 @pytest.mark.parametrize(("flags", "environ", "message"), [
-    ("--max-num-seqs many", {}, "max_num_seqs: 'many' is not a whole number (from --max-num-seqs)"),
-    ("--max-num-seqs 1.5", {}, "max_num_seqs: '1.5' is not a whole number (from --max-num-seqs)"),
+    ("--max-num-seqs many", {}, "max_num_seqs: 'many' is not a whole number in [1, 65536] (from --max-num-seqs)"),
+    ("--max-num-seqs 1.5", {}, "max_num_seqs: '1.5' is not a whole number in [1, 65536] (from --max-num-seqs)"),
     ("--max-num-seqs 0", {}, "max_num_seqs: 0 is not in [1, 65536] (from --max-num-seqs)"),
     ("", {"NPUSERVE_PORT": "99999"}, "port: 99999 is not in [0, 65535] (from NPUSERVE_PORT)"),
     ("--max-model-len 1", {}, "max_model_len: 1 is not 0 or at least 2: a prompt and an answer need a token each"),
@@ -120,8 +120,8 @@ def test_load_comma_separated_lists() -> None:
     ("", {"NPUSERVE_port": "1"}, "NPUSERVE_port: no such setting"),
     ("", {"NPUSERVE_BANANA": "1"}, "NPUSERVE_BANANA: no such setting; docs/configuration.md lists them"),
     ("--emulate-relax fp32", {}, "emulate_relax: nothing is emulated; --emulate does (from --emulate-relax)"),
-    ("--port 9090", {}, "metrics_port: 9090 is already the port of gRPC (from --port)"),
-    ("", {"NPUSERVE_TLS_CERT": "a.pem"}, "tls_key: tls_cert needs it (from NPUSERVE_TLS_CERT)"),
+    ("--port 9090", {}, "metrics_port: 9090 is already the port of gRPC; 0 takes a free one (from --port)"),
+    ("", {"NPUSERVE_TLS_CERT": "a.pem"}, "tls_key: is missing; tls_cert needs it (from NPUSERVE_TLS_CERT)"),
     ("--max-priority -5", {}, "min_priority: 0 is above max_priority, -5 (from --max-priority)"),
     ("--host ::1 --port 1 --metrics-port 1 --metrics-host ::1", {}, "metrics_port: 1 is already the port of gRPC"),
     ("--otlp-endpoint http://collector", {}, "otlp_endpoint: 'http://collector' must be like http://host:4317"),
@@ -145,9 +145,13 @@ def test_load_error_names_source(flags: str, environ: dict[str, str], message: s
     ("port = ", "not a TOML file"),
     ("port = " + "9" * 5000, "not a TOML file: a number has too many digits"),
     ("port = 0x" + "f" * 6000, "not a TOML file: an integer needs more than 64 bits"),
-    ('port = "a"', "port: 'a' is not a whole number (from {file}:port)"),
-    ("port = true", "port: True is not a whole number (from {file}:port)"),
-    ("port = 1.5", "port: 1.5 is not a whole number (from {file}:port)"),
+    (".".join("a" * 101) + " = 1", "not a TOML file: a key has more than 100 parts"),
+    ("[ " + " . ".join(['"a"'] * 101) + " ]", "not a TOML file: a key has more than 100 parts"),
+    ("a = {b = 1, " + ".".join(["'a'"] * 101) + " = 2}", "not a TOML file: a key has more than 100 parts"),
+    (".".join("a" * 100) + " = 1", "a: no such setting"),
+    ('port = "a"', "port: 'a' is not a whole number in [0, 65535] (from {file}:port)"),
+    ("port = true", "port: True is not a whole number in [0, 65535] (from {file}:port)"),
+    ("port = 1.5", "port: 1.5 is not a whole number in [0, 65535] (from {file}:port)"),
     ('tls_cert = "a\\u0000"', "tls_cert: 'a\\x00' has a null character (from {file}:tls_cert)"),
     ("model = 1", "model: 1 is not text (from {file}:model)"),
     ("prefix_cache = 1", "prefix_cache: 1 is not true or false (from {file}:prefix_cache)"),
@@ -159,6 +163,17 @@ def test_load_error_names_file_and_key(tmp_path: Path, toml: str, message: str) 
     file.write_text(toml)
     with pytest.raises(ConfigError, match=re.escape(message.format(file=file))):
         load(f"--config {file}")
+
+
+def test_load_key_of_many_parts_needs_little_memory(tmp_path: Path) -> None:
+    """The parser alone needs 1.5 GB for 20,000 parts. Text of values is no key."""
+    file = tmp_path / "server.toml"
+    file.write_text(".".join("a" * 100_000) + " = 1")
+    with pytest.raises(ConfigError, match="a key has more than 100 parts"):
+        load(f"--config {file}")
+    text = ". ".join(["word"] * 101)
+    file.write_text(f'served_name = "{text}"\n')
+    assert load(f"--config {file}").served_name == text
 
 
 def test_load_ignores_foreign_variables() -> None:

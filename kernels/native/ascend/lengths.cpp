@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -111,14 +112,18 @@ class Updater {
     }
 
     int add(const Call *calls, int64_t count, Captured **made) {
-        auto *graph = new Captured;
+        auto graph = std::make_unique<Captured>();
         graph->calls.assign(calls, calls + count);
         for (const Call &call : graph->calls) graph->ends.emplace_back(call.ends, call.ends + call.ends_count);
-        for (Handle &mark : graph->marks)
-            if (int code = f.create_event(&mark, 1)) return code;  // ACL_EVENT_SYNC
+        for (int i = 0; i < MARKS; i++) {
+            if (int code = f.create_event(&graph->marks[i], 1)) {  // ACL_EVENT_SYNC
+                while (i-- > 0) f.destroy_event(graph->marks[i]);
+                return code;
+            }
+        }
         std::lock_guard<std::mutex> hold(lock);
-        graphs.push_back(graph);
-        *made = graph;
+        graphs.push_back(graph.get());
+        *made = graph.release();
         return 0;
     }
 

@@ -122,6 +122,11 @@ class AscendBackend(StreamBackend):
         return preflight.notices(Readings(environ=os.environ), captures=captures, ranks=ranks)
 
     @classmethod
+    def cann_version(cls) -> str:
+        """Return the version of CANN's toolkit; "" if it cannot be read."""
+        return Readings(environ=os.environ).cann
+
+    @classmethod
     def missing_cann(cls) -> str:
         """Return what to do if CANN cannot be loaded; "" if it can."""
         try:
@@ -267,7 +272,7 @@ class AscendBackend(StreamBackend):
     def _first_lengths(self) -> LengthUpdates:
         """Return the updater of the native library, or torch_npu's where that is not possible."""
         try:
-            return self._use(NativeLengths(self._stream))
+            return self._use(NativeLengths(self._stream, self.cann_version()))
         except (UnsupportedCall, acl_errors.AclError, OSError) as error:
             return self._from_python(error)
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from npuserve.kernels.native.binding import BINDING
 from npuserve.npu.backends.ascend.captured_graph import MAX_LAGS, CapturedGraph, Lengths
 from npuserve.npu.backends.ascend.errors import AclError, check
+from npuserve.npu.cann.versions import PAIRS, fits_cann, pair_of
 
 RUNTIME = (
     "aclrtSetCurrentContext", "aclrtCreateStreamWithConfig", "aclrtDestroyStream", "aclrtCreateEventExWithFlag",
@@ -41,12 +42,14 @@ OPERATORS = (
     "aclDestroyIntArray", "aclnnFusedInferAttentionScoreV3GetWorkspaceSize", "aclnnFusedInferAttentionScoreV3")
 """Functions of libascendcl and of libopapi, in the order of `Functions` in lengths.cpp."""
 
-EXAMINED = (2, 10)
-"""First version of torch_npu whose external events were examined: flags in device memory where CANN has both
+EXAMINED = tuple(PAIRS)
+"""Versions of torch_npu that were examined. External events are flags in device memory where CANN has both
 aclrtValueWait and aclrtValueWrite, else events, in
 [2.10.0.post4](https://github.com/Ascend/pytorch/blob/5dd8ef3f9b375b5ae4a83538d5785754148c3302/torch_npu/csrc/core/npu/interface/AclInterface.cpp#L308)
 as in [later ones](https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/interface/AclInterface.cpp#L316).
-The call of op-plugin is the same in both, too."""
+The call of op-plugin is the same in both, too. Each calls its versions of CANN (`cann/versions.py`) with these
+arguments, so the order holds for them. Another version may have another order, with which the call would corrupt
+memory."""
 
 TENSORS = (
     "query", "key", "value", "pse_shift", "atten_mask", "dequant_scale1", "quant_scale1", "dequant_scale2",
@@ -92,17 +95,18 @@ class NativeLengths:
     """Thread in C++ that updates the lengths of graphs. It runs until `close`. See `LengthUpdates`.
 
     stream: stream of the replays.
+    cann: version of CANN; "" if it is unknown.
 
-    Raises UnsupportedCall if this machine lacks the native library or a function of CANN.
+    Raises UnsupportedCall if this machine lacks the native library or a function of CANN, or has a version of torch_npu
+    or CANN that was not examined.
     """
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: Any, cann: str):
         if BINDING is None:
             raise UnsupportedCall("the native library is not built")
         if BINDING.npuserve_lengths_call_bytes() != ctypes.sizeof(_Call):
             raise UnsupportedCall("the native library is built from other sources")
-        if (found := tuple(map(int, version("torch_npu").split(".")[:2]))) < EXAMINED:
-            raise UnsupportedCall(f"torch_npu {found[0]}.{found[1]} may record external events in another way")
+        _check_versions(version("torch_npu"), cann)
         self._lib = BINDING
         runtime, operators = ctypes.CDLL("libascendcl.so"), ctypes.CDLL("libopapi.so")
         flags = hasattr(runtime, "aclrtValueWait") and hasattr(runtime, "aclrtValueWrite")
@@ -159,6 +163,19 @@ class NativeLengths:
         if self._updater is not None:
             self._lib.npuserve_lengths_close(self._updater)
             self._updater = None
+
+
+def _check_versions(torch_npu: str, cann: str) -> None:
+    """Raise UnsupportedCall unless the versions were examined."""
+    pair = pair_of(torch_npu)
+    if pair is None:
+        raise UnsupportedCall(f"torch_npu {torch_npu} may record external events, or call attention, in another way; "
+                              f"examined are {' and '.join(EXAMINED)}")
+    if not cann:
+        raise UnsupportedCall("CANN's version cannot be read: source its set_env.sh, which sets ASCEND_HOME_PATH")
+    if not fits_cann(pair, cann):
+        raise UnsupportedCall(f"attention of CANN {cann} may take other arguments; examined with torch_npu {torch_npu} "
+                              f"is {' to '.join(dict.fromkeys(pair.cann))}")
 
 
 def _fill(call: _Call, record: Any) -> Any:

@@ -3,7 +3,7 @@
 The output begins with the machine's ceilings and the choice of CPU kernels. Then, for each case and implementation, it
 has the error against the golden function in float64, the time of a call, and its share of the binding ceiling. The
 ceiling is measured in turn with the kernel. With --json each line is one object, the first with ceilings and choice;
-otherwise the output is a table.
+otherwise the output is a table. A terminal on stderr shows what is measured now, and how many measurements there are.
 
 With --device, the kernels of that device are timed by its clock, in one dispatch if it captures steps. For an NPU,
 `npuserve check --accept` times the kernels against its own memory.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +24,7 @@ from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kernel", nargs="+", default=[], metavar="NAME", help="time only these kernels")
     add("--case", default="", metavar="TEXT", help="time only cases whose name contains TEXT")
     add("--backend", default="", metavar="NAME", help="time only this backend's implementations, or golden")
+    add("--golden", action="store_true", help="time the golden functions in plain torch too, which takes minutes more")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
         help="dtype of activations and weights, for kernels that support it (default: %(default)s)")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="device to time (default: %(default)s)")
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     isas = native.library().isas if native.available() else []
     served = partial(_labels, backend.kernels, machine is HOST)
     labels = {label for kernel, _, _ in cases for label in served(kernel)}
+    chosen_labels = partial(_chosen_labels, served, args.backend, args.golden)
+    total = sum(len(chosen_labels(kernel)) for kernel, _, _ in cases)
     if args.backend and args.backend not in labels:
         raise ConfigError(f"backend: {args.backend!r} is not one of {', '.join(sorted(labels))}")
     if args.isa and args.isa not in isas:
@@ -79,9 +83,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"isa: {args.isa!r} is not one of {known}")
     set_threads(args.threads)
     with native.using(args.isa) if args.isa else nullcontext():
+        _show(f"measuring the machine's ceilings, then {total} measurements")
         ceilings = Ceilings(machine=machine)
         best = ceilings.best()
         chosen = _chosen(args.isa) if isas and machine is HOST else None
+        _show("")
         if args.json:
             print(json.dumps(best | {"cpu_kernels": chosen and asdict(chosen)}))
         else:
@@ -90,16 +96,43 @@ def run(args: argparse.Namespace) -> int:
             print("share: part of the time that the ceiling explains; absent for caches, which are not measured")
             print(f"\n{'kernel':22}{'case':46}{'dtype':9}{'backend':8}{'error':>10}{'us':>10}{'GB/s':>8}{'GFLOP/s':>9}"
                   f"{'share':>7} of     {'others':>9}", flush=True)
+        count = 0
         for kernel, case, dtype in cases:
+            if not (labels_of_kernel := chosen_labels(kernel)):
+                continue
+            _show(f"{count + 1} of {total}: {kernel.name} {case.name}")
             bench = Bench(kernel, case, dtype, machine)
-            for label in served(kernel):
-                if args.backend not in ("", label):
-                    continue
+            for label in labels_of_kernel:
+                count += 1
+                _show(f"{count} of {total}: {kernel.name} {case.name} {label}")
                 measured = bench.measure(label, ceilings, best)
+                _show("")
                 row: dict[str, Any] = {"kernel": kernel.name, "case": case.name,
                                        "dtype": str(dtype).removeprefix("torch."), "backend": label, **asdict(measured)}
                 print(json.dumps(row) if args.json else _line(row), flush=True)
     return 0
+
+
+def _show(text: str) -> None:
+    """Show what is done now on the last line of a terminal on stderr; "" removes it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _chosen_labels(
+    served: Callable[[Kernel[..., Any]], list[str]], backend: str, with_golden: bool, kernel: Kernel[..., Any]
+) -> list[str]:
+    """Return the labels of a kernel's implementations to time. The golden function is one of them if it is asked for,
+    and if the kernel has no other.
+
+    backend: the only label; "" for all.
+    """
+    from npuserve.kernels.registry import GOLDEN
+
+    labels = served(kernel)
+    if backend:
+        return [label for label in labels if label == backend]
+    return [label for label in labels if with_golden or label != GOLDEN or len(labels) == 1]
 
 
 def _chosen(isa: str | None) -> CpuKernels:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from npuserve.service import clock
 
-Status = Literal["complete", "truncated", "missing", "failed", "timeout", "skipped"]
+Status = Literal["complete", "truncated", "missing", "absent", "failed", "timeout", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Part:
     status: quality of the content.
         - "truncated": the beginning or the end of something larger.
         - "missing": the machine lacks the program or file.
+        - "absent": the machine lacks the device to which the programs or files belong.
         - "failed", "timeout": the command failed, or took too long. The content is its output so far.
         - "skipped": the archive was full, or the time was over.
     detail: the reason of another status than "complete".

@@ -1,8 +1,9 @@
 """Command `npuserve collect`: write one archive of what a bug report needs.
 
 It holds versions, npu-smi's reports, CANN's log, the settings without secrets, and optionally the last lines of the
-server's log without prompts and the report of the acceptance check. The manifest lists missing programs and files.
-It needs neither torch nor a device.
+server's log without prompts and the report of the acceptance check. The settings are those of each server that this
+user runs on this machine, else those of this command line. The manifest lists missing programs and files. It needs
+neither torch nor a device.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ from npuserve.service.arguments import number
 from npuserve.service.cli.collect import redaction, sources
 from npuserve.service.cli.collect.archive import Archive, Part, Status
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.supervisor.running_servers import RunningServer, running_servers
 
 MAX_BYTES = 64 << 20
 MAX_REPORT_BYTES = 8 << 20
@@ -54,28 +57,40 @@ def run(args: argparse.Namespace) -> int:
         archive = Archive(path, MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"output: {path}: {error.strerror}") from None
+    servers = list(running_servers())
     with archive:
-        for name, part in parts(args, config, deadline):
+        for name, part in parts(args, config, servers, deadline):
             archive.add(name, part)
         if args.accept:
             archive.add("accept.json", accept(config, args.accept_seconds))
     for line in archive.lines:
-        if line.status != "complete":
+        if line.status not in ("complete", "absent") or line.name.startswith("settings"):
             print(f"{line.status:10} {line.name}: {line.detail}")
+    if not servers:
+        print(f"no server of this user was found in {tempfile.gettempdir()}: run npuserve collect where it runs, with "
+              "its TMPDIR, or with its flags")
     print(f"{path}: {path.stat().st_size} bytes, {sum(line.bytes > 0 for line in archive.lines)} files. It holds no "
           "prompts and no keys; read it before you send it")
     return 0
 
 
-def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> Iterator[tuple[str, Part]]:
+def parts(
+    args: argparse.Namespace, config: ServerConfig, servers: Sequence[RunningServer], deadline: float
+) -> Iterator[tuple[str, Part]]:
     """Yield name and content of each part. After the deadline the remaining ones are skipped."""
     host = Readings(environ=os.environ)
-    yield "settings.json", _json(redaction.settings(config))
+    yield from _settings(config, servers)
     yield "variables.json", _json(redaction.variables(os.environ))
     yield "software.json", sources.software({"driver": host.driver, "firmware": host.firmware, "cann": host.cann})
-    yield from sources.host_files(Path("/"))
+    given = args.plog or os.environ.get("ASCEND_PROCESS_LOG_PATH")
+    log = Path(given or os.path.expanduser("~/ascend/log"))
+    devices = {config.device, *(server.settings.get("device") for server in servers)}
+    has_npu = bool(given) or log.is_dir() or "npu" in devices or sources.has_npu()
+    yield from sources.host_files(Path("/"), has_npu)
     mapping = b""
-    commands = {**sources.NPU_COMMANDS, **sources.COMMANDS}
+    commands = {**(sources.NPU_COMMANDS if has_npu else {}), **sources.COMMANDS}
+    if "cuda" in devices or sources.has_gpu():
+        commands |= sources.GPU_COMMANDS
     for name, command in commands.items():
         part = _timed(command, deadline)
         mapping = part.data if name == "npu-smi/mapping" else mapping
@@ -87,8 +102,23 @@ def parts(args: argparse.Namespace, config: ServerConfig, deadline: float) -> It
         yield "server.log", server_log(Path(args.log))
     if args.accept_report:
         yield "accept.json", accept_report(Path(args.accept_report))
-    given = args.plog or os.environ.get("ASCEND_PROCESS_LOG_PATH")
-    yield from sources.device_logs(Path(given or os.path.expanduser("~/ascend/log")))
+    if has_npu:
+        yield from sources.device_logs(log)
+    else:
+        yield "ascend", Part(b"", "absent", "no NPU and no software of Ascend")
+
+
+def _settings(config: ServerConfig, servers: Sequence[RunningServer]) -> Iterator[tuple[str, Part]]:
+    """Yield the settings of the running servers, and of this command line if it has any or no server runs."""
+    for server in servers:
+        name = "settings.json" if len(servers) == 1 else f"settings-{server.pid}.json"
+        yield name, Part(_dumped(redaction.settings(server.settings)), detail=f"of {server}, version {server.version}")
+    if not servers:
+        yield "settings.json", Part(_dumped(redaction.settings(msgspec.to_builtins(config))),
+                                    detail="of this command line, not of a server")
+    elif config != ServerConfig():
+        yield "settings-command-line.json", Part(_dumped(redaction.settings(msgspec.to_builtins(config))),
+                                                 detail="of this command line, not of a server")
 
 
 def server_log(path: Path) -> Part:
@@ -134,4 +164,8 @@ def _timed(command: tuple[str, ...], deadline: float) -> Part:
 
 
 def _json(value: object) -> Part:
-    return Part(json.dumps(value, indent=1).encode())
+    return Part(_dumped(value))
+
+
+def _dumped(value: object) -> bytes:
+    return json.dumps(value, indent=1).encode()

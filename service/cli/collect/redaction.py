@@ -8,10 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
-from npuserve.service.config import ServerConfig
-
 SECRET_SETTINGS = frozenset(
     {"tls_cert", "tls_key", "tls_client_ca", "api_keys", "admin_certificates", "state_folder"})
 """Settings that are paths of secrets, or names of persons."""
@@ -48,11 +44,10 @@ _RAW = re.compile(
 """Beginning of raw output that is kept: of CANN, torch_npu, gRPC, faulthandler, the C library and the log itself."""
 
 
-def settings(config: ServerConfig) -> dict[str, Any]:
+def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings, with "removed" in place of secrets."""
-    found: dict[str, Any] = msgspec.to_builtins(config)
     return {name: REMOVED if name in SECRET_SETTINGS and value else _address(value)
-            if isinstance(value, str) else value for name, value in found.items()}
+            if isinstance(value, str) else value for name, value in given.items()}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -37,13 +37,14 @@ PER_NPU = ("health", "board", "usages", "memory", "ecc")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "host/lscpu": ("lscpu",),
     "host/numa": ("numactl", "--hardware"),
-    "host/nvidia-smi": ("nvidia-smi",),
 }
-FILES = ("/etc/os-release", "/etc/ascend_install.info", "/proc/meminfo", "/proc/sys/kernel/numa_balancing",
+GPU_COMMANDS: dict[str, tuple[str, ...]] = {"host/nvidia-smi": ("nvidia-smi",)}
+FILES = ("/etc/os-release", "/proc/meminfo", "/proc/sys/kernel/numa_balancing",
          "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpuset.cpus.effective")
-PATTERNS = ("/usr/local/Ascend/driver/version.info", "/usr/local/Ascend/firmware/version.info",
-            "/usr/local/Ascend/*/*-linux/ascend_toolkit_install.info",
-            "/usr/local/Ascend/ascend-toolkit/*/*-linux/ascend_toolkit_install.info")
+NPU_FILES = ("/etc/ascend_install.info",)
+NPU_PATTERNS = ("/usr/local/Ascend/driver/version.info", "/usr/local/Ascend/firmware/version.info",
+                "/usr/local/Ascend/*/*-linux/ascend_toolkit_install.info",
+                "/usr/local/Ascend/ascend-toolkit/*/*-linux/ascend_toolkit_install.info")
 
 
 def run(
@@ -127,11 +128,27 @@ def file(path: Path, max_bytes: int = MAX_OUTPUT_BYTES, *, end: bool = False) ->
     return Part(data)
 
 
-def host_files(root: Path) -> Iterator[tuple[str, Part]]:
-    """Yield the versions and limits that the machine has as files. root: the folder that stands for /."""
-    for name in FILES:
+def has_npu(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the machine has an NPU of Ascend, its driver or its software. root: the folder that stands for
+    /."""
+    return (any(root.glob("dev/davinci*")) or (root / "usr/local/Ascend").exists()
+            or shutil.which("npu-smi") is not None or "ASCEND_HOME_PATH" in environ)
+
+
+def has_gpu(root: Path = Path("/")) -> bool:
+    """Return whether the machine has an NVIDIA GPU or its driver. root: the folder that stands for /."""
+    return any(root.glob("dev/nvidia*")) or shutil.which("nvidia-smi") is not None
+
+
+def host_files(root: Path, with_npu: bool = True) -> Iterator[tuple[str, Part]]:
+    """Yield the versions and limits that the machine has as files.
+
+    root: the folder that stands for /.
+    with_npu: include those of Ascend's software.
+    """
+    for name in (*FILES, *(NPU_FILES if with_npu else ())):
         yield f"host{name}", file(root / name[1:])
-    for pattern in PATTERNS:
+    for pattern in NPU_PATTERNS if with_npu else ():
         found = sorted(root.glob(pattern[1:]))
         for path in found:
             yield f"host/{path.relative_to(root)}", file(path)

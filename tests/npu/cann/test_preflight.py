@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from npuserve.npu.cann import preflight
-from npuserve.npu.cann.versions import PAIRS, fits_cann, is_before
+from npuserve.npu.cann.versions import PAIRS, TORCH, fits_cann, is_accepted, is_before
 from npuserve.npu.notices import Notice
 from tests.npu.cann.host import ENVIRONMENT, host
 
@@ -37,14 +37,17 @@ def test_accepted_host_has_no_warning(tmp_path: Path) -> None:
     ("driver", "warning", "driver 25.2.0 may refuse .* 25.5.1 or later", {DRIVER: "Version=25.2.0\n"}, {}),
     ("driver", "warning", "driver 25.5.1.rc1 may", {DRIVER: "Version=25.5.1.rc1\n"}, {}),
     ("driver", "warning", "cannot be read: in a container mount", {DRIVER: None}, {}),
-    ("CANN", "warning", "CANN 8.2.RC1 is untried with torch_npu 2.10.0.post4; known are .*CANN 9.1;",
+    ("CANN", "warning", "CANN 8.2.RC1 is untried with torch_npu 2.10.0.post4; known are .*CANN 9.1$",
      {TOOLKIT: "version=8.2.RC1\n"}, {}),
     ("CANN", "warning", "cannot be read: source its set_env.sh", {TOOLKIT: None}, {}),
     ("CANN", "ok", "9.1.0", {}, {"torch": "2.13.0", "torch_npu": "2.13.0"}),
-    ("torch_npu", "error", "is made for torch 2.10.0, and torch is 2.9.1", {}, {"torch": "2.9.1"}),
+    ("torch_npu", "error", "is made for torch 2.10.0, and torch is 2.11.0", {}, {"torch": "2.11.0"}),
     ("torch_npu", "error", "not installed: pip install", {}, {"torch_npu": ""}),
     ("torch_npu", "warning", "torch_npu 2.15.0 is untried here; known are torch_npu 2.13.0 with torch 2.13.0 and CANN "
      "8.5 to 9.2;", {}, {"torch_npu": "2.15.0"}),
+    ("torch_npu", "error", "torch 2.14.0 is not accepted: this version of npuserve takes 2.10 up to, but without, "
+     "2.14; known are", {}, {"torch_npu": "2.14.0", "torch": "2.14.0"}),
+    ("torch_npu", "error", "torch 2.9.1 is not accepted", {}, {"torch_npu": "2.9.0", "torch": "2.9.1"}),
     ("governor", "warning", "governor is powersave, schedutil: ",
      {f"/sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor": f"{name}\n"
       for cpu, name in ((1, "powersave"), (2, "schedutil"))}, {}),
@@ -126,6 +129,14 @@ def test_task_queue_is_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) 
     ("26.0.rc1", "25.5.1", False), ("25.10.0", "25.5.1", False), ("unknown", "25.5.1", True)])
 def test_is_before_compares_numbers(version: str, other: str, before: bool) -> None:
     assert is_before(version, other) is before
+
+
+def test_accepted_torch_is_that_of_pyproject() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert re.findall(r'"torch>=([\d.]+),<([\d.]+)"', text) == [TORCH]
+    assert [is_accepted(version) for version in ("2.9.1", "2.10.0", "2.13.1", "2.14.0rc1", "2.14.0", "3.0")] == [
+        False, True, True, False, False, False]
+    assert all(is_accepted(pair.torch) for pair in PAIRS.values())
 
 
 def test_fits_cann_compares_major_and_minor() -> None:

@@ -36,7 +36,7 @@ def test_data_contain_only_used_names() -> None:
         assert len(release.sha256) == 64
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", PAIRS)
 def test_wheel_accepts_the_pair_s_torch(version: str) -> None:
     """On x86_64 the image and the guide install torch's build for CPUs."""
     asked = pytest.importorskip("packaging.specifiers").SpecifierSet(RELEASES[version].torch)

@@ -136,7 +136,7 @@ def test_generate_unusable_file_is_named(ports: Ports, tmp_path: Path) -> None:
          f"tls: {own.cert} and {other.key} are not a certificate and its key (KEY_VALUES_MISMATCH)"),
         (("--tls-ca", ca, "--tls-cert", latin, "--tls-key", own.key),
          f"tls: {latin} and {own.key} are not a certificate and its key (not in PEM, or encrypted)"),
-        (("--api-key-file", latin), f"{latin}: is not UTF-8"),
+        (("--api-key-file", latin), f"--api-key-file: {latin}: is not UTF-8"),
     ):
         done = npuserve("generate", "x", "--target", f"127.0.0.1:{ports.by_name['tls']}", *map(str, flags))
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"npuserve: {sentence}\n")

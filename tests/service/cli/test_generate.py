@@ -63,6 +63,16 @@ def test_generate_system_without_chat_is_refused(server: Server, capsys: Capture
     assert not server.echo.requests
 
 
+def test_generate_empty_answer_says_why(server: Server, capsys: Capture) -> None:
+    """A chat model may end a text at once. An answer to a chat, and one of a constraint, may be empty on purpose."""
+    assert generate(server, "") == 0
+    assert capsys.readouterr() == ("\n", "npuserve: the model ended at once; for a chat model use --chat\n")
+    assert generate(server, "--chat", "") == 0
+    assert generate(server, "--regex", "a*", "") == 0
+    assert generate(server, "a") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_generate_json_prints_one_object_per_message(server: Server, capsys: Capture) -> None:
     assert generate(server, "--json", "a b") == 0
     messages = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -95,7 +105,7 @@ def test_generate_key_file_not_utf8_is_named(server: Server, tmp_path: Path, cap
     file = tmp_path / "key"
     file.write_bytes(b"k\xe9")
     assert generate(server, "--api-key-file", str(file), "x") == 1
-    assert capsys.readouterr() == ("", f"npuserve: {file}: is not UTF-8\n")
+    assert capsys.readouterr() == ("", f"npuserve: --api-key-file: {file}: is not UTF-8\n")
 
 
 def test_generate_stats_prints_tokens_and_rate(server: Server, capsys: Capture) -> None:

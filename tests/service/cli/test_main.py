@@ -63,7 +63,7 @@ def test_help_shows_every_flag_with_its_default(command: str, capsys: Capture) -
     ("generate x --timeout -1", "argument --timeout: must be in [0.001, 1000000], got '-1'"),
     ("generate x --timeout nan", "argument --timeout: must be in [0.001, 1000000], got 'nan'"),
     ("chat --wait inf", "argument --wait: must be in [0, 1000000], got 'inf'"),
-    ("generate x --max-tokens many", "argument --max-tokens: invalid int value: 'many'"),
+    ("generate x --max-tokens many", "argument --max-tokens: must be a whole number, got 'many'"),
 ])
 def test_invalid_command_line_is_one_line(arguments: str, message: str, capsys: Capture) -> None:
     code, _, err = run_until_exit(arguments, capsys)
@@ -124,11 +124,11 @@ def test_output_to_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffere
 
 
 @pytest.mark.parametrize(("closed", "arguments", "code", "err"), [
-    ("0<&-", "generate - --target {}", 0, ""),
+    ("0<&-", "generate - --target {}", 0, "npuserve: the model ended at once; for a chat model use --chat\n"),
     ("0<&-", "chat --target {}", 0, ""),
     ("1>&-", "--version", 1, "npuserve: cannot write the output: Bad file descriptor\n"),
     ("1>&-", "generate x --target {}", 1, "npuserve: cannot write the output: Bad file descriptor\n"),
-    ("1>&-", "keys list none", 2, "npuserve: none: No such file or directory\n"),
+    ("1>&-", "keys list none", 2, "npuserve: none: No such file or directory; npuserve keys add FILE NAME makes it\n"),
     ("2>&-", "nonsense", 2, ""),
     ("0<&- 1>&- 2>&-", "generate x --target {}", 1, ""),
 ])
@@ -155,7 +155,7 @@ def test_unknown_command_suggests_a_similar_command(
 
 def test_invalid_setting_is_one_sentence(capsys: Capture) -> None:
     assert main(["serve", "--port", "x"]) == 2
-    assert capsys.readouterr() == ("", "npuserve: port: 'x' is not a whole number (from --port)\n")
+    assert capsys.readouterr() == ("", "npuserve: port: 'x' is not a whole number in [0, 65535] (from --port)\n")
 
 
 def test_closed_output_pipe_has_no_traceback() -> None:

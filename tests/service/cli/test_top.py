@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
+import termios
 from collections.abc import Callable
 
 import pytest
@@ -177,3 +182,28 @@ def test_top_live_continues_after_a_failed_scrape(monkeypatch: pytest.MonkeyPatc
     assert main(["top", "--interval", "0.1"]) == 0
     assert not answers
     assert len(seen) == 1
+
+
+def test_top_ends_with_q_and_restores_the_terminal() -> None:
+    with answering(200, page(1, 0, 0)) as url:
+        keyboard, terminal = pty.openpty()
+        before = termios.tcgetattr(terminal)
+        # The terminal of a session of its own is its foreground.
+        program = "import os, sys; os.setsid(); os.close(os.open(os.ttyname(0), os.O_RDWR)); "
+        program += "from npuserve.service.cli.main import main; sys.exit(main())"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "top", "--target", url, "--interval", "60"],
+            stdin=terminal, stdout=terminal, stderr=terminal)
+        try:
+            shown = b""
+            while b"waiting 60 s" not in shown:
+                shown += os.read(keyboard, 1 << 16)
+            assert not termios.tcgetattr(terminal)[3] & termios.ICANON
+            os.write(keyboard, b"q")
+            assert process.wait(30) == 0
+            assert termios.tcgetattr(terminal) == before
+        finally:
+            process.kill()
+            process.wait()
+            os.close(keyboard)
+            os.close(terminal)

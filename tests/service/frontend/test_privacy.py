@@ -160,7 +160,8 @@ async def test_privacy_prompt_is_in_no_log_metric_or_trace(
     assert len(bugs) == 3
     assert all(b["exception_type"] == "ValueError from KeyError" and "in bug" in b["traceback"] for b in bugs)
     fields = {r.fields.get("error") for r in caplog.records if hasattr(r, "fields")}
-    assert {"InvalidField: stopping.stop[0]", "InvalidField: chat.template_args", "ModelNotFound"} <= fields
+    assert {"InvalidField: chat.template_args", "ModelNotFound"} <= fields
+    assert "InvalidField: stopping.stop[1]: must be 1 to 1024 characters, got 0" in fields
 
 
 async def test_privacy_resume_token_is_in_no_log_or_metric(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

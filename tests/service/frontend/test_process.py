@@ -301,7 +301,8 @@ def test_frontend_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Pr
 
 def test_frontend_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(tmp_path)))
-    assert processes[0].wrong() == (2, f"model: {tmp_path} has no config.json")
+    assert processes[0].wrong() == (
+        2, f"model: {tmp_path} has no config.json; a model folder holds config.json and *.safetensors")
     assert processes[0].end() == (2, "")
 
 

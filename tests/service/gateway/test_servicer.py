@@ -192,7 +192,7 @@ async def test_refused_request_is_logged_with_its_id(folder: Path, caplog: pytes
         assert await code_of(engine_stub(server.channel).Generate(request)) is grpc.StatusCode.INVALID_ARGUMENT
     (line,) = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
     assert (line["rpc"], line["id"], line["client"]) == ("vllm.Generate", "mine", "ipv4:127.0.0.1")
-    assert line["error"] == "InvalidField: sampling_params.logprobs"
+    assert line["error"] == "InvalidField: sampling_params.logprobs: must be in [0, 20], got -1"
 
 
 async def test_every_method_needs_a_key_where_keys_are_set(folder: Path, tmp_path: Path) -> None:

@@ -133,3 +133,34 @@ def test_metrics_server_close_during_an_exchange_logs_nothing(caplog: pytest.Log
         until(lambda: server._exchanges)
         server.close()
     assert not caplog.records
+
+
+def test_metrics_server_listens_on_every_address_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ::1 and 127.0.0.1 of localhost, where gRPC listens too. An address that the machine lacks is left out."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))
+        for address in ("192.0.2.1", "127.0.0.2", "127.0.0.1")])
+    server = MetricsServer("two", 0, lambda: "answer 42.0\n")
+    monkeypatch.undo()
+    try:
+        for address in ("127.0.0.1", "127.0.0.2"):
+            with urllib.request.urlopen(f"http://{address}:{server.port}/metrics", timeout=30) as answer:
+                assert answer.read() == b"answer 42.0\n"
+    finally:
+        server.close()
+
+
+def test_metrics_server_taken_port_of_a_further_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.1", "127.0.0.2")])
+        with pytest.raises(OSError, match="in use"):
+            MetricsServer("two", port, str)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # it is free again
+
+
+def test_metrics_server_without_any_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        MetricsServer("192.0.2.1", 0, str)

@@ -143,6 +143,9 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert all(facts["group"] == facts["pid"] for facts in (front, engine))
     assert all(facts["session"] == os.getsid(0) for facts in (front, engine))
     assert run.said("listening on 127.0.0.1:4242$")
+    description = json.loads((run.folder() / "server.json").read_text())  # for npuserve collect
+    assert (description["pid"], description["address"], description["settings"]["max_num_seqs"]) == (
+        run.process.pid, "127.0.0.1:4242", 3)
     assert run.said(r"ready in \d+\.\d s")[0]["kv_cache_tokens"] == 77
     assert run.said("engine said")[0]["text"] == "output of a library"
     run.process.send_signal(signal.SIGINT)

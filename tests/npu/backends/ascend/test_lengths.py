@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.kernels.native.binding import BINDING
 from npuserve.npu import emulator
 from npuserve.npu.backends.ascend import native_lengths
 from npuserve.npu.backends.ascend.backend import AscendBackend
@@ -153,7 +154,56 @@ def test_ascend_failed_length_update_raises_device_error(tmp_path: Path, updater
     let_go()
 
 
-def test_native_lengths_of_unexamined_torch_npu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_lengths, "version", lambda name: "2.9.0.post1")
-    with pytest.raises(UnsupportedCall, match=r"torch_npu 2\.9 may record external events in another way"):
-        NativeLengths(None)
+@pytest.mark.parametrize(("torch_npu", "cann", "message"), [
+    ("2.9.0.post1", "9.2.0", r"torch_npu 2\.9\.0\.post1 may record external events, .* 2\.13\.0 and 2\.10\.0\.post4"),
+    ("2.14.0", "9.2.0", r"torch_npu 2\.14\.0 may record"),
+    ("2.13.0", "8.3.RC1", r"attention of CANN 8\.3\.RC1 may take other arguments; .* is 8\.5 to 9\.2"),
+    ("2.13.0", "9.3.0", r"attention of CANN 9\.3\.0 may take other"),
+    ("2.10.0.post4", "9.2.0", r"examined with torch_npu 2\.10\.0\.post4 is 9\.1$"),
+    ("2.13.0", "", "CANN's version cannot be read"),
+])
+def test_native_lengths_of_unexamined_versions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, torch_npu: str, cann: str, message: str
+) -> None:
+    """Other versions may take the arguments of attention in another order, which would corrupt memory."""
+    monkeypatch.setattr(native_lengths, "version", lambda name: torch_npu)
+    with pytest.raises(UnsupportedCall, match=message):
+        NativeLengths(None, cann)
+
+
+@pytest.mark.parametrize(("torch_npu", "cann"), [
+    ("2.13.0", "8.5.0"), ("2.13.0+git1", "9.2.RC1"), ("2.10.0.post4", "9.1.0")])
+def test_native_lengths_of_examined_versions_are_accepted(torch_npu: str, cann: str) -> None:
+    native_lengths._check_versions(torch_npu, cann)
+
+
+@pytest.mark.skipif(BINDING is None, reason="the native library is not built")
+@pytest.mark.parametrize("failing", range(4))
+def test_native_lengths_without_an_event_keep_nothing_of_the_graph(failing: int) -> None:
+    """With functions in place of CANN's: all events that were created are destroyed."""
+    live: list[int] = []
+    handle = ctypes.c_void_p
+
+    def create(event: Any, flags: int) -> int:
+        if len(live) == failing:
+            return 207008
+        live.append(len(live) + 1)
+        event[0] = live[-1]
+        return 0
+
+    def destroy(event: int) -> int:
+        live.remove(event)
+        return 0
+
+    done = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    made = dict.fromkeys((*native_lengths.RUNTIME, *native_lengths.OPERATORS), done) | {
+        "aclrtSetCurrentContext": ctypes.CFUNCTYPE(ctypes.c_int, handle)(lambda context: 0),
+        "aclrtCreateEventExWithFlag": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(handle), ctypes.c_uint32)(create),
+        "aclrtDestroyEvent": ctypes.CFUNCTYPE(ctypes.c_int, handle)(destroy)}
+    functions = (handle * len(made))(*(ctypes.cast(function, handle).value for function in made.values()))
+    updater, graph = handle(), handle()
+    assert BINDING is not None
+    assert BINDING.npuserve_lengths_open(functions, None, ctypes.byref(updater)) == 0
+    assert BINDING.npuserve_lengths_add(updater, None, 0, ctypes.byref(graph)) == 207008
+    BINDING.npuserve_lengths_close(updater)
+    assert (live, graph.value) == ([], None)

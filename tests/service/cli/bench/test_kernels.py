@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> Kernel[..., Any]:
 
 
 def test_bench_kernels_errors_include_changed_arguments(doubled: Kernel[..., Any], capsys: Capture) -> None:
-    _, rows = bench("--kernel", "doubled", capsys=capsys)
+    _, rows = bench("--kernel", "doubled", "--golden", capsys=capsys)
     assert [(row["backend"], row["error"], row["other_ids"]) for row in rows] == [("off", 0.25, 4), (GOLDEN, 0.0, 0)]
     for row in rows:
         assert set(row) == FIELDS
@@ -186,7 +187,7 @@ def test_calls_programs_include_each_call() -> None:
 
 
 def test_bench_kernels_without_json_prints_a_table(doubled: Kernel[..., Any], capsys: Capture) -> None:
-    assert cli.main(["bench", "kernels", "--kernel", "doubled", "--threads", "1"]) == 0
+    assert cli.main(["bench", "kernels", "--kernel", "doubled", "--golden", "--threads", "1"]) == 0
     *top, legend, _, head, golden, off = capsys.readouterr().out.splitlines()
     first, rows = top[0], [golden, off]
     assert native.available() == any(line.startswith("CPU kernels run on ") for line in top)
@@ -196,6 +197,28 @@ def test_bench_kernels_without_json_prints_a_table(doubled: Kernel[..., Any], ca
     assert head.split()[:5] == ["kernel", "case", "dtype", "backend", "error"]
     assert [row.split()[:5] for row in rows] == [
         ["doubled", "4x5", "float32", "off", "4"], ["doubled", "4x5", "float32", "golden", "0.0e+00"]]
+
+
+def test_bench_kernels_times_no_golden_function_by_default(
+    doubled: Kernel[..., Any], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rows = bench("--kernel", "doubled", capsys=capsys)
+    assert [row["backend"] for row in rows] == ["off"]
+    monkeypatch.delitem(doubled.implementations, "off")  # a kernel without another implementation is served by it
+    _, rows = bench("--kernel", "doubled", capsys=capsys)
+    assert [row["backend"] for row in rows] == [GOLDEN]
+
+
+def test_bench_kernels_shows_its_progress_on_a_terminal(
+    doubled: Kernel[..., Any], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["bench", "kernels", "--kernel", "doubled", "--threads", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert cli.main(["bench", "kernels", "--kernel", "doubled", "--golden", "--threads", "1"]) == 0
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    assert "measuring the machine's ceilings, then 2 measurements" in shown
+    assert shown[-4:] == ["1 of 2: doubled 4x5 off", "", "2 of 2: doubled 4x5 golden", ""]
 
 
 def test_bench_kernels_backend_selects_implementations(doubled: Kernel[..., Any], capsys: Capture) -> None:

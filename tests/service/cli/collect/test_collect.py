@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import signal
 import stat
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from npuserve.service.cli.collect import redaction, sources
@@ -21,6 +24,8 @@ from npuserve.service.cli.collect.archive import Archive, Part
 from npuserve.service.cli.collect.command import accept_report
 from npuserve.service.cli.main import main
 from npuserve.service.config import ServerConfig
+from npuserve.service.supervisor.private_folder import private_folder
+from npuserve.service.supervisor.running_servers import running_servers, write_description
 from tests.support.processes import is_running, until
 
 MAPPING = """
@@ -61,12 +66,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.delenv("ASCEND_PROCESS_LOG_PATH", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
 
-def test_collect_without_a_device_lists_what_is_missing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_collect_without_a_device_misses_none_of_its_files(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "report.tar.gz"
     assert main(["collect", "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert not re.search("npu-smi|ascend|nvidia", out, re.IGNORECASE)
+    assert {line["name"]: line["status"] for line in manifest(members(path)).values()
+            if "ascend" in line["name"].lower()} == {"ascend": "absent"}
+
+
+def test_collect_for_a_device_lists_what_is_missing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = home / "report.tar.gz"
+    assert main(["collect", "--output", str(path), "--device", "npu"]) == 0
     out = capsys.readouterr().out
     assert "missing    npu-smi/info: no program npu-smi" in out
     assert f"missing    plog: no log of CANN in {home}/home/ascend/log" in out
@@ -82,6 +98,47 @@ def test_collect_without_a_device_lists_what_is_missing(home: Path, capsys: pyte
     assert set(lines) >= set(found) - {"manifest.json"}
 
 
+def served(folder: Path, **settings: Any) -> None:
+    """Write the description of a server, as the supervisor of this process would."""
+    write_description(folder, ServerConfig(**settings), "127.0.0.1:7", "http://127.0.0.1:8/metrics", time.time())
+
+
+def test_collect_describes_the_running_server(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not the defaults of its own command line, and no server that has ended."""
+    with private_folder() as folder:
+        served(folder, model="/models/teller", max_num_seqs=7, api_keys="/secret-keys")
+        assert main(["collect", "--output", str(home / "a.tar.gz")]) == 0
+        found = members(home / "a.tar.gz")
+        settings = json.loads(found["settings.json"])
+        assert (settings["model"], settings["max_num_seqs"], settings["api_keys"]) == ("/models/teller", 7, "removed")
+        detail = manifest(found)["settings.json"]["detail"]
+        assert detail.startswith(f"of the server with process id {os.getpid()}, which listens on 127.0.0.1:7, version ")
+        assert f"settings.json: {detail}" in capsys.readouterr().out
+        assert "settings-command-line.json" not in found
+        assert main(["collect", "--output", str(home / "a.tar.gz"), "--max-num-seqs", "3"]) == 0
+        found = members(home / "a.tar.gz")
+        assert json.loads(found["settings.json"])["max_num_seqs"] == 7
+        assert json.loads(found["settings-command-line.json"])["max_num_seqs"] == 3
+        with private_folder() as other:
+            served(other, max_num_seqs=9)
+            assert {server.settings["max_num_seqs"] for server in running_servers()} == {7, 9}
+    assert list(running_servers()) == []
+    capsys.readouterr()
+    assert main(["collect", "--output", str(home / "a.tar.gz")]) == 0
+    out = capsys.readouterr().out
+    assert "settings.json: of this command line, not of a server" in out
+    assert f"no server of this user was found in {home}: run npuserve collect where it runs" in out
+
+
+def test_collect_passes_over_other_folders(home: Path) -> None:
+    (home / "npuserve-foreign").mkdir()
+    (home / "npuserve-file").touch()
+    with private_folder() as folder:
+        assert list(running_servers()) == []  # it does not listen yet
+        (folder / "server.json").write_text("{}")
+        assert list(running_servers()) == []
+
+
 def test_collect_without_a_home_is_complete(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a user without an entry in /etc/passwd."""
     def unknown(uid: int) -> None:
@@ -89,7 +146,7 @@ def test_collect_without_a_home_is_complete(home: Path, monkeypatch: pytest.Monk
 
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    assert main(["collect", "--output", str(home / "a.tar.gz")]) == 0
+    assert main(["collect", "--output", str(home / "a.tar.gz"), "--device", "npu"]) == 0
     assert manifest(members(home / "a.tar.gz"))["plog"]["detail"] == "no log of CANN in ~/ascend/log"
 
 
@@ -186,7 +243,7 @@ def test_collect_output_that_cannot_be_written_is_an_error(home: Path, capsys: p
 def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
     config = ServerConfig(tls_cert="/c", tls_key="/k", tls_client_ca="/a", api_keys="/f", admin_certificates="ada",
                           state_folder="/s", served_name="shown")
-    found = redaction.settings(config)
+    found = redaction.settings(msgspec.to_builtins(config))
     assert {name for name, value in found.items() if value == redaction.REMOVED} == redaction.SECRET_SETTINGS
     assert found["served_name"] == "shown"
 
