@@ -132,6 +132,17 @@ def table_as(table: Tensor, dtype: torch.dtype) -> Tensor:
     return made  # type: ignore[no-any-return]
 
 
+def first_true(condition: Tensor) -> Tensor:
+    """Return the index of the first true number of each row of [R, N]: [R, 1] int64; N for a row without one.
+
+    argmax does not serve: aclnnArgMax promises the same index in each call, not the first of equal numbers. int32 is
+    reduced by the vector cores ([aclnnAmin](https://github.com/hicann/ops-math/blob/c41933244/math/reduce_min/op_api/aclnn_amin.cpp#L46)).
+    """
+    size = condition.shape[1]
+    places = torch.arange(size, dtype=torch.int32, device=condition.device)
+    return torch.where(condition, places, size).amin(dim=1, keepdim=True).to(torch.int64)
+
+
 @cache
 def one_group(tokens: int, device: torch.device) -> Tensor:
     """Return [1] int64 with the number of tokens: the group list of operators that work by groups, with one group."""

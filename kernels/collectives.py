@@ -171,8 +171,9 @@ def _argmax_of(logits: Tensor, vocabulary: int, first: int, ranks: Ranks, choose
     if not vocabulary:
         best.fill_(-torch.inf)
     pairs = ranks.gather(torch.cat([best, (ids + first).to(torch.float32)], dim=1))  # [size, R, 2]
-    chosen = pairs[:, :, 0].argmax(dim=0, keepdim=True)
-    return pairs[:, :, 1].gather(0, chosen).t().to(torch.int64)
+    best, ids = pairs[:, :, 0], pairs[:, :, 1]
+    # The smallest of the best ids, without argmax: not every device returns the first of equal numbers.
+    return torch.where(best == best.amax(dim=0), ids, torch.inf).amin(dim=0).unsqueeze(1).to(torch.int64)
 
 
 def _with_region(args: tuple[Any, ...]) -> tuple[Any, ...]:

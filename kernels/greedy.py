@@ -44,8 +44,8 @@ def _(logits: Tensor, vocabulary: int) -> Tensor:
 
 @ascend.implementation(greedy)
 def _(logits: Tensor, vocabulary: int) -> Tensor:
-    real = logits[:, :vocabulary]
-    return real.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(dim=-1, keepdim=True)
+    real = logits[:, :vocabulary].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return ascend.first_true(real == real.amax(dim=-1, keepdim=True))
 
 
 @triton.implementation(greedy)

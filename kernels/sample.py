@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,26 @@ from npuserve.kernels.registry import Case, kernel
 
 # Factor between successive thresholds of the top_p search: candidates are the tokens above the threshold.
 _STRIDE = 1 / 64
+
+MAX_SMALL_TOP_K = 1024
+"""Largest top_k of `Filters.SMALL_TOP_K`: the limit that torch_npu documents for npu_top_k_top_p."""
+
+
+class Filters(IntEnum):
+    """Filters of the rows of one call, from the fewest to all. A device may omit work; a larger value is also right."""
+
+    NONE = 0
+    """top_k and top_p are off in all rows."""
+    SMALL_TOP_K = 1
+    """Each row has a top_k from 1 to MAX_SMALL_TOP_K and any top_p, or both are off."""
+    ANY = 2
+
+    @classmethod
+    def of(cls, top_k: int, top_p: float, vocabulary: int) -> Filters:
+        """Return the filters of one row. vocabulary: number of ids; a top_k of at least as many is off."""
+        if 0 < top_k < vocabulary:
+            return cls.SMALL_TOP_K if top_k <= MAX_SMALL_TOP_K else cls.ANY
+        return cls.ANY if top_p < 1 else cls.NONE
 
 
 def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Case:
@@ -24,7 +46,7 @@ def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float
         top_ps = torch.full((rows,), top_p).masked_fill(off, 1.0)
         min_ps = torch.full((rows,), min_p).masked_fill(off, 0.0)
         uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
-        return logits, vocabulary, temperature, top_ks, top_ps, min_ps, uniform
+        return logits, vocabulary, temperature, top_ks, top_ps, min_ps, uniform, Filters.of(top_k, top_p, vocabulary)
 
     name = f"{rows}x{vocabulary}+{padding} top_k {top_k} top_p {top_p:g} min_p {min_p:g}"
     return Case(name, make, benchmark=vocabulary > 10_000)
@@ -45,7 +67,7 @@ def _case(rows: int, vocabulary: int, padding: int, top_k: int = 0, top_p: float
 )
 def sample(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
-    cut: bool = True,
+    filters: Filters = Filters.ANY,
 ) -> Tensor:
     """Sample one token per row of logits [R, Vp] float32 or bfloat16: ids [R, 1] int64 below `vocabulary`.
 
@@ -55,7 +77,7 @@ def sample(
     min_p: [R] float32 in [0, 1], off at 0.
 
     uniform: [R] float64 in [0, 1).
-    cut: False if top_k and top_p are known to be off in all rows, so that a device need not check.
+    filters: the most that any row has.
 
     The order of the filters is Hugging Face's: temperature, top_k, top_p, min_p. The top_p filter renormalizes the mass
     that remains, and keeps the fewest tokens whose mass reaches top_p (Holtzman et al. 2020, arXiv:1904.09751). The
@@ -89,7 +111,7 @@ def sample(
 @native.implementation(sample)
 def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
-    cut: bool = True,
+    filters: Filters = Filters.ANY,
 ) -> Tensor:
     """Sample; weights below 2**-126 of the largest count as 0."""
     ids = native.empty(len(logits), 1, dtype=torch.int64)
@@ -103,19 +125,20 @@ def _(
 @ascend.implementation(sample)
 def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
-    cut: bool = True,
+    filters: Filters = Filters.ANY,
 ) -> Tensor:
     """Sum mass in float32, the device's dtype, and round `uniform` to float32.
 
-    Nothing is copied to the host. npu_top_k_top_p keeps all tokens that equal the last one kept by top_k, and the
-    larger ids of equal tokens at the border of top_p.
+    Nothing is copied to the host. All tokens that equal the last one kept by top_k are kept. Among equal tokens at the
+    border of top_p, npu_top_k_top_p keeps the larger ids, and `_sorted_filters` keeps all.
     """
     scores = logits[:, :vocabulary].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     scaled = _scaled(scores, temperature.unsqueeze(1))
-    if cut:
+    if filters is not Filters.NONE:
         if top_k.dtype != torch.int32:
             top_k = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).to(torch.int32)
-        scaled = torch_npu.npu_top_k_top_p(scaled, top_p, top_k)
+        filtered = _small_top_k if filters is Filters.SMALL_TOP_K else _sorted_filters
+        scaled = filtered(scaled, top_k, top_p)
     weights = scaled.exp()
     weights = weights.masked_fill(weights < min_p.unsqueeze(1), 0.0)
     # A parallel cumulative sum may not increase monotonically. So only positions with weight count, and the total is
@@ -123,16 +146,41 @@ def _(
     cumulative = weights.cumsum(dim=-1).masked_fill(weights == 0, 0.0)
     below_one = uniform.float().clamp(max=1 - 2**-24).unsqueeze(1)
     passed = cumulative > below_one * cumulative.amax(dim=-1, keepdim=True)
-    return passed.to(torch.float32).argmax(dim=-1, keepdim=True)
+    return ascend.first_true(passed)
+
+
+def _small_top_k(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Filter by npu_top_k_top_p, whose time grows with the largest top_k: rows without filters pass with 1.
+
+    Its kernel writes each token that it keeps by a scalar instruction. 22 ms were measured for a row with the
+    vocabulary's size, and 0.24 ms with 50 (https://github.com/vllm-project/vllm-ascend/pull/12232).
+
+    scaled: [R, V] float32. top_k: [R] int32, off at V. top_p: [R] float32.
+    """
+    off = top_k >= scaled.shape[1]
+    filtered = torch_npu.npu_top_k_top_p(scaled, top_p, top_k.masked_fill(off, 1))
+    return torch.where(off.unsqueeze(1), scaled, filtered)
+
+
+def _sorted_filters(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Filter by a sort of all tokens. The arguments are those of `_small_top_k`, with any top_k and top_p."""
+    ranked = scaled.sort(dim=-1, descending=True).values
+    places = torch.arange(scaled.shape[1], dtype=torch.int32, device=scaled.device)
+    mass = ranked.exp().masked_fill(places >= top_k.unsqueeze(1), 0.0)
+    above = mass.cumsum(dim=-1) - mass
+    kept = (above < top_p.unsqueeze(1) * mass.sum(dim=-1, keepdim=True)) & (mass > 0)
+    border = torch.where(kept, ranked, torch.inf).amin(dim=-1, keepdim=True)
+    return scaled.masked_fill(scaled < border, -torch.inf)
 
 
 @triton.implementation(sample)
 def _(
     logits: Tensor, vocabulary: int, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor,
-    cut: bool = True,
+    filters: Filters = Filters.ANY,
 ) -> Tensor:
     from npuserve.kernels.triton import launch_vocabulary
 
+    cut = filters is not Filters.NONE
     return launch_vocabulary.sample(logits, vocabulary, temperature, top_k, top_p, min_p, uniform, cut)
 
 

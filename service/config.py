@@ -85,7 +85,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     emulate: bool = False
     emulate_relax: str = ""
     decode_buckets: str = ""
-    capture: Literal["auto", "on", "off"] = "auto"
+    capture: Literal["auto", "on", "decoder", "off"] = "auto"
     capture_chunks: bool = True
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     lm_head_dtype: Literal["auto", "int8"] = "auto"

@@ -55,7 +55,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "max_num_seqs": "maximum requests in a batch; capped by max_num_batched_tokens",
         "max_num_batched_tokens": "maximum tokens in a step: the budget of chunked prefill",
         "decode_buckets": "row counts of captured decode steps, as in 1,2,4,8, on devices with graphs; none: automatic",
-        "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; off: never",
+        "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
+                   "as auto, without the sampler; off: never",
         "capture_chunks": "capture steps with chunks of prompts too, up to 512 tokens, on devices with graphs",
         "max_queue": "maximum waiting requests; more are refused",
         "max_requests_per_client": "maximum requests at once per client (API key, certificate or address); 0: no limit",

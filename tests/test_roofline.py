@@ -55,8 +55,9 @@ def test_the_sampler_reads_and_writes_all_logits_of_its_rows_in_each_operator(ro
     """Most of its operators read one or two float32 of each logit and write one."""
     c = ModelConfig.from_dict(roofline.QWEN3_14B)
     one, many = roofline.sampler(c, 1), roofline.sampler(c, 16)
-    assert many == pytest.approx(16 * one, rel=1e-3)
-    assert 4 * roofline.SAMPLER_LAUNCHES < one / c.vocab_size < 12 * roofline.SAMPLER_LAUNCHES
+    assert many == pytest.approx(16 * one, rel=0.05)  # a few operators make one row for all
+    launches = roofline.SAMPLER_LAUNCHES["NONE"]
+    assert 4 * launches < one / c.vocab_size < 12 * launches
 
 
 def test_designs_of_captures_have_graphs_of_default_buckets(roofline: ModuleType) -> None:
@@ -64,8 +65,8 @@ def test_designs_of_captures_have_graphs_of_default_buckets(roofline: ModuleType
     graphs = dict(re.findall(r"^\| (\w): .*? \| (\d+) \|", table, re.MULTILINE))
     decode, chunks = len(default_buckets(64)), 512 // 64
     assert {name: int(count) for name, count in graphs.items()} == {
-        "A": 2 * decode + 2 * chunks, "B": decode + chunks, "C": 3 * decode + chunks, "D": 2 * decode + chunks,
-        "E": 4 * decode + chunks}
+        "A": 4 * decode + 3 * chunks, "B": 3 * decode + 2 * chunks, "C": 5 * decode + chunks,
+        "D": 4 * decode + chunks, "E": 8 * decode + chunks}
 
 
 def test_page_is_up_to_date(roofline: ModuleType) -> None:

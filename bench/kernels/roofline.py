@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from npuserve.kernels import ascend
 from npuserve.kernels.bench.costs import Cost, nbytes
 from npuserve.kernels.registry import KERNELS
+from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend.backend import BACKEND, TOKEN_BUCKET
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.execution.dispatch import MAX_CHOSEN
@@ -70,14 +71,21 @@ PUBLISHED = (
     Published("xlite: TPOT, 16 requests", f"[#5228]({VLLM}/5228)", False, 15.09, (16,), 1024, "Qwen3-VL-8B"))
 MODELS = {"Qwen3-14B": QWEN3_14B, "Qwen3-VL-8B": QWEN3_8B}
 FORMATS = {"bf16": False, "w8a8": True}
-LAUNCHES = {"bf16": (12, 13), "w8a8": (13, 14)}
+LAUNCHES = {"bf16": (12, 19), "w8a8": (13, 20)}
 """Format -> operators of a greedy decode step: for each layer, and besides the layers. A profile of the emulated NPU
 counts them (tests/e2e/emulated/test_profile.py)."""
+EVENT_TASKS = 2
+"""Further tasks of each layer: attention waits for the event of its lengths, and resets it."""
+ATTENTION_SECONDS = 21e-6
+"""Time of a call of fused attention besides its reads: what a profile of another server on an A2 shows for short
+contexts, of which the reads are 3 us."""
 SHARES, GAPS = (0.9, 0.7), (1e-6, 3e-6)
 """Assumptions of the prediction, best and worst: share of the bandwidth that kernels reach, and seconds between two
 tasks of a graph."""
-SAMPLER_LAUNCHES = 40
-"""Operators of `Sampler.sample_fixed`, as the emulated NPU captures it (tests/npu/backends/ascend/test_launches.py)."""
+ARGMAX_LAUNCHES = 7
+SAMPLER_LAUNCHES = {"NONE": 41, "SMALL_TOP_K": 46, "ANY": 60}
+"""Operators of the argmax, and of `Sampler.sample_fixed` for each of `Filters`, as the emulated NPU captures them
+(tests/npu/backends/ascend/test_launches.py)."""
 SORT_BYTES = 24
 """Least bytes for each logit of `npu_top_k_top_p`: a sort reads a float32 and writes it with an int32 index. A filter
 reads both and writes a float32."""
@@ -92,7 +100,8 @@ class Design:
 
     of_rows, of_tokens: graphs with a decoder for each bucket of decode rows, and for each bucket of tokens.
     heads: graphs without a decoder for each bucket of decode rows.
-    samplers: graphs with the sampler for each bucket of decode rows, and of tokens.
+    samplers: graphs with a sampler for each bucket of decode rows, and of tokens. There are three, see `Filters`; steps
+        with chunks have the two with filters.
     replays: of a greedy step, a sampled one, and the two with a chunk.
     """
 
@@ -105,11 +114,11 @@ class Design:
 
 
 DESIGNS = (
-    Design("A: with argmax, and with the sampler", 2, 2, 0, (1, 1), (1, 1, 1, 1)),
-    Design("B: always with the sampler", 1, 1, 0, (1, 1), (1, 1, 1, 1)),
-    Design("C: decoder; shared heads", 1, 1, 2, (1, 0), (2, 2, 2, 2)),
-    Design("D: decoder, logits and argmax; shared sampler", 1, 1, 1, (1, 0), (1, 2, 1, 2)),
-    Design("E: A for decode rows, C for chunks", 2, 1, 2, (2, 0), (1, 1, 2, 2)))
+    Design("A: with argmax, and with each sampler", 4, 3, 0, (3, 2), (1, 1, 1, 1)),
+    Design("B: always with a sampler", 3, 2, 0, (3, 2), (1, 1, 1, 1)),
+    Design("C: decoder; shared heads", 1, 1, 4, (3, 0), (2, 2, 2, 2)),
+    Design("D: decoder, logits and argmax; shared samplers", 1, 1, 3, (3, 0), (1, 2, 1, 2)),
+    Design("E: A for decode rows, C for chunks", 4, 1, 4, (6, 0), (1, 1, 2, 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +182,7 @@ def sampler(config: ModelConfig, rows: int) -> int:
     with Traffic() as traffic:
         scores = logits.to(torch.float32)
         penalize(scores, *(each.index_select(0, slots) for each in tables), *(of_rows() for _ in range(3)))
-        sample(scores, vocabulary, of_rows(), of_rows(torch.int32), *(of_rows() for _ in range(3)), cut=False)
+        sample(scores, vocabulary, of_rows(), of_rows(torch.int32), *(of_rows() for _ in range(3)), Filters.NONE)
     return traffic.nbytes
 
 
@@ -196,9 +205,11 @@ def captures(config: ModelConfig, batches: Sequence[int], bandwidth: float) -> s
     lines = []
     for each in DESIGNS:
         large = each.of_rows * buckets + each.of_tokens * chunks
-        samplers = each.samplers[0] * buckets + each.samplers[1] * chunks
+        of_all = sum(SAMPLER_LAUNCHES.values())
+        samplers = each.samplers[0] * buckets * of_all // 3
+        samplers += each.samplers[1] * chunks * (of_all - SAMPLER_LAUNCHES["NONE"]) // 2
         lines.append([each.name, str(large + each.heads * buckets), str(large),
-                      f"{large * decoder + samplers * SAMPLER_LAUNCHES:,}", *map(str, each.replays)])
+                      f"{large * decoder + samplers:,}", *map(str, each.replays)])
     return made + "\n" + table(
         ["design", "graphs", "with a decoder", "operators in graphs", "replays: greedy", "sampled", "chunk, greedy",
          "chunk, sampled"], lines)
@@ -212,9 +223,12 @@ def milliseconds(nbytes: int, bandwidth: float) -> float:
     return nbytes / bandwidth * 1e3
 
 
-def predicted(nbytes: int, launches: int, bandwidth: float) -> tuple[float, float]:
-    """Return the best and the worst prediction of a step in ms."""
-    best, worst = (milliseconds(nbytes, share * bandwidth) + launches * gap * 1e3
+def predicted(nbytes: int, tasks: int, layers: int, bandwidth: float) -> tuple[float, float]:
+    """Return the best and the worst prediction of a step in ms.
+
+    tasks: operators and waits of its graph. layers: calls of attention.
+    """
+    best, worst = (milliseconds(nbytes, share * bandwidth) + (tasks * gap + layers * ATTENTION_SECONDS) * 1e3
                    for share, gap in zip(SHARES, GAPS, strict=True))
     return best, worst
 
@@ -247,14 +261,14 @@ def prediction(config: ModelConfig, batches: Sequence[int], contexts: Sequence[i
     rows = []
     for name, quantized in FORMATS.items():
         of_layer, others = LAUNCHES[name]
-        launches = of_layer * config.num_layers + others
+        tasks = (of_layer + EVENT_TASKS) * config.num_layers + others
         for context in contexts:
             for batch in batches:
                 step = decode(config, batch, context, quantized)
-                best, worst = predicted(step.nbytes, launches, bandwidth)
-                rows.append([name, str(batch), str(context), str(launches), f"{step.nbytes / 1e9:.1f}",
+                best, worst = predicted(step.nbytes, tasks, config.num_layers, bandwidth)
+                rows.append([name, str(batch), str(context), str(tasks), f"{step.nbytes / 1e9:.1f}",
                              f"{milliseconds(step.nbytes, bandwidth):.1f}", f"{best:.1f} – {worst:.1f}"])
-    return table(["format", "batch", "context", "launches", "GB", "floor ms", "predicted TPOT ms"], rows)
+    return table(["format", "batch", "context", "tasks", "GB", "floor ms", "predicted TPOT ms"], rows)
 
 
 def comparison(bandwidth: float) -> str:
@@ -288,17 +302,31 @@ the card's peak. `linear_argmax` is the LM head with the argmax.
 """
 PREDICTION = f"""## Prediction
 
-Launches are the operators of a greedy step, as a [profile](profiling.md) of the emulated NPU counts them. The
-prediction adds two assumptions to the floor: kernels reach {SHARES[0]:.0%} to {SHARES[1]:.0%} of the bandwidth, and
-{GAPS[0] * 1e6:g} to {GAPS[1] * 1e6:g} µs pass between two tasks of a graph. Neither was measured. The host's work is
-assumed to be hidden behind the device. 64 rows of 8192 tokens have 86 GB of keys and values, more than one card's
-memory.
+Tasks are the operators of a greedy step, as a [profile](profiling.md) of the emulated NPU counts them, and
+{EVENT_TASKS} more in each layer: attention waits for the event of its lengths, and resets it. The prediction adds three
+assumptions to the floor: kernels reach {SHARES[0]:.0%} to {SHARES[1]:.0%} of the bandwidth,
+{GAPS[0] * 1e6:g} to {GAPS[1] * 1e6:g} µs pass between two tasks of a graph, and a call of attention takes
+{ATTENTION_SECONDS * 1e6:g} µs besides its reads. None was measured here. The host's work is assumed to be hidden behind
+the device. 64 rows of 8192 tokens have 86 GB of keys and values, more than one card's memory.
+
+Published figures of others lie between 1.2 times the floor (xlite) and 2.9 times (vllm-ascend's graphs, a smaller
+model). So the worse half of the band is the likelier one: 24 to 30 ms in bfloat16 and 14 to 20 ms in W8A8 at batch 1.
+20 ms in bfloat16 would need all of these:
+
+- kernels at 95% of the bandwidth, which saves 1.0 ms of the better end;
+- constant lengths in attention, for which an operator must read them from device memory: {EVENT_TASKS} tasks a layer
+  less, 0.1 to 0.2 ms;
+- the Triton kernel for norms, rotation and cache write (3 operators a layer less, 0.1 to 0.4 ms);
+- an attention kernel without the fixed 21 µs (0.8 ms), as xlite has;
+- an LM head in int8 (`--lm-head-dtype int8`: 0.5 ms).
 """
 CAPTURES = f"""## Captures
 
-A decode step ends with an argmax or with the [sampler](ascend.md#sampling), of {SAMPLER_LAUNCHES} operators. The first
-table has the bytes and times of what a design adds to a step: an operator reads its arguments and writes its results
-once. The sort of `npu_top_k_top_p` is counted with the least that any sort reads and writes, so it takes longer. The
+A decode step ends with an argmax of {ARGMAX_LAUNCHES} operators, or with one of three
+[samplers](ascend.md#sampling): {SAMPLER_LAUNCHES["NONE"]} operators for rows without top_k and top_p,
+{SAMPLER_LAUNCHES["SMALL_TOP_K"]} where each row has a top_k of at most 1,024 or neither, {SAMPLER_LAUNCHES["ANY"]} for
+any rows. The first table has the bytes and times of what a design adds to a step: an operator reads its arguments and
+writes its results once. The filter is counted with the least that any sort reads and writes, so it takes longer. The
 second table has the graphs of five designs, with the default buckets for 64 rows and chunks of up to 512 tokens.
 """
 DECISION = f"""**A is what is built.** It adds nothing to a step of decode rows, and every step is one replay. Its
@@ -306,23 +334,29 @@ price is more graphs at the start, and streams. All graphs share one memory pool
 vllm-ascend uses [up to 1,800](https://github.com/vllm-project/vllm-ascend/issues/8585), one for each graph without
 communication.
 
+- The operator `npu_top_k_top_p` has a cost that no count of bytes shows. It sorts all logits, and then writes each
+  token that it keeps by a scalar instruction
+  ([source](https://github.com/hicann/ops-nn/blob/e5c3fa932/index/apply_top_k_top_p_with_sorted/op_api/aclnn_apply_top_k_top_p.cpp)).
+  It took 0.24 ms with a top_k of 50 and [22 ms](https://github.com/vllm-project/vllm-ascend/pull/12232) with the
+  vocabulary's size, whatever other rows have. Where rows have a large top_k, or top_p alone, a sort with a mask took
+  [1 to 1.8 ms](https://github.com/vllm-project/vllm-ascend/pull/13842). So rows that do not need the operator pass
+  through it with a top_k of 1, and a step with a row that would be slow has the sort. Rows without filters have
+  neither.
 - A step with chunks has LM head and sampler for the {MAX_CHOSEN} first rows that yield a token, or `max_num_seqs` if
   that is less, also where fewer do. That is the last line of the first table: 1.0 ms for a greedy step, 2.5 ms for a
   sampled one, in a step of 64 to 512 tokens, once for each chunk of a prompt. A step with more such rows has LM head
   and sampler kernel by kernel.
-- B has a graph less for each bucket, but each greedy step runs the sampler. At 1, 16 and 64 rows that takes at least
-  0.06, 0.4 and 1.6 ms with the launches: 0.4%, 2% and 6% of a step in bfloat16, 0.7%, 4% and 10% in W8A8. The filter is
-  a tenth of it, so a sampler without a sort does not help: penalties and the draw read all logits many times. What was
-  captured runs for all rows, also where none needs it. `npu_top_k_top_p_sample` skips rows without filters, but it
-  also ignores a `top_k` above
+- B has a graph less for each bucket, but each greedy step runs a sampler. At 1, 16 and 64 rows that takes at least
+  0.06, 0.4 and 1.6 ms with the launches: 0.4%, 2% and 6% of a step in bfloat16, 0.7%, 4% and 10% in W8A8. What was
+  captured runs for all rows, also where none needs it.
+- `npu_top_k_top_p_sample` skips rows without filters, but it ignores a `top_k` above
   [1,024](https://github.com/Ascend/op-plugin/blob/517f2e7d/docs/zh/custom_APIs/torch_npu/torch_npu-npu_top_k_top_p_sample.md).
 - C and D have a second replay in each sampled step, the default of requests. A replay takes a launch by the host and
   the start of a graph on the device, whose time was not measured. D also copies the logits, and reads the LM head for
   chunks that yield no token.
-- E was built before. It chooses as many rows of a step with chunks as yield a token, in a second replay, and has 14
-  graphs more.
+- E chooses as many rows of a step with chunks as yield a token, in a second replay.
 
-Fewer `decode_buckets` have a larger effect: with 1,4,16,64 A has 24 graphs.
+Fewer `decode_buckets` have a larger effect: with 1,4,16,64 A has 40 graphs.
 """
 COMPARISON = """## Published figures
 

@@ -20,6 +20,7 @@ from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.kernels.registry import Span
+from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8
@@ -29,12 +30,18 @@ class BackendError(ValueError):
     """The requested device is not available; the message names the devices that are."""
 
 
+CaptureMode = Literal["auto", "on", "decoder", "off"]
+"""Use of captured steps. auto: steps run kernel by kernel if they cannot be captured. on: that is an error. decoder: as
+auto, and the sampler, which not all devices capture, runs kernel by kernel."""
+
+
 class CaptureError(BackendError):
-    """Steps cannot be captured; the message gives the cause and advice."""
+    """Steps cannot be captured; the message gives the cause and advice.
 
+    next_mode: mode in which another process may use the device.
+    """
 
-CaptureMode = Literal["auto", "on", "off"]
-"""Use of captured steps. auto: steps run kernel by kernel if they cannot be captured. on: that is an error."""
+    next_mode: CaptureMode = "off"
 
 
 class Fault(Enum):
@@ -136,8 +143,8 @@ class Backend(ABC):
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
     int8_levels: quantization levels of dynamic int8 activations (`quantized.Scheme`).
-    captures_sampler: a captured step may contain the kernels `penalize` and `sample`, which then copy nothing to the
-        host.
+    sampler_filters: filters of the captured steps that contain the kernels `penalize` and `sample`, which then copy
+        nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
     scale_dtype: dtype of the scales of a quantized KV cache.
     int8_zeros: the kernels support int8 zero points.
@@ -160,7 +167,7 @@ class Backend(ABC):
     reduces: bool = False
     place: tuple[int, int]
     compiles: bool = False
-    captures_sampler: bool = False
+    sampler_filters: tuple[Filters, ...] = ()
     decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5
@@ -370,6 +377,11 @@ class Backend(ABC):
     @abstractmethod
     def span(self) -> Span:
         """Start a time span on the device's clock."""
+
+    @property
+    def lengths_updater(self) -> str:
+        """Name of what updates the lengths of captured attention; "" if attention reads none from the host."""
+        return ""
 
     def take_lengths_lags(self) -> Sequence[float]:
         """Return the seconds from each replay's launch to the end of its update of lengths, since the last call."""

@@ -9,8 +9,8 @@ yields wrong data (see `activate`). Calls that a device refuses are refused. Cal
 error that names them.
 
 `activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
-(build.py): libascendcl from runtime/, libhccl from hccl/, libopapi from ops/. If EMULATED_NPU_LOG is set, torch_npu
-logs to stderr.
+(build.py): libascendcl from runtime/, libhccl from hccl/, libopapi and libopapi_transformer from ops/. If
+EMULATED_NPU_LOG is set, torch_npu logs to stderr.
 
 The machine has 8 devices, of which a process uses one. Processes communicate by HCCL through memory that they share. A
 device also runs its part of a collective when another device waits for it. Imports of `npu`: `backends`.
@@ -19,6 +19,7 @@ device also runs its part of a collective when another device waits for it. Impo
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import re
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from npuserve.npu.backends import register_emulated
 from npuserve.npu.backends.base import BackendError
@@ -37,7 +38,7 @@ from npuserve.npu.large_import import import_large
 
 __all__ = ["DEFECTS", "Call", "EmulatorError", "Memory", "Task", "activate", "active", "calls", "clear_calls",
            "defects", "emulate", "fail", "faults", "hang", "heal", "log_tasks", "lose_device", "mark", "memory",
-           "pending", "preload", "relaxations", "tasks"]
+           "operators", "pending", "preload", "relaxations", "tasks"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ RELAXATIONS = ("fp32", "small_heads")
 
 DEFECTS = {
     "context_split": "in a replay, attention reads the first 512 tokens alone of contexts of 1,024 tokens or more",
+    "large_update": "attention needs eight times the workspace from now on, so also in updates of captured calls",
     "lost_update": "every 15th update of a captured call keeps the arguments before it",
     "wide_product": "columns from 65,536 on of a product are 0",
     "wide_int8_product": "columns from 65,536 on of an int8 product are 0",
@@ -180,11 +182,14 @@ def _load() -> ctypes.CDLL:
     folder = libraries()
     # torch would import torch_npu automatically, before CANN is loaded.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # Where torch_npu finds the names of further libraries of operators. It checks that both folders exist.
+    os.environ |= {"ASCEND_HOME_PATH": str(folder), "ASCEND_OPP_PATH": str(folder / "opp")}
     import torch  # noqa: F401  the operators are linked against it
 
     library = ctypes.CDLL(str(folder / "libascendcl.so"), ctypes.RTLD_GLOBAL)
     for name in ("libopapi", *STUBS):
         ctypes.CDLL(str(folder / f"{name}.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(folder / "lib64" / "libopapi_transformer.so"))  # torch_npu opens it by its name alone
     for function in ("calls", "calls_kept", "tasks", "memory_used", "memory_peak", "pinned", "pending"):
         getattr(library, f"emu_{function}").restype = ctypes.c_uint64
     library.emu_inject.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
@@ -251,6 +256,23 @@ def tasks() -> list[Task]:
 def mark(text: str) -> None:
     """Append "# text" to the call log."""
     _lib().emu_mark(f"# {text}".encode())
+
+
+def operators() -> dict[str, Any]:
+    """Return the emulated operators and the documented constraints that they check.
+
+    {"operators": {name: source file}, "rules": [{"operators": [names], "id":, "text":, "source":}]}
+    """
+    _lib()
+    table: dict[str, Any] = {"operators": {}, "rules": []}
+    for name in ("libopapi.so", "libopapi_transformer.so"):
+        library = ctypes.CDLL(name)
+        library.emuOperators.restype = ctypes.c_char_p
+        part = json.loads(library.emuOperators())
+        table["operators"] |= part["operators"]
+        known = {rule["id"] for rule in table["rules"]}
+        table["rules"] += [rule for rule in part["rules"] if rule["id"] not in known]  # both check handles of tensors
+    return table
 
 
 def memory() -> Memory:

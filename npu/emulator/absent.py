@@ -18,10 +18,14 @@ _HEAD = """#include "emulator.h"
 """
 
 
-def source(torch_npu: Path) -> str:
-    """Return C++ weak definitions of all operators named in the package's libraries, overridden by ops/."""
+def source(torch_npu: Path, without: str) -> str:
+    """Return C++ weak definitions of all operators named in the package's libraries, overridden by ops/.
+
+    without: beginning of the names of operators that another library has.
+    """
     found: set[bytes] = set()
     for library in sorted((torch_npu / "lib").glob("*.so")):
         found |= set(re.findall(rb"(?<=\0)aclnn[A-Z]\w*(?=\0)", library.read_bytes()))
-    names = sorted(name.decode() for name in found if name + b"GetWorkspaceSize" in found)
+    names = sorted(name.decode() for name in found
+                   if name + b"GetWorkspaceSize" in found and not name.startswith(without.encode()))
     return _HEAD + "".join(f"ABSENT({name})\n" for name in names)

@@ -39,6 +39,16 @@ STUBS = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_td
 """Empty libraries that torch_npu is linked against or opens by name; they depend on the two that are not empty, where
 the loader finds their functions."""
 
+TRANSFORMER = "aclnnFusedInferAttentionScore"
+"""Beginning of the names of the operators in libopapi_transformer, as in CANN, where libopapi lacks them. torch_npu
+finds the library in $ASCEND_HOME_PATH/lib64."""
+
+PARTS = ("opp", "runtime", "compiler")
+"""Empty folders of a CANN, whose presence torch_npu checks."""
+
+TRANSFORMER_SOURCES = ("attention.cpp", "objects.cpp", "tensors.cpp")
+"""Sources of libopapi_transformer in ops/: its operators, and handles of the aclnn interface."""
+
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-DFUNC_VISIBILITY", "-fvisibility=hidden", "-Wno-deprecated-declarations",
          "-Wno-psabi", "-pthread")
 
@@ -145,7 +155,8 @@ def libraries() -> Path:
     # The operators call ATen, which does the work: more optimization of the callers would only cost build time.
     ops = _units("ops", [*SHARED, *sorted((HERE / "ops").glob("*.h"))], (*FLAGS, "-O1", *includes), salt)
     home = cache()
-    folder = home / _digest(STUBS, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
+    layout = (*STUBS, *PARTS, TRANSFORMER, *TRANSFORMER_SOURCES)
+    folder = home / _digest(layout, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
     if (folder / "built").exists():
         return folder
     try:
@@ -189,7 +200,7 @@ def _build(
     part = libraries.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    (part / "absent.cpp").write_text(absent_source(place.torch_npu))
+    (part / "absent.cpp").write_text(absent_source(place.torch_npu, without=TRANSFORMER))
     flags = (*runtime[0].flags, f"-I{HERE / 'runtime'}")
     others = [*runtime, _Unit(part / "absent.cpp", flags, f"absent-{libraries.name}")]
     ahead = sum(not (home / "objects" / f"{unit.digest}.o").exists() for unit in ops)
@@ -197,13 +208,20 @@ def _build(
         objects = dict(zip(ops + others, threads.map(compile, ops + others), strict=True))
 
     def link(name: str, made_of: list[str], *flags: str) -> None:
-        _run([*compiler, "-shared", "-pthread", f"-Wl,-soname,{name}.so", "-Wl,-rpath,$ORIGIN", *made_of, *flags,
+        soname = f"-Wl,-soname,{Path(name).name}.so"
+        _run([*compiler, "-shared", "-pthread", soname, "-Wl,-rpath,$ORIGIN", *made_of, *flags,
               "-o", str(part / f"{name}.so")])
 
     link("libascendcl", [objects[unit] for unit in runtime], "-Wl,-z,defs")
     torch = place.torch / "lib"
-    link("libopapi", [objects[unit] for unit in (*ops, others[-1])], f"-L{part}", "-lascendcl", f"-L{torch}",
-         "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
+    for name in ("lib64", *PARTS):
+        (part / name).mkdir()
+    (part / "transformer.map").write_text(f"{{ global: {TRANSFORMER}*; emuOperators; local: *; }};\n")
+    aten = (f"-L{part}", "-lascendcl", f"-L{torch}", "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
+    attention = HERE / "ops" / TRANSFORMER_SOURCES[0]
+    link("libopapi", [objects[unit] for unit in (*ops, others[-1]) if unit.source != attention], *aten)
+    link("lib64/libopapi_transformer", [objects[unit] for unit in ops if unit.source.name in TRANSFORMER_SOURCES],
+         f"-Wl,--version-script={part / 'transformer.map'}", "-Wl,-rpath,$ORIGIN/..", *aten)
     for stub in STUBS:
         link(stub, [], f"-L{part}", "-Wl,--no-as-needed", "-lopapi", "-lascendcl", f"-Wl,-rpath-link,{torch}")
     (part / "built").touch()

@@ -138,7 +138,7 @@ class BatchBuffers:
             "sample_tokens": (rows, torch.int64), "contexts": (rows, torch.int32),
             "cu_seqlens": (rows + 2, torch.int32),
         }
-        self._vocabulary = vocabulary if backend.captures_sampler else 0
+        self._vocabulary = vocabulary if backend.sampler_filters else 0
         if self._vocabulary:
             sections |= {"penalty_slots": (max_rows, torch.int64), "top_k": (max_rows, torch.int32),
                          "sampling": (7 * max_rows, torch.float32)}

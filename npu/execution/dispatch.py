@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import Timings
+from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
@@ -47,9 +49,9 @@ class CapturableSteps:
         """Compute a step of decode rows with argmax sampling; return the hidden states."""
         return self._choose_argmax(self.decode(rows))
 
-    def sampled(self, rows: int) -> Tensor:
+    def sampled(self, filters: Filters, rows: int) -> Tensor:
         """Compute a step of decode rows with the buffers' sampling parameters; return the hidden states."""
-        return self._choose_sampled(self.decode(rows))
+        return self._choose_sampled(self.decode(rows), filters)
 
     def decode(self, rows: int) -> Tensor:
         """Return the hidden states of decode rows."""
@@ -65,11 +67,11 @@ class CapturableSteps:
         self._choose_argmax(self._chosen_of(hidden))
         return hidden
 
-    def mixed_sampled(self, tokens: int) -> Tensor:
+    def mixed_sampled(self, filters: Filters, tokens: int) -> Tensor:
         """Compute a batch of any rows and sample its `chosen` rows with the buffers' parameters; return the hidden
         states."""
         hidden = self.mixed(tokens)
-        self._choose_sampled(self._chosen_of(hidden))
+        self._choose_sampled(self._chosen_of(hidden), filters)
         return hidden
 
     @property
@@ -84,8 +86,8 @@ class CapturableSteps:
         self._model.kernels.keep_ids(self._model.argmax(hidden), self._last[: len(hidden)])
         return hidden
 
-    def _choose_sampled(self, hidden: Tensor) -> Tensor:
-        ids = self._sampler.sample_fixed(self._model.logits(hidden), self._buffers.sampling(len(hidden)))
+    def _choose_sampled(self, hidden: Tensor, filters: Filters) -> Tensor:
+        ids = self._sampler.sample_fixed(self._model.logits(hidden), self._buffers.sampling(len(hidden)), filters)
         self._model.kernels.keep_ids(ids, self._last[: len(hidden)])
         return hidden
 
@@ -96,16 +98,21 @@ class Dispatch:
     The captured steps; None for one that is not captured:
 
     greedy: decode rows with argmax sampling, LM head included.
-    sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included.
+    sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included, for each of
+        `Backend.sampler_filters`. Empty if the sampler cannot be captured.
     decode: decode rows up to the final norm. It is `mixed` if decode steps need no padding. If the backend captures
         the sampler, it is `greedy`, which also returns the hidden states. This saves a graph per bucket. Rows that need
         logits take a second product of the LM head.
     mixed: any rows up to the final norm. If the backend captures the sampler, it is `mixed_argmax`, which also returns
         the hidden states.
     mixed_argmax, mixed_sampled: any rows, of which up to `chosen` yield a token, with argmax sampling or as `sampled`.
-        None if the backend does not capture the sampler.
+        None and empty if the backend does not capture the sampler. `mixed_sampled` has no step for rows without
+        filters: beside a chunk, the time of filters that are off does not matter.
 
     Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
+
+    If the device refuses to capture the sampler alone, the other steps stay captured, and the sampler runs kernel by
+    kernel.
 
     max_rows: rows of the largest step.
     on_host: chunks are computed on the host (`host_prefill`).
@@ -128,11 +135,11 @@ class Dispatch:
         self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
         self._compiles = backend.compiles
         self._drop()
-        warm_up = backend.compiles or backend.captures_sampler
+        warm_up = backend.compiles or bool(backend.sampler_filters)
         with torch.inference_mode():
             try:
                 if backend.capture_mode != "off":
-                    self._capture(backend, steps, max_rows)
+                    self._capture(backend, steps, max_rows, may_drop)
                     warm_up = self.mixed is not None and self.mixed.largest < buffers.most_tokens
             except CaptureError as error:
                 if backend.capture_mode == "on" or not may_drop:
@@ -152,28 +159,58 @@ class Dispatch:
 
     def _drop(self) -> None:
         self.greedy: Captured | None = None
-        self.sampled: Captured | None = None
         self.decode: Captured | None = None
         self.mixed: Captured | None = None
         self.mixed_argmax: Captured | None = None
-        self.mixed_sampled: Captured | None = None
+        self.sampled: dict[Filters, Captured] = {}
+        self.mixed_sampled: dict[Filters, Captured] = {}
 
-    def _capture(self, backend: Backend, steps: CapturableSteps, max_rows: int) -> None:
+    def _capture(self, backend: Backend, steps: CapturableSteps, max_rows: int, may_drop: bool) -> None:
+        """Capture all steps that the backend can capture. Raises CaptureError."""
+        has_sampler = bool(backend.sampler_filters)
         self.greedy = backend.capture(steps.argmax, max_rows, decode=True)
-        self.sampled = backend.capture(steps.sampled, max_rows, decode=True) if backend.captures_sampler else None
-        if self.sampled:
+        if has_sampler:
             self.decode = self.greedy
+            self.sampled = self._capture_sampler(
+                backend, steps.sampled, backend.sampler_filters, max_rows, decode=True, may_drop=may_drop)
         elif self._pads:
             self.decode = backend.capture(steps.decode, max_rows, decode=True)
         if self._pads:
             self._buffers.clear()
         if self._captures_chunks or not self._pads:
-            most = self._buffers.most_tokens
+            max_tokens = self._buffers.most_tokens
+            if has_sampler:
+                self.mixed_argmax = backend.capture(steps.mixed_argmax, max_tokens, decode=False)
+            self.mixed = self.mixed_argmax or backend.capture(steps.mixed, max_tokens, decode=False)
             if self.sampled:
-                self.mixed_argmax = backend.capture(steps.mixed_argmax, most, decode=False)
-                self.mixed_sampled = backend.capture(steps.mixed_sampled, most, decode=False)
-            self.mixed = self.mixed_argmax or backend.capture(steps.mixed, most, decode=False)
+                some = [filters for filters in backend.sampler_filters if filters is not Filters.NONE]
+                self.mixed_sampled = self._capture_sampler(
+                    backend, steps.mixed_sampled, some, max_tokens, decode=False, may_drop=may_drop)
         self.decode = self.decode or self.mixed
+
+    @staticmethod
+    def _capture_sampler(
+        backend: Backend, step: Callable[[Filters, int], Tensor], each_filters: Sequence[Filters], largest: int, *,
+        decode: bool, may_drop: bool,
+    ) -> dict[Filters, Captured]:
+        """Capture a step with the sampler for each of `each_filters`. Return {} if the device refuses one of them.
+
+        Raises CaptureError if the step must be captured, or if the device is unusable afterwards.
+        """
+        captured: dict[Filters, Captured] = {}
+        if backend.capture_mode == "decoder":
+            return captured
+        try:
+            for filters in each_filters:
+                if (graphs := backend.capture(partial(step, filters), largest, decode=decode)) is not None:
+                    captured[filters] = graphs
+        except CaptureError as error:
+            if backend.capture_mode == "on" or not may_drop or not _is_usable(backend):
+                error.next_mode = "decoder"
+                raise
+            log.warning("%s. The sampler runs kernel by kernel after captured steps, which is slower", error)
+            return {}
+        return captured
 
     def parts(self, rows: Rows) -> list[tuple[Rows, int]]:
         """Split a step into rows that are computed together; return them with the number that they are padded to."""
@@ -201,11 +238,11 @@ class Dispatch:
 
     def sampled_rows(self, part: Part) -> int:
         """Return the rows of the captured sampler that can take the part; 0 if none can."""
-        if self.sampled is None or part.first or self.is_on_host(part):
+        if not self.sampled or part.first or self.is_on_host(part):
             return 0
-        if _all_decode(part) and part.tokens <= self.sampled.largest:
+        if _all_decode(part) and part.tokens <= self.sampled[Filters.ANY].largest:
             return part.padded
-        return self._chosen if self._chooses(self.mixed_sampled, part) else 0
+        return self._chosen if self._chooses(self.mixed_sampled.get(Filters.ANY), part) else 0
 
     def batch(self, part: Part, captured: Captured | None) -> Batch:
         """Return the batch of a part whose kernels are called one by one.
@@ -216,32 +253,41 @@ class Dispatch:
         if captured is None or not self._compiles:
             return self._buffers.batch(part)
         size = captured.size(part.tokens)
-        decodes = captured in (self.greedy, self.sampled, self.decode) and captured is not self.mixed
+        decodes = captured is not self.mixed and captured in (self.greedy, self.decode, *self.sampled.values())
         return self._buffers.decode(size) if decodes else self._buffers.tokens(size)
 
     def _chooses(self, mixed: Captured | None, part: Part) -> bool:
         """Return True if a captured step of any rows can choose the tokens of the part."""
         return mixed is not None and part.tokens <= mixed.largest and len(part.samples) <= self._chosen
 
-    def select(self, part: Part, *, argmax: bool, fixed: bool) -> tuple[Captured | None, bool]:
+    def select(self, part: Part, *, argmax: bool, filters: Filters | None) -> tuple[Captured | None, bool]:
         """Return the captured step that serves a part, None for kernel by kernel, and whether it samples too.
 
         argmax: every row of the step samples its argmax token.
-        fixed: `sampled` can sample every row of the part.
+        filters: `sampled` can sample every row of the part, with these filters; None if it cannot.
 
         If the captured step takes any rows, the part is padded to its size in the buffers.
         """
         # A captured step reads the beginning of the buffers.
         if part.first or self.is_on_host(part):
             return None, False
-        decodes, mixed = ((self.greedy, self.mixed_argmax) if argmax else (self.sampled, self.mixed_sampled) if fixed
-                          else (None, None))
+        decodes: Captured | None = None
+        mixed: Captured | None = None
+        if argmax:
+            decodes, mixed = self.greedy, self.mixed_argmax
+        elif filters is not None:
+            decodes, mixed = _with_filters(self.sampled, filters), _with_filters(self.mixed_sampled, filters)
         whole = [decodes if _all_decode(part) else None, mixed if self._chooses(mixed, part) else None]
         candidates = (whole[0], self.decode if _all_decode(part) else None, whole[1], self.mixed)
         captured = next((each for each in candidates if each and part.tokens <= each.largest), None)
-        if captured is not None and self._pads and (captured is self.mixed or captured is self.mixed_sampled):
+        if captured is not None and self._pads and captured in (self.mixed, *self.mixed_sampled.values()):
             self._buffers.pad(part, captured.size(part.tokens))
         return captured, captured is not None and captured in whole
+
+
+def _with_filters(captured: Mapping[Filters, Captured], filters: Filters) -> Captured | None:
+    """Return the captured step with the fewest filters that include `filters`; None if there is none."""
+    return next((captured[each] for each in sorted(captured) if each >= filters), None)
 
 
 def _is_usable(backend: Backend) -> bool:

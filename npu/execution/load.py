@@ -118,10 +118,11 @@ def load_runner(
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
     """Return the least of the ranks' modes: an earlier failure to capture is known only to the ranks of its host."""
-    modes: tuple[CaptureMode, ...] = ("off", "auto", "on")
+    modes: tuple[CaptureMode, ...] = ("off", "decoder", "auto", "on")
     agreed = modes[group.minimum(modes.index(capture))[0]]
     if agreed != capture:
-        log.warning("steps run kernel by kernel, which is slower: another rank could not use captured steps")
+        what = "the sampler runs" if agreed == "decoder" else "steps run"
+        log.warning("%s kernel by kernel, which is slower: another rank could not use captured steps", what)
     return agreed
 
 

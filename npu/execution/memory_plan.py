@@ -294,7 +294,7 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
     copies = backend.sampling_bytes if _has_own(backend, sample) else 24
     head = tables(config, backend.vocabulary_tile)[-1]
     columns = config.padded_vocabulary(backend.vocabulary_tile)  # each rank gathers the logits of all
-    captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.captures_sampler else 0
+    captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.sampler_filters else 0
     gathered = _gathered_bytes(config, backend, rows * columns // config.shard.size * itemsize)
     return rows * columns * (itemsize + copies) + gathered + captured + _in_float64(head, backend, rows)
 

@@ -131,7 +131,7 @@ class Runner:
             backend, self._buffers, steps, rows, on_host=prefill is not None,
             capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
         self.min_forced = self._dispatch.min_forced
-        if backend.compiles or (backend.captures_sampler and self._dispatch.sampled is None):
+        if backend.compiles or (backend.sampler_filters and not self._dispatch.sampled):
             self._warm_up(rows, dtype)
 
     @property
@@ -269,7 +269,7 @@ class Runner:
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         argmax = plan.argmax and not is_constrained
-        captured, whole = self._dispatch.select(part, argmax=argmax, fixed=plan.fixed)
+        captured, whole = self._dispatch.select(part, argmax=argmax, filters=plan.filters if plan.fixed else None)
         return Work(part, first, plan, captured, whole, prompt)
 
     # Work in the device's queue
@@ -361,7 +361,8 @@ class Runner:
         if work.plan.argmax:
             ids = self._model.argmax(sampling, masks)
         elif work.plan.fixed:
-            ids = self._sampler.sample_fixed(self._model.logits(sampling), self._buffers.sampling(count))
+            ids = self._sampler.sample_fixed(
+                self._model.logits(sampling), self._buffers.sampling(count), work.plan.filters)
         else:
             discarded = waiting.discarded if waiting else ()
             counted = [row for row in work.plan.penalized if part.samples[row][0] not in discarded]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet
+from npuserve.kernels.sample import Filters
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.backends.base import Backend, Event
 from npuserve.npu.execution.masks import BITS, Array, RowMasks, mask_of, restrict
@@ -22,7 +23,7 @@ from npuserve.npu.execution.sampling_state import (
     SamplingInputs,
     upload,
 )
-from npuserve.npu.step import NewRequest, TokenLogprobs
+from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
 
 Put = Callable[[Array], Tensor]
 """Copies host values to the device; the returned tensor holds them when the step runs."""
@@ -105,13 +106,14 @@ class Plan:
     penalties: (rows, repetition, presence, frequency) of the penalized rows.
 
     chance: arguments of `sample` for the rows with a temperature above 0: temperature, top_k, top_p, min_p, uniform.
-    cut: last argument of `sample`.
+    filters: last argument of `sample`.
     rows: (rows with a temperature above 0, other rows); None unless there are both.
 
     reported: rows with logprobs, on the host.
     report_counts: number of most likely tokens that each of them reports.
     report_rows: the rows with logprobs, on the device.
-    fixed: the rows' parameters are in `SamplingInputs`. Only `states` and `penalized` of the other fields are used.
+    fixed: the rows' parameters are in `SamplingInputs`. Only `states`, `filters` and `penalized` of the other fields
+        are used.
     """
 
     argmax: bool
@@ -120,7 +122,7 @@ class Plan:
     penalized: Sequence[int] = ()
     penalties: tuple[Tensor, ...] = ()
     chance: tuple[Tensor, ...] = ()
-    cut: bool = True
+    filters: Filters = Filters.NONE
     rows: tuple[Tensor, Tensor] | None = None
     reported: Sequence[int] = ()
     report_counts: Sequence[int] = ()
@@ -151,7 +153,7 @@ class Sampler:
         self._k = kernels
         self._vocabulary = vocabulary
         self._backend = backend
-        self._penalties = Penalties(slots, vocabulary, backend) if backend.captures_sampler else None
+        self._penalties = Penalties(slots, vocabulary, backend) if backend.sampler_filters else None
         self._states: dict[int, RequestState] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -240,9 +242,8 @@ class Sampler:
         if chance := [r for r, p in enumerate(sampling) if p.temperature > 0]:
             params = [sampling[r] for r in chance]
             greedy = [r for r, p in enumerate(sampling) if p.temperature == 0]
-            cut = any(p.top_k > 0 or p.top_p < 1 for p in params)
             both = (put(np.array(chance)), put(np.array(greedy))) if greedy else None
-            plan = replace(plan, rows=both, cut=cut, chance=(
+            plan = replace(plan, rows=both, filters=self._filters(params), chance=(
                 put(_floats([p.temperature for p in params])),
                 put(np.array([p.top_k for p in params])),
                 put(_floats([p.top_p for p in params])),
@@ -268,7 +269,13 @@ class Sampler:
                 inputs.set_penalties(
                     row, state.slot, params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         penalized = [row for row, state in enumerate(states) if state.sampling.penalized]
-        return Plan(False, fixed=True, states=states, penalized=penalized)
+        filters = self._filters([state.sampling for state in states])
+        return Plan(False, fixed=True, states=states, filters=filters, penalized=penalized)
+
+    def _filters(self, parameters: Sequence[SamplingParams]) -> Filters:
+        """Return the most that any row filters."""
+        return max((Filters.of(p.top_k, p.top_p, self._vocabulary) for p in parameters if p.temperature > 0),
+                   default=Filters.NONE)
 
     def prepare(self, plan: Plan) -> None:
         """Create the tensors that `sample_fixed` reads for a `fixed` plan. Call it within enqueued work."""
@@ -276,10 +283,11 @@ class Sampler:
             for row in plan.penalized:
                 self._tensors(plan.states[row])
 
-    def sample_fixed(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Sample one token per row of logits [R, Vp]: ids [R, W]. Everything that a plan decides is in `inputs`.
+    def sample_fixed(self, logits: Tensor, inputs: SamplingInputs, filters: Filters) -> Tensor:
+        """Sample one token per row of logits [R, Vp]: ids [R, W]. Everything else that a plan decides is in `inputs`.
 
-        It calls the same kernels for all parameters, without a copy to the host, so that it can be captured.
+        It calls the same kernels for all parameters within `filters`, without a copy to the host, so that it can be
+        captured.
         """
         assert self._penalties
         scores = logits[:, : self._vocabulary].to(torch.float32)
@@ -287,7 +295,7 @@ class Sampler:
         self._k.penalize(scores, in_prompt.index_select(0, inputs.slots), counts.index_select(0, inputs.slots),
                          inputs.repetition, inputs.presence, inputs.frequency)
         ids = self._k.sample(scores, self._vocabulary, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p,
-                             inputs.uniform)
+                             inputs.uniform, filters)
         counts.index_put_((inputs.slots, ids[:, 0]), self._penalties.one, accumulate=True)
         return ids
 
@@ -326,8 +334,8 @@ class Sampler:
         edited = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for choices in (logits, edited):
             ids = self._k.greedy(choices, self._vocabulary)
-            for cut in (False, True):
-                self._k.sample(choices, self._vocabulary, *shaping, cut)
+            for filters in Filters:
+                self._k.sample(choices, self._vocabulary, *shaping, filters)
         for n in (0, 1, 20):
             self._logprobs(logits, ids[:, 0], [n])
         self._k.mask_logits(logits, self._vocabulary, made(-1, torch.int32, -(-self._vocabulary // BITS)),
@@ -344,10 +352,10 @@ class Sampler:
         if not plan.chance:
             return self._k.greedy(logits, self._vocabulary)
         if plan.rows is None:
-            return self._k.sample(logits, self._vocabulary, *plan.chance, plan.cut)
+            return self._k.sample(logits, self._vocabulary, *plan.chance, plan.filters)
         chance, greedy = plan.rows
         ids = torch.empty(len(plan.states), 1, dtype=torch.int64, device=logits.device)
-        ids[chance] = self._k.sample(logits[chance], self._vocabulary, *plan.chance, plan.cut)[:, :1]
+        ids[chance] = self._k.sample(logits[chance], self._vocabulary, *plan.chance, plan.filters)[:, :1]
         ids[greedy] = self._k.greedy(logits[greedy], self._vocabulary)[:, :1]
         return ids
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -67,7 +67,8 @@ class EngineArgs(msgspec.Struct, frozen=True):
     served_name: name of the model for clients.
     start_date: Unix time of the server's start, in seconds; 0: now.
     started: the same moment, time.monotonic() seconds.
-    capture_failed: why an earlier engine could not use captured steps, so that this one captures none; "" otherwise.
+    capture_failed: why an earlier engine could not use captured steps; "" otherwise.
+    capture: mode that replaces the setting then; "" otherwise.
     """
 
     config: ServerConfig
@@ -83,6 +84,7 @@ class EngineArgs(msgspec.Struct, frozen=True):
     start_date: float = 0.0
     started: float = 0.0
     capture_failed: str = ""
+    capture: Literal["", "decoder", "off"] = ""
 
     @property
     def date(self) -> float:
@@ -91,8 +93,8 @@ class EngineArgs(msgspec.Struct, frozen=True):
 
     @property
     def may_drop_captures(self) -> bool:
-        """Return True if this engine captures steps and the next one may do without."""
-        return self.config.capture == "auto" and not self.capture_failed
+        """Return True if this engine captures steps and the next one may capture less."""
+        return faults.may_drop_captures(self.config.capture, self.capture)
 
 
 class StopOrder:
@@ -129,14 +131,15 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
 
     memory = SharedMemory(args.memory, args.shared_weights) if args.memory >= 0 else None
     if args.capture_failed:
-        logs.event(log, "steps are not captured but run kernel by kernel, which is slower", level=logging.WARNING,
+        what = "the sampler is" if args.capture == "decoder" else "steps are"
+        logs.event(log, f"{what} not captured but run kernel by kernel, which is slower", level=logging.WARNING,
                    reason=args.capture_failed)
     ranks = None
     if args.config.tensor_parallel_size > 1:
         ModelConfig.from_folder(args.folder).sharded(Shard(0, args.config.tensor_parallel_size))  # before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
-                        capture="off" if args.capture_failed else None, group=ranks.group if ranks else None)
+                        capture=args.capture or None, group=ranks.group if ranks else None)
     if runner.backend.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
     for kernel in KERNELS:

@@ -10,7 +10,7 @@ from npuserve.service.ipc import child
 log = logging.getLogger(__name__)
 
 CAPTURE_FAILED = "capture_failed"
-"""Event by which a process reports that steps cannot be captured, with the field `error`."""
+"""Event by which a process reports that steps cannot be captured, with the fields `error` and `next_mode`."""
 
 _held: list[Exception] = []
 """Errors whose frames must live until the exit: to destroy a graph whose replay waits forever would block."""
@@ -40,7 +40,7 @@ def fault_code(error: Exception, may_drop_captures: bool) -> int:
 
 
 def report_capture_error(may_drop: bool, error: Exception) -> bool:
-    """Report an error of captured steps to the parent process, so that the next engine captures none.
+    """Report an error of captured steps to the parent process, so that the next engine captures less, or nothing.
 
     may_drop: the settings allow steps that are not captured, and this process captures steps.
 
@@ -52,5 +52,14 @@ def report_capture_error(may_drop: bool, error: Exception) -> bool:
     if not may_drop or not (isinstance(error, CaptureError) or is_capture_error(error)):
         return False
     _held.append(error)
-    child.report(CAPTURE_FAILED, error=explain(error) or str(error))
+    next_mode = error.next_mode if isinstance(error, CaptureError) else "off"
+    child.report(CAPTURE_FAILED, error=explain(error) or str(error), next_mode=next_mode)
     return True
+
+
+def may_drop_captures(setting: str, capture: str) -> bool:
+    """Return True if a process captures steps, and the next one may capture less.
+
+    setting: the setting `capture`. capture: mode that replaces it after a failure; "" for none.
+    """
+    return setting in ("auto", "decoder") and capture != "off"

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
@@ -48,7 +48,7 @@ class Host:
         self._ranks = world.ranks(config)
         self._files = [create_shared_memory() for _ in self._ranks]
         self._contents: list[dict[str, Any] | None] = [None] * len(self._ranks)
-        self._capture_failed = ""  # why a rank could not use captured steps; later groups capture none
+        self._capture: Literal["", "decoder", "off"] = ""  # replaces the setting after a rank's failed capture
         self._processes: list[RankProcess] = []
         self._stopped = threading.Event()
 
@@ -101,7 +101,7 @@ class Host:
                 for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True):
                     self._processes.append(process := RankProcess(RankArgs(
                         self._config, str(self._folder), rank, address, local, weights=file, shared_weights=content,
-                        capture_failed=self._capture_failed)))
+                        capture=self._capture)))
                     runs[threads.submit(process.run)] = process
             except (OSError, RuntimeError) as error:  # RuntimeError: the system has no further thread
                 end_processes(self._processes, 0)
@@ -113,7 +113,7 @@ class Host:
         for index, process in enumerate(self._processes):
             self._contents[index] = process.shared_weights or self._contents[index]
             if process.error.get("event") == CAPTURE_FAILED:
-                self._capture_failed = process.error["error"]
+                self._capture = "decoder" if process.error["next_mode"] == "decoder" else "off"
         # A rank that is unusable ends the others, which then end with 1.
         code, process = max(((run.result(), process) for run, process in runs.items()), key=lambda end: end[0])
         return code, process.error.get("error", "")

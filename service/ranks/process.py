@@ -55,7 +55,7 @@ def run(args: RankArgs) -> int:
         check_same(group, args.config, Path(args.folder))
         memory = SharedMemory(args.weights, args.shared_weights) if args.weights >= 0 else None
         runner = load_model(args.config, args.folder, lambda *_: None, memory,
-                            capture="off" if args.capture_failed else None, group=group)
+                            capture=args.capture or None, group=group)
     except TakenRank as error:
         logs.event(log, "the rank cannot join the group now", level=logging.WARNING, error=str(error))
         return 1

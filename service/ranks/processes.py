@@ -15,14 +15,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.ipc import child
-from npuserve.service.ranks.faults import CAPTURE_FAILED
+from npuserve.service.ranks.faults import CAPTURE_FAILED, may_drop_captures
 from npuserve.service.ranks.lead import check_followers, stop_followers
 from npuserve.service.ranks.world import check_same, join_seconds, read_world
 
@@ -52,7 +52,7 @@ class RankArgs(msgspec.Struct, frozen=True):
     memory: descriptor of the file in memory by which the ranks communicate; -1 for none.
     weights: descriptor of the file in memory for this rank's weights; -1 for none.
     shared_weights: description of its contents by the last process of this rank that was ready.
-    capture_failed: why an earlier rank of this host could not use captured steps, so that the group captures none; ""
+    capture: mode that replaces the setting after a failure of an earlier rank of this host to use captured steps; ""
         otherwise, and on the host of rank 0, whose engine knows.
     """
 
@@ -64,12 +64,12 @@ class RankArgs(msgspec.Struct, frozen=True):
     memory: int = -1
     weights: int = -1
     shared_weights: dict[str, Any] | None = None
-    capture_failed: str = ""
+    capture: Literal["", "decoder", "off"] = ""
 
     @property
     def may_drop_captures(self) -> bool:
-        """Return True if the next group may do without captured steps when this rank cannot capture them."""
-        return self.config.capture == "auto" and not self.capture_failed
+        """Return True if the next group may capture less when this rank cannot capture steps."""
+        return may_drop_captures(self.config.capture, self.capture)
 
 
 def create_shared_memory() -> int:

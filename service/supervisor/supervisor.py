@@ -111,7 +111,7 @@ class Supervisor:
         self._tasks: dict[ChildProcess, asyncio.Task[int]] = {}  # of the children that were started
         self._shared_weights: dict[str, Any] | None = None  # reported by the last engine that was ready
         self._kernels: dict[str, Any] | None = None  # chosen by the first engine that was ready; later ones keep it
-        self._capture_failed = ""  # why an engine could not use captured steps; later ones capture none
+        self._capture_failed = self._capture = ""  # why an engine could not use captured steps; mode of later ones
         self._unusable = ""  # first reason why a child was unusable before the server was ready
         self._signals = 0
         self._drain_code = 0  # exit code of an engine that failed for good during the drain
@@ -200,6 +200,7 @@ class Supervisor:
             "heartbeat": True, "memory": memory, "rank_memory": others, "shared_weights": self._shared_weights,
             "kernels": self._kernels, "served_name": self._name, "capture_failed": self._capture_failed,
             "start_date": self._start_date, "started": self._started,
+            "capture": self._capture,
         }, self._on_event, [memory, *others] if memory >= 0 else [], defers_sigterm=True)
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
@@ -246,7 +247,7 @@ class Supervisor:
         elif name == "killer":
             child.is_killer_found = True
         elif name == "capture_failed":
-            self._capture_failed = event["error"]
+            self._capture_failed, self._capture = event["error"], event["next_mode"]
         elif name == "unusable" and self.ready.is_set():
             logs.event(log, f"{child.name} cannot be used", level=logging.ERROR, error=event["error"])
         elif name == "unusable":

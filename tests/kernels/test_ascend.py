@@ -12,6 +12,7 @@ import npuserve.kernels  # noqa: F401
 from npuserve.kernels import ascend
 from npuserve.kernels.quantized import with_levels
 from npuserve.kernels.registry import KERNELS, Case, Implementation
+from npuserve.kernels.sample import Filters
 from npuserve.npu import emulator
 from tests.kernels.comparison import compare
 from tests.npu.emulator.child import emulated
@@ -116,11 +117,43 @@ def test_padding_tokens_are_never_chosen(name: str) -> None:
 
 
 @emulated(relax=RELAX)
-def test_sample_without_cut_equals_sample_with_cut() -> None:
-    """Without top_k and top_p the device need not sort."""
+def test_sample_without_filters_does_not_sort() -> None:
     case = next(case for case in KERNELS["sample"].cases if "min_p 0.1" in case.name)
     args = implementation("sample").adapt(case.make(torch.Generator().manual_seed(0), torch.float32))
     expected = implementation("sample").function(*args).tolist()
     emulator.clear_calls()
-    assert implementation("sample").function(*args, False).tolist() == expected
-    assert not [call.name for call in emulator.calls() if "Sort" in call.name]
+    assert implementation("sample").function(*args[:-1], Filters.NONE).tolist() == expected
+    assert not {"aclnnSort", "aclnnApplyTopKTopP"} & {call.name.partition("GetWorkspaceSize")[0]
+                                                     for call in emulator.calls()}
+
+
+@pytest.mark.parametrize("rows", [
+    [(5, 0.8), (0, 1.0), (1, 1.0), (1024, 0.3)], [(0, 1.0), (0, 1.0), (40, 1.0), (7, 0.99)]],
+    ids=["one of the largest top_k", "rows without filters"])
+@emulated(relax=RELAX)
+def test_sample_by_operator_equals_sample_by_sort(rows: list[tuple[int, float]]) -> None:
+    """With 200 random numbers each. The operator gets no top_k above 1024, nor one that is off."""
+    count, vocabulary = 200, 3000
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(rows), vocabulary, generator=generator).mul(3).repeat_interleave(count, 0)
+    top_k, top_p = (torch.tensor(values).repeat_interleave(count) for values in zip(*rows, strict=True))
+    uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
+    ones = torch.ones(len(logits))
+    args = (logits, vocabulary, ones, top_k, top_p, 0 * ones, uniform)
+    expected = KERNELS["sample"].golden(*args).flatten()
+    on_device = [arg.to("npu") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    for filters in (Filters.SMALL_TOP_K, Filters.ANY):
+        ids = implementation("sample").function(*on_device, filters).flatten().cpu()
+        # A draw within the rounding of float32 sums may differ.
+        assert (ids == expected).double().mean() > 0.99, filters
+
+
+@emulated(relax=RELAX)
+def test_sample_takes_the_first_of_equal_tokens() -> None:
+    """Where the random number is 0, as for greedy rows of captured steps."""
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 9.0]]).to("npu")
+    ones, zeros = torch.ones(1).to("npu"), torch.zeros(1).to("npu")
+    for filters in Filters:
+        top_k = torch.tensor([4], dtype=torch.int32).to("npu")
+        ids = implementation("sample").function(logits, 4, 1e-30 * ones, top_k, ones, zeros, zeros, filters)
+        assert ids.tolist() == [[1]]

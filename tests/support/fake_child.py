@@ -53,7 +53,7 @@ with open(journal) as file:
 if behaviour == "killer":
     print(json.dumps({"event": "killer"}), flush=True)
 if behaviour == "uncaptured":
-    print(json.dumps({"event": "capture_failed", "error": "no graphs here"}), flush=True)
+    print(json.dumps({"event": "capture_failed", "error": "no graphs here", "next_mode": "decoder"}), flush=True)
 if behaviour in ("exit", "killer", "uncaptured"):
     os._exit(int(argument or 1))
 

@@ -31,8 +31,11 @@ constexpr int INPUTS = 24, OUTPUTS = 2, DIMENSIONS = 8;
 
 using Handle = void *;
 
-// The functions in the order of `RUNTIME` and `OPERATORS` in npu/backends/ascend/native_lengths.py. aclError and
-// aclnnStatus are ints.
+// Error of an update that needs more workspace than its capture: ACL_ERROR_RT_MODEL_UPDATE_FAILED.
+constexpr int UPDATE_FAILED = 107040;
+
+// The functions in the order of `RUNTIME`, `OPERATORS` and `CACHES` in npu/backends/ascend/native_lengths.py. aclError
+// and aclnnStatus are ints.
 struct Functions {
     int (*set_context)(Handle context);
     int (*create_stream)(Handle *stream, uint32_t priority, uint32_t flags);
@@ -61,6 +64,13 @@ struct Functions {
                 int64_t antiquant_mode, bool wants_lse, int64_t key_mode, int64_t value_mode, Handle out, Handle lse,
                 uint64_t *workspace, Handle *executor);
     int (*launch)(Handle workspace, uint64_t size, Handle executor, Handle stream);  // aclnnFusedInferAttentionScoreV3
+    // Null in a CANN without them. They reset the thread's cache of executors and its memory for large arguments.
+    void (*open_cache)();
+    void (*set_cache_key)(uint64_t key);  // 0: the executor is not cached
+    void (*close_cache)();
+    int (*open_memory)(Handle, bool);
+    void (*close_memory)(Handle, bool);
+    void (*release_memory)(Handle, bool);
 };
 
 struct Tensor {
@@ -238,10 +248,8 @@ class Updater {
         const auto &calls = update.graph->calls;
         for (size_t i = 0; i < calls.size(); i++) {
             TRY(begin(stream, calls[i].group), "aclmdlRICaptureTaskUpdateBegin");
-            const char *name = "";
-            if (int code = attend(calls[i], update.contexts, update.ends.empty() ? update.graph->ends[i] : update.ends,
-                                  &name)) {
-                said = describe(name, code);
+            const auto &ends = update.ends.empty() ? update.graph->ends[i] : update.ends;
+            if (int code = attend(calls[i], update.contexts, ends, said)) {
                 f.end(stream);
                 return code;
             }
@@ -257,7 +265,21 @@ class Updater {
 #undef TRY
     }
 
-    int attend(const Call &c, const std::vector<int64_t> &lengths, const std::vector<int64_t> &ends, const char **name) {
+    // Calls attention as torch_npu's update does. Returns 0, or the code of an error and its text in `said`.
+    int attend(const Call &c, const std::vector<int64_t> &lengths, const std::vector<int64_t> &ends, std::string &said) {
+        if (f.open_cache && f.set_cache_key) {
+            f.open_cache();
+            f.set_cache_key(0);
+        }
+        if (f.open_memory) f.open_memory(nullptr, false);
+        const int code = call(c, lengths, ends, said);
+        if (f.release_memory) f.release_memory(nullptr, false);
+        if (f.close_memory) f.close_memory(nullptr, false);
+        if (f.close_cache) f.close_cache();
+        return code;
+    }
+
+    int call(const Call &c, const std::vector<int64_t> &lengths, const std::vector<int64_t> &ends, std::string &said) {
         Handle t[INPUTS + OUTPUTS] = {};
         for (int i = 0; i < INPUTS + OUTPUTS; i++) {
             const Tensor &x = c.tensors[i];
@@ -270,15 +292,19 @@ class Updater {
         Handle contexts = f.create_integers(lengths.data(), lengths.size());
         uint64_t needed = 0;
         Handle executor = nullptr;
-        *name = "aclnnFusedInferAttentionScoreV3GetWorkspaceSize";
         int code = f.plan(t[0], keys, values, t[3], t[4], queries, contexts, t[5], t[6], t[7], t[8], t[9], t[10], t[11],
                           t[12], t[13], t[14], t[15], t[16], t[17], t[18], t[19], t[20], nullptr, t[21], t[22], t[23],
                           c.heads, c.scale, c.before, c.after, c.layout, c.kv_heads, c.sparse_mode, c.inner_precise,
                           c.block_size, c.antiquant_mode, c.wants_lse != 0, c.key_mode, c.value_mode, t[INPUTS],
                           t[INPUTS + 1], &needed, &executor);
-        if (!code) {
-            *name = "aclnnFusedInferAttentionScoreV3";
-            code = f.launch(c.workspace, c.workspace_bytes, executor, stream);
+        if (code) {
+            said = describe("aclnnFusedInferAttentionScoreV3GetWorkspaceSize", code);
+        } else if (needed > c.workspace_bytes) {
+            code = UPDATE_FAILED;
+            said = "new lengths need a workspace of " + std::to_string(needed) + " bytes, and " +
+                   std::to_string(c.workspace_bytes) + " were captured: error code is " + std::to_string(code);
+        } else if ((code = f.launch(c.workspace, c.workspace_bytes, executor, stream))) {
+            said = describe("aclnnFusedInferAttentionScoreV3", code);
         }
         f.destroy_list(keys);  // destroys its tensors too
         f.destroy_list(values);

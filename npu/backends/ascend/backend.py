@@ -22,6 +22,7 @@ import torch
 from npuserve.kernels import ascend
 from npuserve.kernels.attention import gathered_bytes
 from npuserve.kernels.quantized import QuantizedWeight
+from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
@@ -80,7 +81,7 @@ class AscendBackend(StreamBackend):
     block_multiple = ascend.BLOCK
     max_block_size = ascend.BLOCK
     sampling_bytes = 40
-    captures_sampler = True
+    sampler_filters = (Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY)
     host_lengths = True
     int8_levels = ascend.LEVELS
     collectives = "hccl"
@@ -252,6 +253,10 @@ class AscendBackend(StreamBackend):
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
         return ascend_profiler(folder)
+
+    @property
+    def lengths_updater(self) -> str:
+        return "C++" if isinstance(self._lengths, NativeLengths) else "Python"
 
     def take_lengths_lags(self) -> Sequence[float]:
         return self._lengths.take_lags()

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from npuserve.npu.backends.ascend.errors import INVALIDATED, is_failed_launch
+from npuserve.npu.backends.ascend.errors import INVALIDATED, OperatorFailed, is_failed_launch
 
 Lengths = Mapping[str, list[int]]
 """Arguments of attention that are replaced before a replay, by their names."""
@@ -87,31 +87,52 @@ class LengthUpdates(Protocol):
         """End the thread and wait for it, at most 5 s."""
 
 
+class _LastOperator(TorchDispatchMode):
+    """Mode that keeps the name of the operator that was called last, such as `aten::sort`; "" before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.name = func.name().split(".")[0]
+        return func(*args, **(kwargs or {}))
+
+
 def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) -> CapturedGraph:
-    """Capture `step` for `rows` rows on a stream, with memory of `pool`."""
+    """Capture `step` for `rows` rows on a stream, with memory of `pool`.
+
+    Raises OperatorFailed from the error of a call within the step.
+    """
     step(rows)  # operators that initialize at their first call do so before the capture
     graph = torch.npu.NPUGraph()
-    _omit_dynamo(graph)
+    last = _LastOperator()
+    for mode in (graph.graph_dispatch_mode, last):
+        _omit_dynamo(mode)
     modes = len(_get_current_dispatch_mode_stack())
     try:
-        with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True):
+        with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True), last:
             output = step(rows)
+            last.name = ""  # what fails from here on is the end of the capture
     except RuntimeError as error:
         # If the device refuses the begin or end, torch.npu.graph leaves its dispatch mode on.
         for mode in reversed(_get_current_dispatch_mode_stack()[modes:]):
             mode.__exit__(None, None, None)
         if is_failed_launch(error):
-            raise RuntimeError(f"a launch failed within a capture, error code is {INVALIDATED}") from error
+            message = f"a launch failed within a capture, error code is {INVALIDATED}"
+            raise OperatorFailed(message, "") from error
+        if last.name:
+            raise OperatorFailed(str(error), last.name) from error
         raise
     return CapturedGraph(graph, rows, output)
 
 
-def _omit_dynamo(graph: Any) -> None:
-    """Let the graph's dispatch mode run without torch._dynamo, whose import takes half a second.
+def _omit_dynamo(mode: TorchDispatchMode) -> None:
+    """Let a dispatch mode run without torch._dynamo, whose import takes half a second.
 
     torch imports it to exclude the mode's function from torch.compile, which nothing here uses. The attribute is
     torch's cache of the excluded function (torch/_compile.py). Without effect on a function that torch has not wrapped.
     """
-    function = getattr(graph.graph_dispatch_mode.__torch_dispatch__, "__wrapped__", None)
+    function = getattr(mode.__torch_dispatch__, "__wrapped__", None)
     if function is not None:
         vars(function).setdefault("__dynamo_disable", function)

@@ -25,6 +25,9 @@ from npuserve.npu.cann.codes import (
 
 _CODE = re.compile(r"error code is (\d{6})|\b(?:errorCode|retCode|error code)[:= ]+(?:0x[0-9a-fA-F]+, )?(\d{6})")
 
+_OPERATOR = re.compile(r"working operator name is (\w+)|\bcall (aclnn\w+) failed")
+"""Names of failed operators in messages of torch_npu: of its own thread, and of the calling one."""
+
 _CALL_FAILED = re.compile(r"\bERR\d\d100 \w+ call acl api failed|\bHCCL function error: ")
 """Messages of torch_npu without an ACL error code. A launch failed on torch_npu's own thread, after the call returned.
 Its code is only on stderr: "The Inner error is reported as above". Or HCCL failed, which has codes of its own."""
@@ -63,6 +66,18 @@ _CAPTURES = frozenset((*range(107024, 107035), *range(107036, 107042), 107045, I
 _BUSY = (207005, 207008, 507899)
 """Further codes of a device that cannot be opened: its streams are taken. During a capture they have other causes
 (`CODES`)."""
+
+
+class OperatorFailed(RuntimeError):
+    """Failure of a call within a captured step.
+
+    operator: name of the operator that was called, such as aten::sort; "" if torch_npu launched it on its own thread
+        and has called others since.
+    """
+
+    def __init__(self, message: str, operator: str):
+        super().__init__(message)
+        self.operator = operator
 
 
 class AclError(RuntimeError):
@@ -147,14 +162,28 @@ def is_capture_error(error: BaseException) -> bool:
 def capture_advice(error: BaseException) -> str | None:
     """Return why steps cannot be captured, with advice; None if the step itself raised the error."""
     found, code = known(error), code_of(error)
+    operator = _operator_of(error)
     number = f" (error {code})" if code is not None else ""
+    refused = f"steps cannot be captured with {operator}" if operator else "steps cannot be captured"
     if found is not None and found.advice in (OLD_DRIVER, UPDATE_DRIVER):
-        return f"steps cannot be captured, {found.meaning}{number}: {OLD_DRIVER}"
+        return f"{refused}, {found.meaning}{number}: {OLD_DRIVER}"
     if fault_of(error) is Fault.RETRYABLE:
-        return f"steps cannot be captured, the device is short of memory or of a resource{number}: {MORE_MEMORY}"
+        return f"{refused}, the device is short of memory or of a resource{number}: {MORE_MEMORY}"
     if is_capture_error(error):
-        return f"steps cannot be captured{number}: {found.advice if found else OLD_DRIVER}"
+        return f"{refused}{number}: {found.advice if found else OLD_DRIVER}"
+    if operator and fault_of(error) is not None:
+        return f"{refused}{number}: send this line as a bug report"
     return None
+
+
+def _operator_of(error: BaseException) -> str:
+    """Return the name of the operator that failed; "" if it is unknown.
+
+    torch_npu names it where its own thread launched it. Otherwise it is the one that was called last.
+    """
+    if named := next(filter(None, map(_OPERATOR.search, _messages(error))), None):
+        return named[1] or named[2]
+    return next((each.operator for each in causes(error) if isinstance(each, OperatorFailed)), "")
 
 
 def advice(error: BaseException) -> str:

@@ -40,7 +40,18 @@ RUNTIME = (
 OPERATORS = (
     "aclCreateTensor", "aclCreateTensorList", "aclCreateIntArray", "aclDestroyTensor", "aclDestroyTensorList",
     "aclDestroyIntArray", "aclnnFusedInferAttentionScoreV3GetWorkspaceSize", "aclnnFusedInferAttentionScoreV3")
-"""Functions of libascendcl and of libopapi, in the order of `Functions` in lengths.cpp."""
+CACHES = (
+    "InitPTACacheThreadLocal", "SetPTAHashKey", "UnInitPTACacheThreadLocal", "InitHugeMemThreadLocal",
+    "UnInitHugeMemThreadLocal", "ReleaseHugeMem")
+"""Functions of libascendcl, of the libraries of operators, and those among them that a CANN may lack, in the order of
+`Functions` in lengths.cpp. torch_npu calls the last ones around each call of an operator, also in an update
+([update_op_api_common.h](https://github.com/Ascend/op-plugin/blob/517f2e7d0f202f38b76310706cb977ca2388ad21/op_plugin/utils/custom_functions/opapi/update_op_api_common.h#L24)):
+they reset the thread's cache of executors, and free its memory for large arguments."""
+
+LOOKUP = "_Z16GetOpApiFuncAddrPKc"
+"""torch_npu's look-up of a function of the operators, which it exports: in user-defined libraries first, then in
+$ASCEND_HOME_PATH/lib64/libopapi_*.so, of which libopapi_transformer.so has attention, then in libopapi.so
+([op_api_common.cpp](https://github.com/Ascend/op-plugin/blob/517f2e7d0f202f38b76310706cb977ca2388ad21/op_plugin/utils/op_api_common.cpp#L861))."""
 
 EXAMINED = tuple(PAIRS)
 """Versions of torch_npu that were examined. External events are flags in device memory where CANN has both
@@ -108,15 +119,9 @@ class NativeLengths:
             raise UnsupportedCall("the native library is built from other sources")
         _check_versions(version("torch_npu"), cann)
         self._lib = BINDING
-        runtime, operators = ctypes.CDLL("libascendcl.so"), ctypes.CDLL("libopapi.so")
-        flags = hasattr(runtime, "aclrtValueWait") and hasattr(runtime, "aclrtValueWrite")
-        try:
-            functions = [None if name == "aclrtValueWrite" and not flags else getattr(library, name)
-                         for library, names in ((runtime, RUNTIME), (operators, OPERATORS)) for name in names]
-        except AttributeError as error:
-            raise UnsupportedCall(str(error)) from None
-        addresses = (ctypes.c_void_p * len(functions))(
-            *(f and ctypes.cast(f, ctypes.c_void_p).value for f in functions))
+        runtime = ctypes.CDLL("libascendcl.so")
+        functions = [*_runtime_functions(runtime), *_operator_functions()]
+        addresses = (ctypes.c_void_p * len(functions))(*functions)
         context, made = ctypes.c_void_p(), ctypes.c_void_p()
         check(runtime.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
         check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
@@ -163,6 +168,35 @@ class NativeLengths:
         if self._updater is not None:
             self._lib.npuserve_lengths_close(self._updater)
             self._updater = None
+
+
+def _runtime_functions(runtime: ctypes.CDLL) -> list[int | None]:
+    """Return the addresses of RUNTIME; None for aclrtValueWrite where external events are events.
+
+    Raises UnsupportedCall for a missing one.
+    """
+    flags = hasattr(runtime, "aclrtValueWait") and hasattr(runtime, "aclrtValueWrite")
+    try:
+        return [None if name == "aclrtValueWrite" and not flags else
+                ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value for name in RUNTIME]
+    except AttributeError as error:
+        raise UnsupportedCall(str(error)) from None
+
+
+def _operator_functions() -> list[int | None]:
+    """Return the addresses of OPERATORS and CACHES, found as torch_npu finds them. A missing one of CACHES is None.
+
+    Raises UnsupportedCall for one of OPERATORS that is missing.
+    """
+    try:
+        find = getattr(ctypes.CDLL("libtorch_npu.so"), LOOKUP)  # torch_npu has loaded the library
+    except (OSError, AttributeError) as error:
+        raise UnsupportedCall(f"torch_npu's look-up of operators is not found: {error}") from None
+    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
+    addresses = {name: find(name.encode()) for name in (*OPERATORS, *CACHES)}
+    if missing := [name for name in OPERATORS if not addresses[name]]:
+        raise UnsupportedCall(f"CANN lacks {', '.join(missing)}")
+    return list(addresses.values())
 
 
 def _check_versions(torch_npu: str, cann: str) -> None:

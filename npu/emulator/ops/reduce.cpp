@@ -64,8 +64,14 @@ OP(aclnnProd, const aclTensor *self, aclDataType dtype, const aclTensor *out) {
 EXTREME(aclnnMaxDim, at::max)
 EXTREME(aclnnMinDim, at::min)
 
+// The last of equal numbers: aclnnArgMax.md promises the same one in each call, and not the first.
 OP(aclnnArgMax, const aclTensor *self, int64_t dim, bool keepdim, const aclTensor *out) {
-  return plan(PHASE, [&] { return [=, x = view(self), y = view(out)] { write(y, at::argmax(x, dim, keepdim)); }; });
+  return plan(PHASE, [&] {
+    return [=, x = view(self), y = view(out)] {
+      const auto last = x.dim() ? x.size(dim) - 1 : 0;
+      write(y, last - at::argmax(x.dim() ? at::flip(x, dim) : x, dim, keepdim));
+    };
+  });
 }
 OP(aclnnArgMin, const aclTensor *self, int64_t dim, bool keepdim, const aclTensor *out) {
   return plan(PHASE, [&] { return [=, x = view(self), y = view(out)] { write(y, at::argmin(x, dim, keepdim)); }; });

@@ -74,6 +74,7 @@ def findings(
     for part, part_findings in (
         ("memory", latencies.bandwidth(backend)), ("kernels", check_kernels(backend)),
         ("sizes", check_sizes(backend, quick=quick)), ("kernels", latencies.kernels(backend)),
+        ("latency", latencies.samplers(backend)),
         ("model", check_model(folder, backend, config, latencies, quick=quick, soak_minutes=soak_minutes)),
         ("variants", check_variants(backend, config.threads)),
     ):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npuserve.service.cli.acceptance.kernels import WRONG_NUMBERS, supported_cases, supported_dtypes
 from npuserve.service.cli.acceptance.report import Finding
@@ -14,6 +15,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from npuserve.kernels.registry import Implementation
     from npuserve.npu.backends.base import Backend
     from npuserve.npu.diagnostics.acceptance import Loaded
 
@@ -22,6 +24,17 @@ BATCHES, STEPS = (1, 16, 64), 32
 
 MAX_OPERATIONS_PER_BYTE = 64
 """Kernel cases with more operations are bound by arithmetic, and not compared with the memory."""
+
+SAMPLED_ROWS, VOCABULARY = 8, 151_936
+"""Rows and ids of the timed samplers."""
+
+SAMPLERS: dict[str, tuple[int, float]] = {
+    **{f"top_k {top_k}": (top_k, 1.0) for top_k in (1, 20, 50, 1024)}, "top_k and top_p off": (0, 1.0),
+    "top_p alone": (0, 0.9)}
+"""Name -> top_k and top_p of all rows of a timed sampler."""
+
+MAX_SAMPLER_SECONDS = 5e-3
+"""A slower sampler fails: it takes as long as a quarter of a step of a large model, or more."""
 
 MIN_JUDGED_SECONDS = 50e-6
 """Kernel calls with a lower floor are dominated by their launch, and not judged."""
@@ -82,8 +95,39 @@ class LatencyCheck:
                 if self.emulated:
                     break
 
+    def samplers(self, backend: Backend) -> Iterator[Finding]:
+        """Time the backend's sampler for each of SAMPLERS, whose time may depend on the filters."""
+        import torch
+
+        from npuserve.kernels.sample import Filters, sample
+
+        implementation: Implementation[..., Any] | None = sample.implementations.get(backend.kernels)
+        if implementation is None or not self.bytes_per_second:
+            return
+        vocabulary = 4096 if self.emulated else VOCABULARY
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(SAMPLED_ROWS, vocabulary, generator=generator)
+        ones, uniform = torch.ones(SAMPLED_ROWS), torch.rand(SAMPLED_ROWS, dtype=torch.float64, generator=generator)
+        for name, (top_k, top_p) in SAMPLERS.items():
+            args = implementation.adapt((
+                logits, vocabulary, ones, torch.full((SAMPLED_ROWS,), top_k), ones * top_p, ones * 0, uniform))
+            filters = Filters.of(top_k, top_p, vocabulary)
+            seconds = []
+            for _ in range(WARM_UP + STEPS):
+                backend.synchronize()
+                began = time.perf_counter()
+                implementation.function(*args, filters)
+                backend.synchronize()
+                seconds.append(time.perf_counter() - began)
+            median = statistics.median(seconds[WARM_UP:])
+            yield Finding(
+                "latency", f"sampler, {SAMPLED_ROWS} rows, {name}", f"{median * 1e3:.3f} ms",
+                None if self.min_share is None else median <= MAX_SAMPLER_SECONDS, {"seconds": median},
+                "an operator of the sampler is slow with this software: send this report; requests with other "
+                "parameters are faster")
+
     def steps(self, loaded: Loaded, context: int, budget: int) -> Iterator[Finding]:
-        """Time decode steps, each launched before the previous step is collected.
+        """Time decode steps, each launched before the previous step is collected, and the updates of their lengths.
 
         context: tokens of each row before decoding. budget: maximum tokens of a step.
         """
@@ -98,12 +142,26 @@ class LatencyCheck:
             if length > runner.max_model_len or (-(-length // runner.block_size) + 1) * rows > runner.num_blocks:
                 yield Finding("latency", name, f"{rows} rows of {length} tokens do not fit", None)
                 continue
+            loaded.backend.take_lengths_lags()
             timed = bench.decode(rows, context, steps)
             yield self.latency(
                 f"{name}, context {context}", statistics.median(step.seconds for step in timed),
                 statistics.mean(bench.decode_bytes(step.context) for step in timed),
                 "check which kernels above have a low share, whether npuserve_step_host_gap_seconds is above 0, and "
                 "that nothing else runs on this device; then send this report")
+            if updater := loaded.backend.lengths_updater:
+                yield _lengths(rows, updater, loaded.backend.take_lengths_lags(), loaded.runner.config.num_layers)
+
+
+def _lengths(rows: int, updater: str, lags: Sequence[float], layers: int) -> Finding:
+    """Return the finding for the updates of lengths since the last call.
+
+    lags: seconds from each replay's launch to the end of its update.
+    """
+    said = f"by {updater}, {layers} layers"
+    if lags:
+        said += f", {statistics.median(lags) * 1e3:.3f} ms after the launch"
+    return Finding("latency", f"lengths, batch {rows}", said, None, {"updater": updater, "lags": len(lags)})
 
 
 def row_length(rows: int, context: int, budget: int, steps: int) -> int:

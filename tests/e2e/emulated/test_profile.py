@@ -103,4 +103,5 @@ def test_launches_of_the_roofline_are_the_tasks_of_a_step(tmp_path: Path, name: 
     roofline: Any = bench("kernels.roofline")
     make = {"bf16": saved, "w8a8": saved_w8a8}[name]
     two, three = (sum(row.calls for row in profile(tmp_path, layers, make).kernels) / STEPS for layers in (2, 3))
-    assert (three - two, 3 * two - 2 * three) == roofline.LAUNCHES[name]
+    launches = three - two, 3 * two - 2 * three
+    assert launches == roofline.LAUNCHES[name], launches

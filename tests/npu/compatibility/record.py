@@ -7,7 +7,6 @@ It runs in a process of its own, since the emulator replaces CANN when torch_npu
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -109,9 +108,7 @@ def record() -> Recorded:
 
     synchronize = ascend.torch_npu.npu.synchronize  # imports torch_npu
     found = Recorded()
-    table = ctypes.CDLL(None).emuOperators  # of libopapi, which the emulator has loaded
-    table.restype = ctypes.c_char_p
-    found.emulated = json.loads(table())
+    found.emulated = emulator.operators()
     found.registered = [str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")]
 
     recorder = _recorder(found, synchronize)

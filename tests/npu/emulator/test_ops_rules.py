@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 from typing import Any
 
 import pytest
 import torch
 
+from npuserve.npu import emulator
 from tests.npu.emulator.arguments import F32, I8, nz, on, ops, whole
 from tests.npu.emulator.child import emulated
 from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
@@ -20,9 +19,7 @@ BREAKING = ("scatter.range", "scatter.distinct", "scatternd.range", "ropecache.r
 
 
 def rules() -> list[dict[str, Any]]:
-    library = ctypes.CDLL(None)
-    library.emuOperators.restype = ctypes.c_char_p
-    found: list[dict[str, Any]] = json.loads(library.emuOperators())["rules"]
+    found: list[dict[str, Any]] = emulator.operators()["rules"]
     return found
 
 

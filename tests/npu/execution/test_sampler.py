@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from npuserve.kernels.registry import KERNELS, Implementation, KernelSet
+from npuserve.kernels.sample import Filters
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.backends import select
 from npuserve.npu.execution.masks import mask_of
@@ -163,14 +164,30 @@ def test_sampler_reads_ids_from_first_column(monkeypatch: pytest.MonkeyPatch) ->
             assert a.reports() == b.reports()
 
 
-@pytest.mark.parametrize(("params", "cut"), [
-    ([SamplingParams(min_p=0.1)], False), ([GREEDY, SamplingParams()], False), ([SamplingParams(top_k=1)], True),
-    ([SamplingParams(), SamplingParams(top_p=0.9)], True), ([GREEDY, SamplingParams(top_k=9)], True)])
-def test_sampler_cut_is_true_if_a_row_has_top_k_or_top_p(params: list[SamplingParams], cut: bool) -> None:
-    made, found = sampler(*params), []
-    made._k.sample = lambda *args: found.append(args[-1]) or KERNELS["sample"](*args)  # type: ignore[func-returns-value]
-    made.choose(logits_of(len(params)), [(r, 3) for r in range(len(params))])
-    assert found == [cut]
+@pytest.mark.parametrize(("params", "filters"), [
+    ([SamplingParams(min_p=0.1)], Filters.NONE), ([GREEDY, SamplingParams()], Filters.NONE),
+    ([SamplingParams(top_k=VOCABULARY)], Filters.NONE), ([SamplingParams(top_k=1)], Filters.SMALL_TOP_K),
+    ([SamplingParams(), SamplingParams(top_k=9, top_p=0.9)], Filters.SMALL_TOP_K),
+    ([SamplingParams(temperature=0.0, top_p=0.9), SamplingParams()], Filters.NONE),
+    ([SamplingParams(top_k=5), SamplingParams(top_p=0.9)], Filters.ANY)])
+def test_sampler_filters_are_the_most_that_a_sampled_row_has(params: list[SamplingParams], filters: Filters) -> None:
+    chooser = sampler(*params)
+    seen: list[Filters] = []
+
+    def sample(*args: Any) -> Tensor:
+        seen.append(args[-1])
+        ids: Tensor = KERNELS["sample"](*args)
+        return ids
+
+    chooser._k.sample = sample
+    chooser.choose(logits_of(len(params)), [(r, 3) for r in range(len(params))])
+    assert seen == [filters]
+
+
+def test_filters_of_large_top_k_need_a_sort() -> None:
+    assert Filters.of(1024, 1.0, 5000) is Filters.SMALL_TOP_K
+    assert Filters.of(1025, 1.0, 5000) is Filters.ANY
+    assert Filters.of(1025, 1.0, 1000) is Filters.NONE
 
 
 def test_sampler_penalties_equal_transformers() -> None:
@@ -325,7 +342,7 @@ def test_sampler_counts_only_with_penalties() -> None:
 
 
 def test_sampler_slots_belong_to_live_requests_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CPU, "captures_sampler", True)
+    monkeypatch.setattr(CPU, "sampler_filters", (Filters.ANY,))
     made, penalized = Sampler(KernelSet("none"), VOCABULARY, CPU, 1), SamplingParams(presence_penalty=1.0)
     for request, params in enumerate([SamplingParams(), penalized, penalized]):
         made.add(NewRequest(request, [1], [], params))

@@ -21,7 +21,10 @@ def test_capture_error_is_reported_if_captures_may_be_dropped(capsys: pytest.Cap
     assert not faults.report_capture_error(True, ValueError("another"))
     assert capsys.readouterr().out == ""
     assert faults.report_capture_error(True, error)
-    assert json.loads(capsys.readouterr().out) == {"event": "capture_failed", "error": str(error)}
+    assert json.loads(capsys.readouterr().out) == {"event": "capture_failed", "error": str(error), "next_mode": "off"}
+    error.next_mode = "decoder"
+    assert faults.report_capture_error(True, error)
+    assert json.loads(capsys.readouterr().out)["next_mode"] == "decoder"
 
 
 @pytest.mark.parametrize(("found", "may_drop", "error", "code"), [

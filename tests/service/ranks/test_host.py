@@ -23,14 +23,14 @@ RANK = """
 import json, sys, time
 given = json.loads(sys.stdin.readline())
 with open(sys.argv[1], "a") as journal:
-    print(json.dumps([given["rank"], given["capture_failed"]]), file=journal)
-while sum(json.loads(line)[1] == given["capture_failed"] for line in open(sys.argv[1])) < 2:
+    print(json.dumps([given["rank"], given["capture"]]), file=journal)
+while sum(json.loads(line)[1] == given["capture"] for line in open(sys.argv[1])) < 2:
     time.sleep(0.01)
-if given["capture_failed"]:
+if given["capture"]:
     print(json.dumps({"event": "unusable", "error": "the end of the test"}))
     sys.exit(2)
 if given["rank"] == 2:
-    print(json.dumps({"event": "capture_failed", "error": "no graphs here"}))
+    print(json.dumps({"event": "capture_failed", "error": "no graphs here", "next_mode": "off"}))
     sys.exit(3)
 sys.stdin.read()
 """
@@ -86,7 +86,7 @@ def test_group_after_a_failed_capture_captures_no_steps(journal: Path) -> None:
     world = World(1, 2, "127.0.0.1", 29500, NAMES[0])
     assert host.Host(ServerConfig(tensor_parallel_size=4), Path(), world).run() == 2
     started = sorted(json.loads(line) for line in journal.read_text().splitlines())
-    assert started == [[2, ""], [2, "no graphs here"], [3, ""], [3, "no graphs here"]]
+    assert started == [[2, ""], [2, "off"], [3, ""], [3, "off"]]
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -199,10 +199,10 @@ def test_host_that_cannot_start_a_rank_tries_again(
     assert fields[0] == {"code": 1, "error": f"a rank cannot be started: {error}"}
 
 
-@pytest.mark.parametrize(("capture", "failed", "may_drop"), [("auto", "", True), ("auto", "why", False),
-                                                             ("on", "", False)])
-def test_rank_reports_a_failed_capture_once(capture: str, failed: str, may_drop: bool) -> None:
+@pytest.mark.parametrize(("setting", "capture", "may_drop"), [
+    ("auto", "", True), ("auto", "decoder", True), ("decoder", "", True), ("auto", "off", False), ("on", "", False)])
+def test_rank_reports_a_failed_capture_while_it_captures(setting: str, capture: str, may_drop: bool) -> None:
     """A rank that captures nothing has other errors; with capture on the server ends."""
-    config = ServerConfig(tensor_parallel_size=4, capture=capture)  # type: ignore[arg-type]
-    args = processes.RankArgs(config, ".", 2, "127.0.0.1:1", 2, capture_failed=failed)
+    config = ServerConfig(tensor_parallel_size=4, capture=setting)  # type: ignore[arg-type]
+    args = processes.RankArgs(config, ".", 2, "127.0.0.1:1", 2, capture=capture)  # type: ignore[arg-type]
     assert args.may_drop_captures is may_drop

@@ -137,7 +137,7 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert [engine["arguments"].pop(name) for name in ("rank_memory", "shared_weights", "kernels")] == [[], None, None]
     assert engine["arguments"] == {
         "config": config, "folder": ".", "address": address, "epoch": 1, "heartbeat": True,
-        "served_name": Path.cwd().name, "capture_failed": ""}
+        "served_name": Path.cwd().name, "capture_failed": "", "capture": ""}
     assert front["mode"] == "0o40700"
     assert front["metrics"] == engine["metrics"]
     assert (front["spin"], engine["spin"]) == (None, "1000")
@@ -212,11 +212,12 @@ def test_supervisor_restarted_engine_gets_kernels_of_first(supervise: Callable[.
     assert given == [None, None, {"run": 2}, {"run": 2}, {"run": 2}]
 
 
-def test_supervisor_engines_after_failed_capture_get_the_reason(supervise: Callable[..., Run]) -> None:
+def test_supervisor_engines_after_failed_capture_get_the_reason_and_the_mode(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:1 uncaptured:3 step:0.2 live")
     run.until(lambda: len(run.journal("engine", "started")) == 4)
-    given = [facts["arguments"]["capture_failed"] for _, _, facts in run.journal("engine", "started")]
-    assert given == ["", "", "no graphs here", "no graphs here"]
+    given = [(facts["arguments"]["capture_failed"], facts["arguments"]["capture"])
+             for _, _, facts in run.journal("engine", "started")]
+    assert given == [("", ""), ("", ""), ("no graphs here", "decoder"), ("no graphs here", "decoder")]
 
 
 @pytest.mark.parametrize("with_children", [True, False])

@@ -343,18 +343,18 @@ def test_ascend_variables_of_torch_npu_are_checked_before_the_load(tmp_path: Pat
     ids=["float", "w8a8, int8 head", "w8a8, int8 cache", "int8 cache", "w8a8"])
 @emulated(relax=RELAX)
 def test_ascend_bucket_is_captured_once_per_sampling(tmp_path: Path, w8a8: bool, settings: dict[str, Any]) -> None:
-    """Each bucket of rows or tokens is captured with argmax and with the sampler, and not again by requests. Chunks are
-    not captured over an int8 cache. docs/ascend-roofline.md has the cost of a single capture (design B)."""
+    """Each bucket of rows is captured with argmax and with the sampler for each of three filters, each bucket of tokens
+    with the sampler for two, and nothing is captured again by requests. Chunks are not captured over an int8 cache."""
     folder = saved_w8a8(tmp_path) if w8a8 else saved(tmp_path)
     load(folder, decode_buckets=(1,), capture="on", **settings)  # a second updater of lengths may be tested
     emulator.clear_calls()
     runner = load(folder, decode_buckets=(1, 4), max_num_batched_tokens=130, capture="on", **settings)
-    buckets = [1, 4, *([] if "kv_cache_dtype" in settings else [64, 128, 130])]
-    for sampling in ({}, {"temperature": 0.9}):
+    rows, tokens = [1, 4], [] if "kv_cache_dtype" in settings else [64, 128, 130]
+    for sampling in ({}, {"temperature": 0.9}, {"top_k": 5}, {"top_p": 0.5}):
         answers(runner, asks(3, 4, **sampling))
         runner.launch(Step([], ended=[0, 1, 2]))
     captures = [call.name for call in emulator.calls() if call.name == "aclmdlRICaptureBegin"]
-    assert len(captures) == 2 * len(buckets) + 1  # and the test of new lengths
+    assert len(captures) == 4 * len(rows) + 3 * len(tokens) + 1  # and the test of new lengths
 
 
 # The device

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.triton_check import agrees
 from npuserve.npu.backends.base import Captured
@@ -77,19 +78,27 @@ def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, w8a8: bool) ->
 
 @emulated()
 def test_ascend_graphs_and_operators_are_those_of_the_roofline(tmp_path: Path) -> None:
-    """Design A of docs/ascend-roofline.md: for each bucket of rows or tokens a graph with argmax and one with the
-    sampler."""
+    """Design A of docs/ascend-roofline.md: for each bucket of rows or tokens a graph with argmax, and one with the
+    sampler for each of the filters."""
     roofline = bench("kernels.roofline")
     built = roofline.DESIGNS[0]
     dispatch = load(saved(tmp_path), dtype="bfloat16", decode_buckets=(1,))._dispatch
-    pairs = (dispatch.greedy, dispatch.sampled), (dispatch.mixed_argmax, dispatch.mixed_sampled)
-    assert (built.of_rows, built.of_tokens) == tuple(len({*pair}) for pair in pairs)
+    kinds = (dispatch.greedy, dispatch.sampled), (dispatch.mixed_argmax, dispatch.mixed_sampled)
+    assert (built.of_rows, built.of_tokens) == tuple(1 + len(sampled) for _, sampled in kinds)
+    assert built.samplers == tuple(len(sampled) for _, sampled in kinds)
     assert (built.heads, built.replays) == (0, (1, 1, 1, 1))
-    assert (dispatch.decode, dispatch.mixed) == tuple(pair[0] for pair in pairs)
-    for pair, size in zip(pairs, (1, 64), strict=True):
-        argmax, sampled = (nodes(each, size, tmp_path / "graph.json") for each in pair)
-        assert (argmax["aclnnArgMax"], argmax["aclnnNanToNum"], sampled["aclnnApplyTopKTopP"]) == (1, 1, 1)
-        assert sampled.total() - argmax.total() == roofline.SAMPLER_LAUNCHES - 2  # operators of the argmax
+    assert (dispatch.decode, dispatch.mixed) == tuple(greedy for greedy, _ in kinds)
+    filter_of = {Filters.NONE: "", Filters.SMALL_TOP_K: "aclnnApplyTopKTopP", Filters.ANY: "aclnnSort"}
+    for (greedy, each_sampled), size in zip(kinds, (1, 64), strict=True):
+        argmax = nodes(greedy, size, tmp_path / "graph.json")
+        assert (argmax["aclnnAmax"], argmax["aclnnAmin"], argmax["aclnnArgMax"]) == (1, 1, 0)
+        for filters, captured in each_sampled.items():
+            sampled = nodes(captured, size, tmp_path / "graph.json")
+            others = {*filter_of.values()} - {"", filter_of[filters]}
+            assert not others & sampled.keys()
+            assert not filter_of[filters] or sampled[filter_of[filters]] == 1
+            launches = sampled.total() - argmax.total() + roofline.ARGMAX_LAUNCHES
+            assert launches == roofline.SAMPLER_LAUNCHES[filters.name], (filters, launches)
 
 
 @emulated(relax=("fp32",), triton=True)

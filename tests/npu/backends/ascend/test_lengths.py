@@ -154,6 +154,36 @@ def test_ascend_failed_length_update_raises_device_error(tmp_path: Path, updater
     let_go()
 
 
+@emulated(fresh=True)
+def test_ascend_update_that_needs_more_workspace_than_was_captured_fails(tmp_path: Path) -> None:
+    """It would write beyond the workspace. The next engine captures nothing."""
+    saved(tmp_path)
+    runner = load(tmp_path, dtype="bfloat16")
+    with emulator.defects("large_update"):
+        launched = runner.launch(Step([Row(1, [1, 2], 0, [0], True)], [NewRequest(1, [1, 2], [], GREEDY)]))
+        said = r"new lengths need a workspace of \d+ bytes, and \d+ were captured"
+        with pytest.raises(RuntimeError, match=said) as raised:
+            runner.collect(launched)
+    assert AscendBackend.is_capture_error(raised.value)
+    assert AscendBackend.fault(raised.value) is Fault.ENGINE
+    let_go()
+
+
+@emulated()
+def test_native_lengths_find_attention_where_torch_npu_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In libopapi_transformer, as in CANN: libopapi has other operators."""
+    name = "aclnnFusedInferAttentionScoreV3"
+    assert not hasattr(ctypes.CDLL("libopapi.so"), name)
+    addresses = dict(zip((*native_lengths.OPERATORS, *native_lengths.CACHES), native_lengths._operator_functions(),
+                         strict=True))
+    library = ctypes.CDLL("libopapi_transformer.so")
+    assert addresses[name] == ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    assert isinstance(started()._lengths, NativeLengths)
+    monkeypatch.setattr(native_lengths, "OPERATORS", (*native_lengths.OPERATORS, "aclnnNone"))
+    with pytest.raises(UnsupportedCall, match="CANN lacks aclnnNone"):
+        native_lengths._operator_functions()
+
+
 @pytest.mark.parametrize(("torch_npu", "cann", "message"), [
     ("2.9.0.post1", "9.2.0", r"torch_npu 2\.9\.0\.post1 may record external events, .* 2\.13\.0 and 2\.10\.0\.post4"),
     ("2.14.0", "9.2.0", r"torch_npu 2\.14\.0 may record"),
@@ -196,7 +226,8 @@ def test_native_lengths_without_an_event_keep_nothing_of_the_graph(failing: int)
         return 0
 
     done = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    made = dict.fromkeys((*native_lengths.RUNTIME, *native_lengths.OPERATORS), done) | {
+    names = (*native_lengths.RUNTIME, *native_lengths.OPERATORS, *native_lengths.CACHES)
+    made = dict.fromkeys(names, done) | {
         "aclrtSetCurrentContext": ctypes.CFUNCTYPE(ctypes.c_int, handle)(lambda context: 0),
         "aclrtCreateEventExWithFlag": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(handle), ctypes.c_uint32)(create),
         "aclrtDestroyEvent": ctypes.CFUNCTYPE(ctypes.c_int, handle)(destroy)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ import torch
 
 from npuserve.kernels import ascend
 from npuserve.kernels.registry import KERNELS, KernelSet
+from npuserve.kernels.sample import Filters
+from npuserve.npu import emulator
+from npuserve.npu.backends.ascend import captured_graph, graphs
 from npuserve.npu.execution import dispatch
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.sampler import Sampler
@@ -65,7 +69,7 @@ def test_step_of_any_rows_samples_a_limited_number(tmp_path: Path) -> None:
         npu = load(tmp_path, decode_buckets=(1, 2))
     got, results = answers(npu, varied(20, PARAMETERS))
     assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), varied(20, PARAMETERS))[0]
-    assert npu._dispatch.mixed_sampled is not None
+    assert npu._dispatch.mixed_sampled
     assert max(result.captured_decodes for result in results) == 3
     assert max(result.decoder_decodes for result in results) == 7
 
@@ -249,9 +253,10 @@ def test_rows_without_temperature_take_the_first_of_the_likeliest(tmp_path: Path
     host.set_chance(4, 0.9, 3, 0.8, 0.0, 0.999999999999)
     floats = [torch.from_numpy(row.copy()).npu() for row in host.floats]
     inputs = SamplingInputs(torch.from_numpy(host.slots).npu(), torch.from_numpy(host.top_k).npu(), *floats)
-    ids = sampler.sample_fixed(logits.npu(), inputs)[:, 0].tolist()
-    assert ids[:4] == KERNELS["greedy"].golden(logits[:4], 60)[:, 0].tolist()
-    assert ids[4] in logits[4, :60].topk(3).indices.tolist()
+    for filters in (Filters.SMALL_TOP_K, Filters.ANY):
+        ids = sampler.sample_fixed(logits.npu(), inputs, filters)[:, 0].tolist()
+        assert ids[:4] == KERNELS["greedy"].golden(logits[:4], 60)[:, 0].tolist()
+        assert ids[4] in logits[4, :60].topk(3).indices.tolist()
 
 
 def test_penalties_slots_are_reused() -> None:
@@ -270,3 +275,49 @@ def test_uniform_number_stays_below_one_in_float32() -> None:
     host = HostSampling(np.zeros(1, np.int64), np.zeros(1, np.int32), np.zeros((7, 1), np.float32), 10)
     host.set_chance(0, 1.0, 11, 1.0, 0.0, 1 - 2**-53)
     assert host.floats[3, 0] < 1
+
+
+# A sampler that cannot be captured
+
+
+@pytest.mark.parametrize(("operator", "chunks"), [("aclnnSort", False), ("aclnnIndexPutImpl", True)])
+@emulated(relax=RELAX, fresh=True)
+def test_refused_sampler_leaves_the_decoder_captured(tmp_path: Path, operator: str, chunks: bool) -> None:
+    """The log names the operator, and tokens are the CPU's. A step with chunks needs no sort in its first capture."""
+    saved(tmp_path)
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("npuserve.npu.execution.dispatch").addHandler(handler)
+    refuse_in_captures(operator)
+    npu = load(tmp_path, capture_chunks=chunks)
+    emulator.heal()
+    (said,) = warned
+    assert said.startswith(f"device: steps cannot be captured with {operator}")
+    assert said.endswith("The sampler runs kernel by kernel after captured steps, which is slower")
+    captured = npu._dispatch
+    assert captured.greedy
+    assert (bool(captured.mixed), captured.sampled, captured.mixed_sampled) == (chunks, {}, {})
+    got, results = answers(npu, varied(20, PARAMETERS))
+    assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), varied(20, PARAMETERS))[0]
+    assert sum(result.decoder_decodes for result in results) > 60
+    got, results = answers(load(tmp_path, capture_chunks=chunks, capture="decoder"), asks(3, 6))
+    assert sum(result.captured_decodes for result in results) > 5
+
+
+def refuse_in_captures(operator: str) -> None:
+    """Let the device refuse an operator from now on, but not outside of captures."""
+    capture = captured_graph.capture
+
+    def refusing(step: Any, *args: Any) -> Any:
+        def launches(count: int) -> Any:
+            if torch.npu.is_current_stream_capturing():
+                emulator.fail(f"{operator}GetWorkspaceSize", 507009, times=-1)
+            try:
+                return step(count)
+            finally:
+                emulator.heal()
+
+        return capture(launches, *args)
+
+    graphs.capture = refusing  # type: ignore[assignment]

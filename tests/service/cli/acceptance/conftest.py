@@ -24,6 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module, name, value in (
         (acceptance, "READ_BYTES", 8 << 20), (ceilings, "_PASS_SECONDS", 1e-4), (measure, "COLD_BYTES", 1 << 16),
         (measure, "_PASS_SECONDS", 1e-4), (latency, "BATCHES", (1, 9)), (latency, "STEPS", 2),
+        (latency, "VOCABULARY", 512),
         (accept_tokens, "ANSWER", 20), (accept_tokens, "BUDGET", 32),
     ):
         monkeypatch.setattr(module, name, value)

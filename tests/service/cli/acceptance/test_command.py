@@ -41,7 +41,7 @@ def test_check_accept_correct_device_passes(folder: Path, capsys: Capture) -> No
     assert "equal steps" in tokens["overlapped and not, bfloat16"]["said"]
     assert tokens["captured decodes, bfloat16"]["figures"] == {"share": 1.0}
     assert [x["figures"]["difference"] for x in part_of(report, "capture").values()] == [0.0]
-    steps = {name: x["passed"] for name, x in part_of(report, "latency").items()}
+    steps = {name: x["passed"] for name, x in part_of(report, "latency").items() if not name.startswith("sampler")}
     assert steps == {"decode step, batch 1, context 64": None, "decode step, batch 9, context 64": None}
 
 

@@ -7,6 +7,7 @@ import pytest
 from npuserve.kernels import registry
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.service.cli.acceptance import latency
 from npuserve.service.cli.acceptance.latency import LatencyCheck
 from tests.service.cli.acceptance.running import built
 
@@ -19,6 +20,17 @@ pytestmark = pytest.mark.usefixtures("small")
 def test_latency_is_judged_by_its_share_of_the_floor(judged: float | None, judge: bool, passed: bool | None) -> None:
     found = LatencyCheck(False, judged, bytes_per_second=100.0).latency("step", 4.0, 200.0, "do this", judge)
     assert (found.passed, found.figures) == (passed, {"seconds": 4.0, "floor_seconds": 2.0, "share": 0.5})
+
+
+@built
+def test_latency_samplers_are_timed_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CpuBackend()
+    assert list(LatencyCheck(False, None).samplers(backend)) == []
+    timed = list(LatencyCheck(False, 0.0, bytes_per_second=1.0).samplers(backend))
+    assert [x.name for x in timed] == [f"sampler, 8 rows, {name}" for name in latency.SAMPLERS]
+    assert all(x.figures["seconds"] > 0 for x in timed)
+    monkeypatch.setattr(latency, "MAX_SAMPLER_SECONDS", 0.0)
+    assert not any(x.passed for x in LatencyCheck(False, 0.0, bytes_per_second=1.0).samplers(backend))
 
 
 @built
