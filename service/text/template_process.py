@@ -11,7 +11,7 @@ the process.
 A template that cannot be compiled within the limits of memory and processor time is a fault of the model's folder. A
 conversation beyond them gets INVALID_ARGUMENT, and the next one gets a new process. Real time depends on the machine
 too, which may be loaded or frozen: a conversation that takes MAX_WALL_RATIO times the limit gets UNAVAILABLE, and a
-compilation that does is repeated.
+compilation that takes MAX_START_WALL_RATIO times the limit is repeated.
 
 The number of processes is the largest number of conversations rendered at the same time, which the threads of
 preparation.py bound. A process has only the environment variables that Python needs to start, and cannot read the
@@ -38,12 +38,14 @@ from npuserve.service.config import ConfigError
 from npuserve.service.errors import InvalidField, Unavailable
 from npuserve.service.ipc import process_control
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
-from npuserve.service.text.chat_template import TemplateFiles, load_chat_template, read_templates
+from npuserve.service.text.chat_template import ChatTemplate, TemplateFiles, load_chat_template, read_templates
 
 MAX_SECONDS = 10.0
 """Processor time to compile a template, and of one conversation."""
 MAX_WALL_RATIO = 10
 """Real time of a conversation, as a multiple of its limit of processor time."""
+MAX_START_WALL_RATIO = 100
+"""The same for the compilation, for which no conversation waits."""
 MAX_MEMORY_BYTES = 2 << 30
 """Memory limit for a conversation, above the memory of the idle process. The largest conversation needs some tens of
 MiB, several times over."""
@@ -79,8 +81,8 @@ class TemplateProcess:
     ):
         self._folder = folder
         self._files = ", ".join(sorted(set(templates.files.values())))
-        self._start = {"folder": str(folder), "named_tokens": dict(named_tokens), "seconds": seconds,
-                       "dumpable": process_control.is_dumpable()}
+        self._start = {"folder": str(folder), "files": self._files, "named_tokens": dict(named_tokens),
+                       "seconds": seconds, "dumpable": process_control.is_dumpable()}
         self._seconds = seconds
         self._idle: deque[_Process] = deque()
 
@@ -110,7 +112,8 @@ class TemplateProcess:
             process.end()
             if process.popen.returncode == 1 or process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
                 raise Unavailable("the process of the chat template cannot start, or was killed")
-            raise self._fault(f"{self._files}: must take at most {self._limits(MAX_COMPILE_BYTES)} to compile")
+            limits = self._limits(MAX_COMPILE_BYTES)
+            raise self._fault(f"{self._files}: must take at most {limits} to compile and to render one word")
         if description.error:
             raise self._fault(description.error)
         self._idle.append(process)
@@ -209,6 +212,20 @@ def _write(value: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def _check_memory(template: ChatTemplate, files: str) -> None:
+    """Render a conversation of one word. Raise ValueError if that takes too much memory.
+
+    Where the compiler of jinja2 has no memory for a constant, it leaves the computation to each conversation. Templates
+    may refuse the conversation for other reasons.
+    """
+    try:
+        template.render([{"role": "user", "content": "Hello"}])
+    except InvalidField as error:
+        if isinstance(error.__cause__, MemoryError):
+            message = f"{files}: a conversation of one word takes more than {MAX_COMPILE_BYTES >> 20} MiB (MemoryError)"
+            raise ValueError(message) from error
+
+
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of the server; the front end ends this one
         signal.signal(number, signal.SIG_IGN)
@@ -217,13 +234,14 @@ def main() -> int:
     start = json.loads(sys.stdin.buffer.readline())
     process_control.set_dumpable(start["dumpable"])
     process_control.limit_growth(MAX_COMPILE_BYTES)
-    process_control.limit_time(start["seconds"], MAX_WALL_RATIO)
+    process_control.limit_time(start["seconds"], MAX_START_WALL_RATIO)
     try:
         template = load_chat_template(Path(start["folder"]), start["named_tokens"])
+        assert template
+        _check_memory(template, start["files"])
     except (OSError, ValueError) as error:
         _write(msgspec.json.encode(Description([], PLAIN, str(error))))
         return 0
-    assert template
     description = msgspec.json.encode(Description(sorted(template.roles), template.format, ""))
     process_control.limit_time(0, MAX_WALL_RATIO)
     process_control.limit_growth(MAX_MEMORY_BYTES)

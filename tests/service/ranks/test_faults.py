@@ -61,7 +61,8 @@ def test_start_code_tells_captures_from_an_unusable_configuration(capsys: pytest
 
 def ended(monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[int, dict[str, str]]:
     """Run a program in place of a rank. Return its exit code, and the event with its error."""
-    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", program))
+    reading = f"import sys; sys.stdin.readline()\n{program}"
+    monkeypatch.setattr(processes, "PROCESS", (sys.executable, "-c", reading))
     rank = processes.RankProcess(processes.RankArgs(ServerConfig(), ".", 1, "127.0.0.1:1", 2))
     return rank.run(), rank.error
 

@@ -41,8 +41,13 @@ HUGE = {
 
 
 def made(folder: Path, template: str, seconds: float = 0.4) -> TemplateProcess:
-    (folder / "chat_template.jinja").write_text(
-        "{% if messages[0].content == 'well' %}well{% else %}" + template + "{% endif %}")
+    """Return the process of a template that serves the conversations "well" and, at the start, "Hello"."""
+    return whole(folder, "{% if messages[0].content in ('well', 'Hello') %}well{% else %}" + template + "{% endif %}",
+                 seconds)
+
+
+def whole(folder: Path, template: str, seconds: float = 0.4) -> TemplateProcess:
+    (folder / "chat_template.jinja").write_text(template)
     templates = read_templates(folder)
     assert templates
     return TemplateProcess(folder, templates, {}, seconds)
@@ -71,13 +76,14 @@ def test_render_of_a_template_with_huge_memory_is_refused(tmp_path: Path, name: 
     ("{% if %}", "Expected an expression"),
     ("{% if 1 %}" * 500 + "{% endif %}" * 500, "RecursionError: "),
     ("{% if 1 %}" * 120 + "{% endif %}" * 120, "IndentationError: "),
-    ("{{ 'a' * 10**8 * 8 }}", "(MemoryError|must take at most)"),
+    ("{{ 'a' * 10**9 * 8 }}", "(MemoryError|must take at most)"),
     ("{{ 7 ** (10 ** 8) }}", "must take at most 0.4 seconds of processor time"),
+    (ENDLESS["a loop without output"], "must take at most 0.4 seconds of processor time"),
 ])
 def test_start_of_a_template_that_cannot_be_compiled_names_its_file(
     tmp_path: Path, template: str, message: str
 ) -> None:
-    process = made(tmp_path, template)
+    process = whole(tmp_path, template)
     with pytest.raises(ConfigError, match=rf"^chat template of .*: chat_template\.jinja: .*{message}"):
         process.start()
     assert not process._idle
@@ -241,6 +247,6 @@ def test_template_process_whose_front_end_ends_writes_nothing(tmp_path: Path) ->
         template_process.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout
     process.stdout.close()
-    start = {"folder": str(tmp_path), "named_tokens": {}, "seconds": 1.0, "dumpable": True}
+    start = {"folder": str(tmp_path), "files": "", "named_tokens": {}, "seconds": 1.0, "dumpable": True}
     assert process.communicate(json.dumps(start).encode() + b"\n")[1] == b""
     assert process.returncode == -signal.SIGPIPE
