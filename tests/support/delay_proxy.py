@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
 
@@ -78,11 +79,17 @@ class DelayProxy:
         """Copy until one end closes. Each chunk leaves at the link's rate and arrives `delay_seconds` later."""
         loop = asyncio.get_running_loop()
         departure = time.monotonic()
+        travelling: deque[bytes] = deque()  # timers of nearly the same time may fire in another order
+
+        def arrive() -> None:
+            writer.write(travelling.popleft())
+
         with contextlib.suppress(OSError):
             while chunk := await reader.read(CHUNK_BYTES if bytes_per_second else CHUNK_BYTES * 8):
                 now = time.monotonic()
                 departure = max(departure, now) + (len(chunk) / bytes_per_second if bytes_per_second else 0.0)
-                loop.call_later(departure - now + self._delay_seconds, writer.write, chunk)
+                travelling.append(chunk)
+                loop.call_later(departure - now + self._delay_seconds, arrive)
                 if departure - now > MAX_QUEUED_SECONDS:
                     await asyncio.sleep(departure - now - MAX_QUEUED_SECONDS / 2)
             await asyncio.sleep(self._delay_seconds)  # the last chunk is on its way
