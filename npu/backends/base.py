@@ -242,6 +242,9 @@ class Backend(ABC):
     def memory_available(self) -> int:
         """Return the bytes of device memory that this process can still allocate."""
 
+    def wait_for_memory(self) -> None:  # noqa: B027 - a device without memory of its own has nothing to wait for
+        """Wait while memory of ended processes returns to the device, before its free memory is planned."""
+
     def bind_threads(self) -> str:
         """Bind this process's threads to processors near the device. Return what was done, as a sentence; "": nothing.
 

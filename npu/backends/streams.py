@@ -6,6 +6,8 @@ The host waits for these copies only.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
@@ -13,6 +15,16 @@ import torch
 
 from npuserve.kernels.registry import Span
 from npuserve.npu.backends.base import Backend, BackendError, Event, Pending, T
+
+log = logging.getLogger(__name__)
+
+MIN_HELD_BYTES = 4 << 30
+"""Less memory is held by drivers, and by the contexts of this process."""
+MIN_RISE_BYTES = 16 << 20
+"""Free memory that rises by less in a second does not rise."""
+QUIET_SECONDS, MAX_RELEASE_SECONDS = 5, 60
+"""The memory of a killed process returns late: within 50 s on an NPU
+(https://github.com/vllm-project/vllm-ascend/issues/7412)."""
 
 
 class QueuedWork(Generic[T]):
@@ -118,6 +130,29 @@ class StreamBackend(Backend):
         free: int = self._streams.mem_get_info(self.device)[0]
         cached: int = self._streams.memory_reserved(self.device) - self._streams.memory_allocated(self.device)
         return free + cached
+
+    def wait_for_memory(self) -> None:
+        """Wait until the free memory has not risen for QUIET_SECONDS, at most MAX_RELEASE_SECONDS.
+
+        Return at once if others hold little memory.
+        """
+        held = self._held_by_others()
+        if held < MIN_HELD_BYTES:
+            return
+        log.info("other processes hold %.1f GiB of the device's memory: waiting until it rises no more", held / 2**30)
+        quiet_seconds = 0
+        for _ in range(MAX_RELEASE_SECONDS):
+            time.sleep(1.0)
+            now_held = self._held_by_others()
+            quiet_seconds = 0 if now_held < held - MIN_RISE_BYTES else quiet_seconds + 1
+            held = min(held, now_held)
+            if held < MIN_HELD_BYTES or quiet_seconds == QUIET_SECONDS:
+                return
+
+    def _held_by_others(self) -> int:
+        """Return the bytes of the device's memory that are neither free nor in this process's pools."""
+        free, total = self._streams.mem_get_info(self.device)
+        return int(total - free - self._streams.memory_reserved(self.device))
 
     def kv_cache_share(self, free: int) -> int:
         """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""

@@ -88,6 +88,7 @@ def load_runner(
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
     memory = None if host else memory
+    device.wait_for_memory()
     kept = memory.plan(Path(folder)) if memory else None
     with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
         plan = kept if shared and kept else predict(

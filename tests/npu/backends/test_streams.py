@@ -1,0 +1,34 @@
+"""Devices with streams: the wait for the memory of ended processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from npuserve.npu.backends import streams
+from npuserve.npu.backends.streams import StreamBackend
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("held", "seconds"), [
+    ([1], 0), ([30, 30, 20, 2], 3), ([30] + [10] * 20, 6), ([20] * 20, 5), ([100 - i for i in range(95)], 60)],
+    ids=["nothing is held", "all returns", "a part returns", "another process", "it returns for ever"])
+def test_wait_for_memory_ends_when_it_rises_no_more(
+    monkeypatch: pytest.MonkeyPatch, held: Sequence[int], seconds: int
+) -> None:
+    """held: GiB that others hold, second by second."""
+    total, reserved, slept = 128 * GIB, 3 * GIB, list[float]()
+    monkeypatch.setattr(streams.time, "sleep", slept.append)
+    readings = itertools.chain(held, itertools.repeat(held[-1]))
+    module = SimpleNamespace(
+        mem_get_info=lambda device: (total - reserved - next(readings) * GIB, total),
+        memory_reserved=lambda device: reserved)
+    backend = SimpleNamespace(_streams=module, device=torch.device("cpu"))
+    backend._held_by_others = lambda: StreamBackend._held_by_others(backend)  # type: ignore[arg-type]
+    StreamBackend.wait_for_memory(backend)  # type: ignore[arg-type]
+    assert slept == [1.0] * seconds
