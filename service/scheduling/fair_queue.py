@@ -43,6 +43,10 @@ from npuserve.service.scheduling.sequence import Account, Sequence
 
 MAX_IDLE_ACCOUNTS = 1024
 """Maximum number of clients without requests whose virtual time is kept."""
+SMALL_TOKENS = 256
+"""Maximum number of tokens that a small newcomer computes before its first token."""
+MAX_PASSING_TOKENS = 1024
+"""Maximum number of tokens by which a newcomer's client is ahead of the next request that it passes."""
 PRIORITY_TOKENS = 16
 """Tokens that one unit of priority is worth: a request of 100 tokens is 6 units."""
 
@@ -59,6 +63,7 @@ class FairQueue:
         self._max_requests = max_requests
         self._queues: dict[Account, list[Sequence]] = {}  # none is empty
         self._accounts: dict[str, Account] = {}
+        self._lenders: dict[int, Sequence] = {}  # in the order of their yields
         self._virtual_time = 0.0
         self._length = 0
         self._live = 0  # requests that have not ended
@@ -92,8 +97,15 @@ class FairQueue:
             for one in idle[: len(idle) // 2 + 1]:
                 del self._accounts[one.client]
 
-    def push(self, sequence: Sequence) -> None:
-        """Add a request to the queue of its client."""
+    @property
+    def lender(self) -> Sequence | None:
+        """The request that waits longest for a place which it lent."""
+        return next(iter(self._lenders.values()), None)
+
+    def push(self, sequence: Sequence, is_lender: bool = False) -> None:
+        """Add a request to the queue of its client. is_lender: it has lent its place, see preemption.py."""
+        if is_lender:
+            self._lenders[sequence.id] = sequence
         account = sequence.account
         account.virtual_time = self._start_of_new(account)
         if not self._queues:
@@ -108,6 +120,7 @@ class FairQueue:
         account = sequence.account
         account.waiting -= 1
         self._length -= 1
+        self._lenders.pop(sequence.id, None)
         queue = self._queues[account]
         del queue[bisect_left(queue, _key(sequence), key=_key)]
         if not queue:
@@ -122,6 +135,20 @@ class FairQueue:
         if len(queues) < 2:
             return next((queue[0] for queue in queues.values()), None)
         return min((queue[0] for queue in queues.values()), key=lambda first: (start(first), first.queue_key))
+
+    def newcomer(self) -> Sequence | None:
+        """Return the first small newcomer that may pass the next request; None if there is none.
+
+        It computes at most SMALL_TOKENS before its first token, and its client is at most MAX_PASSING_TOKENS behind in
+        the queue's order.
+        """
+        small = [queue[0] for account, queue in self._queues.items()
+                 if not account.running and is_newcomer(queue[0]) and queue[0].num_missing_tokens <= SMALL_TOKENS]
+        if not small:
+            return None
+        first = min(small, key=lambda sequence: (start(sequence), sequence.queue_key))
+        limit = min(start(queue[0]) for queue in self._queues.values()) + MAX_PASSING_TOKENS
+        return first if start(first) <= limit else None
 
     def admit(self, sequence: Sequence, tokens: int) -> None:
         """Remove a request that is admitted, and advance the virtual time. Call it before Sequence.admit.
@@ -207,6 +234,11 @@ class FairQueue:
 def start(sequence: Sequence) -> float:
     """Return the virtual time at which a client is served whose first request is this one."""
     return sequence.account.virtual_time + sequence.request.priority * PRIORITY_TOKENS
+
+
+def is_newcomer(sequence: Sequence) -> bool:
+    """Return whether a waiting request has no token yet, and its client runs nothing."""
+    return not sequence.account.running and not sequence.num_generated_tokens
 
 
 def _start_without_delay(account: Account, first: Sequence) -> float:

@@ -5,31 +5,32 @@ preempted, else the youngest request of the client that holds most blocks, of th
 If each client runs one, the youngest request is preempted. So each client keeps one as long as possible, ages decide
 between the requests of one client, and no priority takes the last blocks of an older request.
 
-Fairness. The queue's next request, of client C, may take the place of running requests of other clients if it lacks a
-slot (max_num_seqs run) or blocks. A running request of client M yields if
+Fairness. A waiting request of client C that lacks a slot (max_num_seqs run) or blocks may take the place of running
+requests of other clients. It is the first small newcomer, see FairQueue.newcomer, else the queue's next request. A
+running request of client M yields if
 
-1. it has generated MIN_RUN_TOKENS since it was admitted; or it computes its prompt, has not yielded in it before, has
-   more tokens left to compute than the waiting request, and that one is a newcomer: C runs nothing, and the request has
-   no token yet;
-2. M keeps at least as much of what is lacking, slots or blocks, as C will have, so that no swap is ever reversed; or C
-   runs nothing;
-3. M is ahead of C by MIN_LEAD_TOKENS for each of its running requests, by virtual time; no negative priority counts.
-   Requests that end earlier give their slots to C without a preemption. M need not be ahead of a newcomer if it holds
-   what that one needs, so that its first token does not wait. If that one lacks blocks, the tokens of its prompt beyond
-   MIN_LEAD_TOKENS are the lead, since long prompts that yield are expensive;
-4. the pace allows it: the seconds in which yielded requests compute their tokens again are at most 1 /
-   RUN_PER_RECOMPUTE of the time. After each readmission nobody yields for RUN_PER_RECOMPUTE times the seconds of its
-   recomputation; times of several readmissions add up to at most MAX_REST_SECONDS.
+1. it has generated MIN_RUN_TOKENS since it yielded before. The first time it need not;
+2. C runs nothing; or M keeps at least as much of what is lacking, slots or blocks, as C will have, so that no swap is
+   ever reversed;
+3. M is ahead of C, by virtual time and without negative priorities, by LEAD_PER_RECOMPUTE tokens for each token that will
+   be computed again, and by MIN_LEAD_TOKENS for each running request of M. The latter does not apply to newcomers, nor
+   do the first SMALL_TOKENS that are computed again.
 
-The client with most of what is lacking yields first, and of its requests the one with the fewest computed tokens. All
-requests that must yield do so in one step, or none does. If C runs nothing and the others run one request each, rule 3
-makes the clients take turns of MIN_LEAD_TOKENS.
+Blocks of a request that yielded stay in the prefix cache until others need them. The tokens computed again are therefore
+those in the blocks that C lacks, and none if it lacks a slot only. Requests that cannot use the cache lose all computed
+tokens. Rule 3 bounds the cost: one in LEAD_PER_RECOMPUTE of the tokens between two swaps, and SMALL_TOKENS for a
+newcomer. The client with most of what is lacking yields first, and of its requests the one with the fewest computed
+tokens. All requests that must yield do so in one step, or none does.
+
+If C runs nothing, the places are lent: a lender takes the next free place before all other requests but a small
+newcomer. So its pause is bounded by the shorter of the newcomer's request and the next end of a running one, and its
+blocks are not evicted by further admissions. If each client runs one request, rule 3 makes the clients take turns.
 
 Every request ends. An admitted request has blocks for all its tokens, so it needs a further block only after it has got
-a token. A request yields only after a token, or once in a prompt. Tokens are never lost. Therefore there are finitely
-many preemptions between two tokens, of whatever requests. After the last of them the running requests compute their
-tokens. If none runs, the next request is admitted, since each fits alone. So tokens are generated as long as requests
-are live, and their number is bounded by max_tokens.
+a token. A request yields only after a token, except for the first time. Tokens are never lost. Therefore there are
+finitely many preemptions between two tokens, of whatever requests. After the last of them the running requests compute
+their tokens. If none runs, the next request is admitted, since each fits alone. So tokens are generated as long as
+requests are live, and their number is bounded by max_tokens.
 """
 
 from __future__ import annotations
@@ -40,31 +41,23 @@ from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, start
-from npuserve.service.scheduling.latency_estimator import LatencyEstimator
+from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, SMALL_TOKENS, is_newcomer, start
 from npuserve.service.scheduling.sequence import Account, Sequence
 
 MIN_RUN_TOKENS = 8
-"""Minimum number of tokens that a request generates between its admission and its yield."""
+"""Minimum number of tokens that a request generates between two yields."""
 MIN_LEAD_TOKENS = 256
 """Minimum number of tokens by which a client is ahead, for each of its running requests, if one of them yields to a
-request that has tokens or a running peer."""
-RUN_PER_RECOMPUTE = 32
-"""Minimum ratio of the time without yields to the time of the recomputation before it."""
-MAX_REST_SECONDS = 10.0
-"""Maximum time without yields after several recomputations. A single longer one has its own."""
+request that is no newcomer."""
+LEAD_PER_RECOMPUTE = 8
+"""Tokens by which a client is ahead for each token that is computed again after a yield."""
 
 
 class Share(NamedTuple):
-    """What running requests of other clients are expected to yield to a client.
-
-    slots, blocks: numbers of running requests, and of blocks.
-    seconds: time until the first of them yields.
-    """
+    """Numbers of running requests and of blocks that other clients are expected to yield to a client."""
 
     slots: int
     blocks: int
-    seconds: float
 
 
 class _Lack(NamedTuple):
@@ -88,15 +81,12 @@ class Preemption:
     """
 
     def __init__(
-        self, running: Ordered[Sequence], paused: Mapping[int, Sequence], blocks: BlockManager,
-        estimator: LatencyEstimator, max_num_seqs: int,
+        self, running: Ordered[Sequence], paused: Mapping[int, Sequence], blocks: BlockManager, max_num_seqs: int,
     ):
         self._running = running
         self._paused = paused
         self._blocks = blocks
-        self._estimator = estimator
         self._max_num_seqs = max_num_seqs
-        self._rest_until = 0.0
 
     def paused_victim(self, excluded: Collection[Sequence] = ()) -> Sequence | None:
         """Return the paused request to preempt first, the youngest without steps in flight if any; None if none."""
@@ -121,11 +111,11 @@ class Preemption:
 
         return max(candidates, key=key)
 
-    def yielding(self, head: Sequence, now: float) -> list[Sequence]:
-        """Return the requests that must yield so that the queue's next request can be admitted. [] if it lacks nothing,
-        and if they may not yield now."""
+    def yielding(self, head: Sequence) -> list[Sequence]:
+        """Return the requests that must yield so that a waiting request can be admitted. [] if it lacks nothing, and if
+        they may not yield now."""
         client = head.account
-        if client.running == len(self._running) or now < self._rest_until:
+        if client.running == len(self._running):
             return []
         lack = self._lack(head)
         if not lack.slots and lack.blocks <= 0:
@@ -136,7 +126,7 @@ class Preemption:
         for sequence in self._running:
             account = sequence.account
             held[account] += len(sequence.block_ids)
-            if account is not client and _has_run_enough(sequence, head):
+            if account is not client and _has_run_enough(sequence):
                 candidates[account].append(sequence)
         for account, sequences in candidates.items():
             if not account.waiting:  # it has no claim on the tokens that it did not ask for
@@ -155,9 +145,7 @@ class Preemption:
         client = head.account
         without_priority = client.virtual_time + max(0, head.request.priority) * PRIORITY_TOKENS
         slots = Counter({account: account.running for account in (client, *candidates)})
-        held_before = Counter(held)
         blocks_needed = self._blocks.missing(head.blocks, head.num_tokens)
-        newcomer_lead = max(0, head.num_missing_tokens - MIN_LEAD_TOKENS) if lack.blocks else 0
         chosen: list[Sequence] = []
         while True:
             lacks_slot = lack.slots > len(chosen)
@@ -170,10 +158,8 @@ class Preemption:
                     continue
                 amount = 1 if lacks_slot else len(sequences[-1].block_ids)
                 is_balanced = usage[account] - amount >= usage[client] + need
-                may_begin = _is_newcomer(head) and (lacks_slot or held_before[account] >= need)
                 lead = account.virtual_time - without_priority
-                if (is_balanced or not client.running) and lead >= (
-                        newcomer_lead if may_begin else MIN_LEAD_TOKENS * account.running):
+                if (is_balanced or not client.running) and lead >= self._min_lead(head, lack, sequences[-1]):
                     allowed.append(account)
             if not allowed:
                 return []
@@ -184,20 +170,19 @@ class Preemption:
             slots[account] -= 1
             held[account] -= len(sequence.block_ids)
 
-    def readmitted(self, sequence: Sequence, num_recomputed: int, now: float) -> None:
-        """Keep the pace if a request is admitted again after it yielded.
+    def _min_lead(self, head: Sequence, lack: _Lack, sequence: Sequence) -> int:
+        """Return the tokens by which the running request's client must be ahead, if the request yields to the head."""
+        recomputed = sequence.num_computed_tokens
+        if self._blocks.is_shared(sequence.blocks) and sequence.uses_prefix_cache:
+            recomputed = min(recomputed, max(0, lack.blocks) * self._blocks.block_size)
+        if is_newcomer(head):
+            return LEAD_PER_RECOMPUTE * max(0, recomputed - SMALL_TOKENS)
+        return LEAD_PER_RECOMPUTE * recomputed + MIN_LEAD_TOKENS * sequence.account.running
 
-        num_recomputed: its tokens that are computed again.
-        """
-        if sequence.num_tokens_at_yield == len(sequence.token_ids):
-            rest = RUN_PER_RECOMPUTE * self._estimator.chunk_seconds(num_recomputed)
-            total = min(max(self._rest_until, now) + rest, now + MAX_REST_SECONDS)
-            self._rest_until = max(now + rest, total)
-
-    def share(self, account: Account, now: float) -> Share:
+    def share(self, account: Account) -> Share:
         """Return what others are expected to yield to a client: what they have above an equal share.
 
-        A client that runs nothing gets at least the place of one request.
+        A client that runs nothing gets at least the place of a small request.
         """
         slots: Counter[Account] = Counter()
         held: Counter[Account] = Counter()
@@ -206,15 +191,15 @@ class Preemption:
                 slots[sequence.account] += 1
                 held[sequence.account] += len(sequence.block_ids)
         if not slots:
-            return Share(0, 0, 0.0)
+            return Share(0, 0)
         clients = len(slots) + 1
         equal_slots, equal_blocks = self._max_num_seqs // clients, self._blocks.num_blocks // clients
         spare_slots = sum(max(0, count - equal_slots) for count in slots.values())
         spare_blocks = sum(max(0, count - equal_blocks) for count in held.values())
         if not account.running:
             spare_slots = max(spare_slots, 1)
-            spare_blocks = max(spare_blocks, *held.values())
-        return Share(spare_slots, spare_blocks, max(0.0, self._rest_until - now))
+            spare_blocks = max(spare_blocks, min(SMALL_TOKENS // self._blocks.block_size, *held.values()))
+        return Share(spare_slots, spare_blocks)
 
     def _lack(self, head: Sequence) -> _Lack:
         """Return what the queue's next request lacks, after the running ones have grown by the next step. The blocks of
@@ -244,18 +229,10 @@ class Preemption:
         return chosen
 
 
-def _is_newcomer(head: Sequence) -> bool:
-    """Return whether the queue's next request has no token yet, and its client runs nothing."""
-    return not head.account.running and not head.num_generated_tokens
-
-
-def _has_run_enough(sequence: Sequence, head: Sequence) -> bool:
-    """Return whether a running request may yield to the queue's next request by rule 1."""
-    if sequence.num_tokens_of_run >= MIN_RUN_TOKENS:
-        return True
-    return (
-        sequence.is_prefilling and sequence.num_tokens_at_yield != len(sequence.token_ids)
-        and sequence.num_uncomputed_tokens > head.num_missing_tokens and _is_newcomer(head))
+def _has_run_enough(sequence: Sequence) -> bool:
+    """Return whether a running request may yield by rule 1."""
+    tokens_at_yield = sequence.num_tokens_at_yield
+    return not tokens_at_yield or len(sequence.token_ids) - tokens_at_yield >= MIN_RUN_TOKENS
 
 
 def _yields_last_key(sequence: Sequence) -> tuple[bool, bool, int, tuple[float, int]]:
