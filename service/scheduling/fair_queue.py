@@ -63,7 +63,7 @@ class FairQueue:
         self._max_requests = max_requests
         self._queues: dict[Account, list[Sequence]] = {}  # none is empty
         self._accounts: dict[str, Account] = {}
-        self._lenders: dict[int, Sequence] = {}  # in the order of their yields
+        self._returning: set[Sequence] = set()
         self._virtual_time = 0.0
         self._length = 0
         self._live = 0  # requests that have not ended
@@ -98,14 +98,17 @@ class FairQueue:
                 del self._accounts[one.client]
 
     @property
-    def lender(self) -> Sequence | None:
-        """The request that waits longest for a place which it lent."""
-        return next(iter(self._lenders.values()), None)
+    def returning(self) -> Sequence | None:
+        """The oldest of the requests that take the next free place; None if there is none."""
+        return min(self._returning, key=attrgetter("age_key"), default=None)
 
-    def push(self, sequence: Sequence, is_lender: bool = False) -> None:
-        """Add a request to the queue of its client. is_lender: it has lent its place, see preemption.py."""
-        if is_lender:
-            self._lenders[sequence.id] = sequence
+    def push(self, sequence: Sequence, returns_first: bool = False) -> None:
+        """Add a request to the queue of its client.
+
+        returns_first: it was preempted, and takes the next free place whatever the virtual times.
+        """
+        if returns_first:
+            self._returning.add(sequence)
         account = sequence.account
         account.virtual_time = self._start_of_new(account)
         if not self._queues:
@@ -120,7 +123,7 @@ class FairQueue:
         account = sequence.account
         account.waiting -= 1
         self._length -= 1
-        self._lenders.pop(sequence.id, None)
+        self._returning.discard(sequence)
         queue = self._queues[account]
         del queue[bisect_left(queue, _key(sequence), key=_key)]
         if not queue:
@@ -142,8 +145,7 @@ class FairQueue:
         It computes at most SMALL_TOKENS before its first token, and its client is at most MAX_PASSING_TOKENS behind in
         the queue's order.
         """
-        small = [queue[0] for account, queue in self._queues.items()
-                 if not account.running and is_newcomer(queue[0]) and queue[0].num_missing_tokens <= SMALL_TOKENS]
+        small = [queue[0] for queue in self._queues.values() if is_small_newcomer(queue[0])]
         if not small:
             return None
         first = min(small, key=lambda sequence: (start(sequence), sequence.queue_key))
@@ -156,6 +158,8 @@ class FairQueue:
         tokens: the request's uncomputed tokens.
         """
         start = _start_without_delay(sequence.account, sequence)
+        if sequence in self._returning or is_small_newcomer(sequence):  # it may have passed others
+            start = min(start, self._level())
         self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)
 
@@ -222,10 +226,14 @@ class FairQueue:
         if account.waiting:
             return account.virtual_time
         if self._queues:
-            level = min(_start_without_delay(owner, queue[0]) for owner, queue in self._queues.items())
+            level = self._level()
         else:
             level = max((other.virtual_time for other in self._accounts.values()), default=0.0)
         return max(account.virtual_time, self._virtual_time, level)
+
+    def _level(self) -> float:
+        """Return the lowest start of the waiting clients, at least one."""
+        return min(_start_without_delay(owner, queue[0]) for owner, queue in self._queues.items())
 
     def _filtered(self, may_run: Callable[[int], bool]) -> dict[Account, list[Sequence]]:
         return {owner: left for owner, queue in self._queues.items() if (left := [s for s in queue if may_run(s.id)])}
@@ -239,6 +247,11 @@ def start(sequence: Sequence) -> float:
 def is_newcomer(sequence: Sequence) -> bool:
     """Return whether a waiting request has no token yet, and its client runs nothing."""
     return not sequence.account.running and not sequence.num_generated_tokens
+
+
+def is_small_newcomer(sequence: Sequence) -> bool:
+    """Return whether a newcomer has at most SMALL_TOKENS to compute."""
+    return is_newcomer(sequence) and sequence.num_missing_tokens <= SMALL_TOKENS
 
 
 def _start_without_delay(account: Account, first: Sequence) -> float:

@@ -41,7 +41,7 @@ from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, SMALL_TOKENS, is_newcomer, start
+from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, SMALL_TOKENS, is_newcomer, is_small_newcomer, start
 from npuserve.service.scheduling.sequence import Account, Sequence
 
 MIN_RUN_TOKENS = 8
@@ -111,13 +111,17 @@ class Preemption:
 
         return max(candidates, key=key)
 
-    def yielding(self, head: Sequence) -> list[Sequence]:
+    def yielding(self, head: Sequence, returning: Sequence | None) -> list[Sequence]:
         """Return the requests that must yield so that a waiting request can be admitted. [] if it lacks nothing, and if
-        they may not yield now."""
+        they may not yield now.
+
+        returning: the preempted request that takes the next free place; None if none. The blocks that it needs are left
+            to it, unless the head is a small newcomer.
+        """
         client = head.account
         if client.running == len(self._running):
             return []
-        lack = self._lack(head)
+        lack = self._lack(head, None if is_small_newcomer(head) or returning is head else returning)
         if not lack.slots and lack.blocks <= 0:
             return []
         head_start = start(head)
@@ -126,7 +130,7 @@ class Preemption:
         for sequence in self._running:
             account = sequence.account
             held[account] += len(sequence.block_ids)
-            if account is not client and _has_run_enough(sequence):
+            if account is not client and _has_run_enough(sequence, head):
                 candidates[account].append(sequence)
         for account, sequences in candidates.items():
             if not account.waiting:  # it has no claim on the tokens that it did not ask for
@@ -172,9 +176,9 @@ class Preemption:
 
     def _min_lead(self, head: Sequence, lack: _Lack, sequence: Sequence) -> int:
         """Return the tokens by which the running request's client must be ahead, if the request yields to the head."""
-        recomputed = sequence.num_computed_tokens
-        if self._blocks.is_shared(sequence.blocks) and sequence.uses_prefix_cache:
-            recomputed = min(recomputed, max(0, lack.blocks) * self._blocks.block_size)
+        is_cached = self._blocks.is_shared(sequence.blocks) and sequence.uses_prefix_cache
+        takes_few_blocks = lack.blocks <= 0 or is_small_newcomer(head)
+        recomputed = 0 if is_cached and takes_few_blocks else sequence.num_computed_tokens
         if is_newcomer(head):
             return LEAD_PER_RECOMPUTE * max(0, recomputed - SMALL_TOKENS)
         return LEAD_PER_RECOMPUTE * recomputed + MIN_LEAD_TOKENS * sequence.account.running
@@ -201,17 +205,18 @@ class Preemption:
             spare_blocks = max(spare_blocks, min(SMALL_TOKENS // self._blocks.block_size, *held.values()))
         return Share(spare_slots, spare_blocks)
 
-    def _lack(self, head: Sequence) -> _Lack:
-        """Return what the queue's next request lacks, after the running ones have grown by the next step. The blocks of
-        paused requests are available to it."""
+    def _lack(self, head: Sequence, returning: Sequence | None) -> _Lack:
+        """Return what a waiting request lacks, after the running ones have grown by the next step. The blocks of paused
+        requests are available to it, but not those that the returning request needs."""
         blocks, running = self._blocks, len(self._running)
         slots = int(running >= self._max_num_seqs)
-        if blocks.shortage(head.blocks, head.num_tokens, (), spare=2 * running) <= 0:
+        claimed = blocks.missing(returning.blocks, returning.num_tokens) if returning else 0
+        if blocks.shortage(head.blocks, head.num_tokens, (), spare=2 * running + claimed) <= 0:
             return _Lack(slots, 0)
         prefix = blocks.find_prefix(head.blocks, head.token_ids) if head.uses_prefix_cache else []
         growth = sum(blocks.missing(s.blocks, s.num_tokens) for s in self._running if s.needs_row)
         paused = blocks.released((s.blocks for s in self._paused.values()), prefix)
-        shortage = blocks.shortage(head.blocks, head.num_tokens, prefix, spare=running + growth)
+        shortage = blocks.shortage(head.blocks, head.num_tokens, prefix, spare=running + growth + claimed)
         return _Lack(slots, max(0, shortage - paused), prefix)
 
     def _suffices(self, lack: _Lack, chosen: Ordered[Sequence]) -> bool:
@@ -229,10 +234,12 @@ class Preemption:
         return chosen
 
 
-def _has_run_enough(sequence: Sequence) -> bool:
+def _has_run_enough(sequence: Sequence, head: Sequence) -> bool:
     """Return whether a running request may yield by rule 1."""
-    tokens_at_yield = sequence.num_tokens_at_yield
-    return not tokens_at_yield or len(sequence.token_ids) - tokens_at_yield >= MIN_RUN_TOKENS
+    if sequence.num_tokens_of_run >= MIN_RUN_TOKENS:
+        return True
+    is_first_in_prompt = sequence.is_prefilling and sequence.num_tokens_at_yield != len(sequence.token_ids)
+    return is_first_in_prompt and is_newcomer(head) and sequence.num_uncomputed_tokens > head.num_missing_tokens
 
 
 def _yields_last_key(sequence: Sequence) -> tuple[bool, bool, int, tuple[float, int]]:

@@ -289,13 +289,13 @@ class Scheduler:
             return []
         newcomer = self._queue.newcomer()
         head = newcomer or self._queue.next()
-        leaving = self._preemption.yielding(head) if head is not None else []
+        leaving = self._preemption.yielding(head, self._queue.returning) if head is not None else []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
         self._successor = head if leaving else newcomer
         for sequence in leaving:
             sequence.num_tokens_at_yield = len(sequence.token_ids)
-            self._preempt(sequence, is_lender=not head.account.running)
+            self._preempt(sequence, returns_first=not head.account.running)
         return []
 
     def _secure_blocks(self, leaving: Collection[Sequence]) -> list[Sequence]:
@@ -362,7 +362,7 @@ class Scheduler:
         if may_run and not all(may_run(sequence.id) for sequence in self._running):
             return  # others have steps in flight
         while plan.budget and self._queue and len(self._running) < self._max_num_seqs:
-            urgent = None if may_run else self._successor or self._queue.lender
+            urgent = None if may_run else self._successor or self._queue.returning
             sequence = urgent or self._queue.next(may_run)
             if sequence is None:
                 break
@@ -405,10 +405,10 @@ class Scheduler:
         insort(self._running, sequence, key=_age_key)
         sequence.account.running += 1
 
-    def _preempt(self, sequence: Sequence, is_lender: bool = False) -> None:
+    def _preempt(self, sequence: Sequence, returns_first: bool = True) -> None:
         """Free the blocks of a request, which must have no step in flight. It is queued again unless it is paused.
 
-        is_lender: it takes the next free place.
+        returns_first: see FairQueue.push.
         """
         if not sequence.is_paused:
             self._take_out(sequence)
@@ -416,7 +416,7 @@ class Scheduler:
         sequence.preempt()
         self.preemptions += 1
         if sequence.is_queued:
-            self._queue.push(sequence, is_lender)
+            self._queue.push(sequence, returns_first)
 
     def _drop_late(self, sequence: Sequence) -> DroppedRequest:
         """End a request whose deadline has come, or comes before its first token."""

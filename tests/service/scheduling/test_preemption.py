@@ -16,7 +16,7 @@ from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling import preemption
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.preemption import MIN_LEAD_TOKENS, MIN_RUN_TOKENS, RUN_PER_RECOMPUTE
+from npuserve.service.scheduling.preemption import MIN_LEAD_TOKENS, MIN_RUN_TOKENS
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence, State
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
