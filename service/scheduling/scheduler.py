@@ -287,12 +287,15 @@ class Scheduler:
         self._successor = None
         if self.quarantine:
             return []
-        newcomer = self._queue.newcomer()
+        newcomer, returning, blocks = self._queue.newcomer(), self._queue.returning, self.blocks
         head = newcomer or self._queue.next()
-        leaving = self._preemption.yielding(head, self._queue.returning) if head is not None else []
+        leaving = self._preemption.yielding(head, returning) if head is not None else []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
-        self._successor = head if leaving else newcomer
+        if leaving:
+            self._successor = head
+        elif returning is None or blocks.shortage(returning.blocks, returning.num_tokens, (), len(self._running)) > 0:
+            self._successor = newcomer
         for sequence in leaving:
             sequence.num_tokens_at_yield = len(sequence.token_ids)
             self._preempt(sequence, returns_first=not head.account.running)
