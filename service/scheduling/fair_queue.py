@@ -63,7 +63,6 @@ class FairQueue:
         self._max_requests = max_requests
         self._queues: dict[Account, list[Sequence]] = {}  # none is empty
         self._accounts: dict[str, Account] = {}
-        self._returning: set[Sequence] = set()
         self._virtual_time = 0.0
         self._length = 0
         self._live = 0  # requests that have not ended
@@ -99,16 +98,12 @@ class FairQueue:
 
     @property
     def returning(self) -> Sequence | None:
-        """The oldest of the requests that take the next free place; None if there is none."""
-        return min(self._returning, key=attrgetter("age_key"), default=None)
+        """The oldest preempted request, which takes the next free place whatever the virtual times; None if none."""
+        return min((queue[0] for queue in self._queues.values() if queue[0].was_admitted),
+                   key=attrgetter("age_key"), default=None)
 
-    def push(self, sequence: Sequence, returns_first: bool = False) -> None:
-        """Add a request to the queue of its client.
-
-        returns_first: it was preempted, and takes the next free place whatever the virtual times.
-        """
-        if returns_first:
-            self._returning.add(sequence)
+    def push(self, sequence: Sequence) -> None:
+        """Add a request to the queue of its client."""
         account = sequence.account
         account.virtual_time = self._start_of_new(account)
         if not self._queues:
@@ -123,7 +118,6 @@ class FairQueue:
         account = sequence.account
         account.waiting -= 1
         self._length -= 1
-        self._returning.discard(sequence)
         queue = self._queues[account]
         del queue[bisect_left(queue, _key(sequence), key=_key)]
         if not queue:
@@ -158,7 +152,7 @@ class FairQueue:
         tokens: the request's uncomputed tokens.
         """
         start = _start_without_delay(sequence.account, sequence)
-        if sequence in self._returning or is_small_newcomer(sequence):  # it may have passed others
+        if sequence.was_admitted or is_small_newcomer(sequence):  # it may have passed others
             start = min(start, self._level())
         self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)

@@ -298,7 +298,7 @@ class Scheduler:
             self._successor = newcomer
         for sequence in leaving:
             sequence.num_tokens_at_yield = len(sequence.token_ids)
-            self._preempt(sequence, returns_first=not head.account.running)
+            self._preempt(sequence)
         return []
 
     def _secure_blocks(self, leaving: Collection[Sequence]) -> list[Sequence]:
@@ -408,18 +408,15 @@ class Scheduler:
         insort(self._running, sequence, key=_age_key)
         sequence.account.running += 1
 
-    def _preempt(self, sequence: Sequence, returns_first: bool = True) -> None:
-        """Free the blocks of a request, which must have no step in flight. It is queued again unless it is paused.
-
-        returns_first: see FairQueue.push.
-        """
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free the blocks of a request, which must have no step in flight. It is queued again unless it is paused."""
         if not sequence.is_paused:
             self._take_out(sequence)
         self.blocks.free(sequence.blocks)
         sequence.preempt()
         self.preemptions += 1
         if sequence.is_queued:
-            self._queue.push(sequence, returns_first)
+            self._queue.push(sequence)
 
     def _drop_late(self, sequence: Sequence) -> DroppedRequest:
         """End a request whose deadline has come, or comes before its first token."""
