@@ -25,10 +25,18 @@ client that arrives meanwhile is not behind it. A positive priority lets other c
 While two clients wait, neither gets more than the other by more than (difference of their priorities) * PRIORITY_TOKENS
 and one request. Within the queue of one client only priorities and age decide.
 
+Two kinds of requests may pass the next one:
+
+- A preempted request takes the next free place, the oldest first. No other request gets its place or the blocks that it
+  needs, so that its prefix stays in the cache and its pause is short.
+- A small newcomer has at most SMALL_TOKENS to compute before its first token, and its client runs nothing. It does not
+  wait for a longer request that lacks blocks. Its client may be ahead of the next one by MAX_PASSING_TOKENS.
+
 No client starves. The virtual time of a waiting client is constant, except for its running requests, which end. Every
 request that is served first belongs to a client of no later virtual time and increases that time. It also advances the
 virtual time of the queue, the minimum start of new clients, by a share of its tokens, 1 / max_requests. Therefore the
-start times of new clients, however many arrive, soon exceed the waiting client's.
+start times of new clients, however many arrive, soon exceed the waiting client's, also by MAX_PASSING_TOKENS. Preempted
+requests pass it only until they end.
 """
 
 from __future__ import annotations
@@ -46,7 +54,7 @@ MAX_IDLE_ACCOUNTS = 1024
 SMALL_TOKENS = 256
 """Maximum number of tokens that a small newcomer computes before its first token."""
 MAX_PASSING_TOKENS = 1024
-"""Maximum number of tokens by which a newcomer's client is ahead of the next request that it passes."""
+"""Maximum number of tokens by which the client of a small newcomer is ahead of the next one, if it passes that."""
 PRIORITY_TOKENS = 16
 """Tokens that one unit of priority is worth: a request of 100 tokens is 6 units."""
 
@@ -134,11 +142,7 @@ class FairQueue:
         return min((queue[0] for queue in queues.values()), key=lambda first: (start(first), first.queue_key))
 
     def newcomer(self) -> Sequence | None:
-        """Return the first small newcomer that may pass the next request; None if there is none.
-
-        It computes at most SMALL_TOKENS before its first token, and its client is at most MAX_PASSING_TOKENS behind in
-        the queue's order.
-        """
+        """Return the first small newcomer, if it may pass the next request; else None."""
         small = [queue[0] for queue in self._queues.values() if is_small_newcomer(queue[0])]
         if not small:
             return None

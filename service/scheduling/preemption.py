@@ -5,29 +5,27 @@ preempted, else the youngest request of the client that holds most blocks, of th
 If each client runs one, the youngest request is preempted. So each client keeps one as long as possible, ages decide
 between the requests of one client, and no priority takes the last blocks of an older request.
 
-Fairness. A waiting request of client C that lacks a slot (max_num_seqs run) or blocks may take the place of running
-requests of other clients. It is the first small newcomer, see FairQueue.newcomer, else the queue's next request. A
-running request of client M yields if
+Fairness. If the head, a waiting request of client C, lacks a slot (max_num_seqs run) or blocks, running requests of
+other clients may yield to it. The head is the first small newcomer, see fair_queue.py, else the queue's next request. A
+request of client M yields if
 
-1. it has generated MIN_RUN_TOKENS since it yielded before. The first time it need not;
+1. it has generated MIN_RUN_TOKENS since it was admitted; or it computes its prompt, has not yielded in it before, has
+   more tokens left to compute than the head, and the head is a newcomer;
 2. C runs nothing; or M keeps at least as much of what is lacking, slots or blocks, as C will have, so that no swap is
    ever reversed;
-3. M is ahead of C, by virtual time and without negative priorities, by LEAD_PER_RECOMPUTE tokens for each token that will
-   be computed again, and by MIN_LEAD_TOKENS for each running request of M. The latter does not apply to newcomers, nor
-   do the first SMALL_TOKENS that are computed again.
+3. M is ahead of C in virtual time, without negative priorities, by LEAD_PER_RECOMPUTE tokens for each token that will
+   be computed again. If the head is no newcomer, by MIN_LEAD_TOKENS more for each running request of M. If it is one,
+   the first SMALL_TOKENS that will be computed again are free.
 
-Blocks of a request that yielded stay in the prefix cache until others need them. The tokens computed again are therefore
-those in the blocks that C lacks, and none if it lacks a slot only. Requests that cannot use the cache lose all computed
-tokens. Rule 3 bounds the cost: one in LEAD_PER_RECOMPUTE of the tokens between two swaps, and SMALL_TOKENS for a
-newcomer. The client with most of what is lacking yields first, and of its requests the one with the fewest computed
-tokens. All requests that must yield do so in one step, or none does.
-
-If C runs nothing, the places are lent: a lender takes the next free place before all other requests but a small
-newcomer. So its pause is bounded by the shorter of the newcomer's request and the next end of a running one, and its
-blocks are not evicted by further admissions. If each client runs one request, rule 3 makes the clients take turns.
+The client with most of what is lacking yields first, and of its requests the one with the fewest computed tokens. All
+requests that must yield do so in one step, or none does. Each takes the next free place, see fair_queue.py. Therefore
+it pauses until the newcomer's request ends, or another one before. Blocks of a preempted request stay in the prefix
+cache until others need them. Therefore nothing is computed again if the head lacks a slot only, and little if it is a
+small newcomer: rule 3 counts none. Otherwise, and without the prefix cache, it counts all computed tokens. That bounds
+the cost: clients that displace each other's long requests lose at most one in LEAD_PER_RECOMPUTE tokens.
 
 Every request ends. An admitted request has blocks for all its tokens, so it needs a further block only after it has got
-a token. A request yields only after a token, except for the first time. Tokens are never lost. Therefore there are
+a token. A request yields only after a token, or once in a prompt. Tokens are never lost. Therefore there are
 finitely many preemptions between two tokens, of whatever requests. After the last of them the running requests compute
 their tokens. If none runs, the next request is admitted, since each fits alone. So tokens are generated as long as
 requests are live, and their number is bounded by max_tokens.
@@ -45,12 +43,12 @@ from npuserve.service.scheduling.fair_queue import PRIORITY_TOKENS, SMALL_TOKENS
 from npuserve.service.scheduling.sequence import Account, Sequence
 
 MIN_RUN_TOKENS = 8
-"""Minimum number of tokens that a request generates between two yields."""
+"""Minimum number of tokens that a request generates between its admission and its yield."""
 MIN_LEAD_TOKENS = 256
 """Minimum number of tokens by which a client is ahead, for each of its running requests, if one of them yields to a
-request that is no newcomer."""
+request that is no newcomer. More is needed for tokens that are computed again."""
 LEAD_PER_RECOMPUTE = 8
-"""Tokens by which a client is ahead for each token that is computed again after a yield."""
+"""Minimum number of tokens by which a client is ahead, for each token that is computed again if its request yields."""
 
 
 class Share(NamedTuple):

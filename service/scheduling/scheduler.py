@@ -282,24 +282,30 @@ class Scheduler:
     def _yield_to_next(self) -> list[Sequence]:
         """Preempt the requests that yield to a waiting one, or return them if they have steps in flight.
 
-        The waiting request is admitted before all others. If its client runs nothing, the places are lent.
+        The waiting request is admitted before all others. So is a small newcomer that needs no yield, unless preempted
+        requests can return.
         """
         self._successor = None
         if self.quarantine:
             return []
-        newcomer, returning, blocks = self._queue.newcomer(), self._queue.returning, self.blocks
+        newcomer = self._queue.newcomer()
+        returning = self._queue.returning
         head = newcomer or self._queue.next()
         leaving = self._preemption.yielding(head, returning) if head is not None else []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
         if leaving:
             self._successor = head
-        elif returning is None or blocks.shortage(returning.blocks, returning.num_tokens, (), len(self._running)) > 0:
+        elif returning is None or self._lacks_blocks(returning):
             self._successor = newcomer
         for sequence in leaving:
             sequence.num_tokens_at_yield = len(sequence.token_ids)
             self._preempt(sequence)
         return []
+
+    def _lacks_blocks(self, sequence: Sequence) -> bool:
+        """Return whether too few blocks are available for a waiting request."""
+        return self.blocks.shortage(sequence.blocks, sequence.num_tokens, (), len(self._running)) > 0
 
     def _secure_blocks(self, leaving: Collection[Sequence]) -> list[Sequence]:
         """Preempt requests until the others have blocks for their next rows.
