@@ -26,7 +26,7 @@ from npuserve.service.scheduling.step_plan import Plan
 STEP_SECONDS = 1.5e-3
 ROW_SECONDS = 2.2e-4
 CHUNK_TOKEN_SECONDS = 4e-5
-CONTEXT_TOKEN_SECONDS = 5e-7
+CONTEXT_TOKEN_SECONDS = 6e-8
 """Attention: seconds for each row and each token of its context; a chunk counts as one row for each 8 of its tokens."""
 PAUSE_SECONDS = 0.2
 WARM_UP_SECONDS = 3.0
