@@ -122,19 +122,29 @@ class Preemption:
         lack = self._lack(head, None if is_small_newcomer(head) or returning is head else returning)
         if not lack.slots and lack.blocks <= 0:
             return []
-        head_start = start(head)
+        ahead = self._accounts_ahead(head)
+        if not ahead:
+            return []
         candidates: defaultdict[Account, list[Sequence]] = defaultdict(list)
         held: Counter[Account] = Counter()
         for sequence in self._running:
             account = sequence.account
             held[account] += len(sequence.block_ids)
-            if account is not client and _has_run_enough(sequence, head):
+            if account in ahead and _has_run_enough(sequence, head):
                 candidates[account].append(sequence)
-        for account, sequences in candidates.items():
-            if not account.waiting:  # it has no claim on the tokens that it did not ask for
-                account.virtual_time = max(account.virtual_time, head_start)
+        for sequences in candidates.values():
             sequences.sort(key=_yields_last_key)
         return self._choose(head, lack, candidates, held)
+
+    def _accounts_ahead(self, head: Sequence) -> set[Account]:
+        """Return the other clients that are far enough ahead of the head's, if nothing is computed again."""
+        head_start = start(head)
+        accounts = {sequence.account for sequence in self._running}
+        accounts.discard(head.account)
+        for account in accounts:
+            if not account.waiting:  # it has no claim on the tokens that it did not ask for
+                account.virtual_time = max(account.virtual_time, head_start)
+        return {account for account in accounts if _lead(account, head) >= _min_lead(account, head, 0)}
 
     def _choose(
         self, head: Sequence, lack: _Lack, candidates: Mapping[Account, list[Sequence]], held: Counter[Account]
@@ -145,7 +155,6 @@ class Preemption:
         held: blocks of the running requests, by client. Changed.
         """
         client = head.account
-        without_priority = client.virtual_time + max(0, head.request.priority) * PRIORITY_TOKENS
         slots = Counter({account: account.running for account in (client, *candidates)})
         blocks_needed = self._blocks.missing(head.blocks, head.num_tokens)
         chosen: list[Sequence] = []
@@ -160,8 +169,8 @@ class Preemption:
                     continue
                 amount = 1 if lacks_slot else len(sequences[-1].block_ids)
                 is_balanced = usage[account] - amount >= usage[client] + need
-                lead = account.virtual_time - without_priority
-                if (is_balanced or not client.running) and lead >= self._min_lead(head, lack, sequences[-1]):
+                if (is_balanced or not client.running) and _lead(account, head) >= _min_lead(
+                        account, head, self._num_recomputed(head, lack, sequences[-1])):
                     allowed.append(account)
             if not allowed:
                 return []
@@ -172,14 +181,11 @@ class Preemption:
             slots[account] -= 1
             held[account] -= len(sequence.block_ids)
 
-    def _min_lead(self, head: Sequence, lack: _Lack, sequence: Sequence) -> int:
-        """Return the tokens by which the running request's client must be ahead, if the request yields to the head."""
+    def _num_recomputed(self, head: Sequence, lack: _Lack, sequence: Sequence) -> int:
+        """Return the tokens of a running request that count as computed again if it yields to the head."""
         is_cached = self._blocks.is_shared(sequence.blocks) and sequence.uses_prefix_cache
         takes_few_blocks = lack.blocks <= 0 or is_small_newcomer(head)
-        recomputed = 0 if is_cached and takes_few_blocks else sequence.num_computed_tokens
-        if is_newcomer(head):
-            return LEAD_PER_RECOMPUTE * max(0, recomputed - SMALL_TOKENS)
-        return LEAD_PER_RECOMPUTE * recomputed + MIN_LEAD_TOKENS * sequence.account.running
+        return 0 if is_cached and takes_few_blocks else sequence.num_computed_tokens
 
     def share(self, account: Account) -> Share:
         """Return what others are expected to yield to a client: what they have above an equal share.
@@ -238,6 +244,18 @@ def _has_run_enough(sequence: Sequence, head: Sequence) -> bool:
         return True
     is_first_in_prompt = sequence.is_prefilling and sequence.num_tokens_at_yield != len(sequence.token_ids)
     return is_first_in_prompt and is_newcomer(head) and sequence.num_uncomputed_tokens > head.num_missing_tokens
+
+
+def _lead(account: Account, head: Sequence) -> float:
+    """Return the tokens by which a client is ahead of the head's, without negative priorities."""
+    return account.virtual_time - head.account.virtual_time - max(0, head.request.priority) * PRIORITY_TOKENS
+
+
+def _min_lead(account: Account, head: Sequence, num_recomputed: int) -> int:
+    """Return the lead that rule 3 demands of a client if `num_recomputed` tokens of its request are computed again."""
+    if is_newcomer(head):
+        return LEAD_PER_RECOMPUTE * max(0, num_recomputed - SMALL_TOKENS)
+    return LEAD_PER_RECOMPUTE * num_recomputed + MIN_LEAD_TOKENS * account.running
 
 
 def _yields_last_key(sequence: Sequence) -> tuple[bool, bool, int, tuple[float, int]]:
