@@ -1,6 +1,6 @@
 """Simulation of `bench/reliability/fairness.py` with the real scheduler and a clock, without a model.
 
-    python bench/engine/tenants.py [--seconds 60] [--no-prefix-cache]
+    python bench/engine/preemption.py [--seconds 60] [--no-prefix-cache]
 
 The costs of a step, of a row and of a chunk's tokens are like those of the built-in model on two cores. Two steps are
 in flight, as in the engine. Tokens that are computed again are not counted. For each case the program prints all
