@@ -25,13 +25,14 @@ The life of a request (states: sequence.py):
    blocks are free at once. `Step.ended` of the next step makes the runner forget it. Results of steps in flight for it
    are discarded.
 
-Fairness and preemption (fair_queue.py, preemption.py). Clients take turns in the queue by the tokens computed for them,
-and a client that runs nothing does not wait for the end of the others' requests: one of them yields. Yields are paced,
-so that recomputation takes a few per cent of the time. A running request that needs one more block preempts a paused
-one, else the youngest request of the client that holds most, which may be itself. The requests of one client keep their
-order: the youngest is preempted first and the oldest is admitted first. An admission preempts paused requests, so that
-no request waits for a slow reader. A victim with steps in flight gets no further row, and is preempted once they are
-applied. A RESUMED request runs again if fewer than max_num_seqs requests run; otherwise it is preempted.
+Fairness and preemption (fair_queue.py, preemption.py). Clients take turns in the queue by the tokens computed for
+them, and a client that runs nothing does not wait for the end of the others' requests: one of them yields. A preempted
+request takes the next free place. Yields that cause much recomputation need an equally larger lead in tokens. A
+running request that needs one more block preempts a paused one, else the youngest request of the client that holds
+most, which may be itself. The requests of one client keep their order: the youngest is preempted first and the oldest
+is admitted first. An admission preempts paused requests, so that no request waits for a slow reader. A victim with
+steps in flight gets no further row, and is preempted once they are applied. A RESUMED request runs again if fewer than
+max_num_seqs requests run; otherwise it is preempted.
 
 Deadlines (deadlines.py, `Scheduler.expire`). A request ends a margin before its deadline, with the tokens that it has;
 the margin follows the measured gap between tokens (latency_estimator.py). A request without tokens ends when its prompt

@@ -49,7 +49,7 @@ class Occupancy(NamedTuple):
     paused: int
     prefill_tokens: int = 0
     paused_blocks: int = 0
-    share: Share = Share(0, 0, 0.0)
+    share: Share = Share(0, 0)
 
     @classmethod
     def of(cls, running: Collection[Sequence], paused: Collection[Sequence], with_sums: bool) -> Occupancy:
@@ -159,7 +159,7 @@ class Admission:
         drain = drain_seconds(self._max_num_seqs - running, blocks)
         if drain:
             after_yield = drain_seconds(self._max_num_seqs - running + share.slots, blocks + share.blocks)
-            drain = min(drain, share.seconds + after_yield)
+            drain = min(drain, after_yield)
         prefill = estimator.prefill_seconds(tokens + occupancy.prefill_tokens)
         return max(drain, prefill) + estimator.prefill_seconds(known)
 

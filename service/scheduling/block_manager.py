@@ -135,6 +135,10 @@ class BlockManager:
                 found.append(block)
         return found
 
+    def is_shared(self, table: BlockTable) -> bool:
+        """Return whether the full computed blocks of a table can be found after it is freed."""
+        return self.prefix_cache or table.scope != 0
+
     def covers(self, table: BlockTable, num_tokens: int) -> bool:
         """Return whether `table` holds positions [0, num_tokens)."""
         return num_tokens <= len(table.block_ids) * self.block_size

@@ -25,10 +25,18 @@ client that arrives meanwhile is not behind it. A positive priority lets other c
 While two clients wait, neither gets more than the other by more than (difference of their priorities) * PRIORITY_TOKENS
 and one request. Within the queue of one client only priorities and age decide.
 
+Two kinds of requests may pass the next one:
+
+- A preempted request takes the next free place, the oldest first. No other request gets its place or the blocks that it
+  needs, so that its prefix stays in the cache and its pause is short.
+- A small newcomer has at most SMALL_TOKENS to compute before its first token, and its client runs nothing. It does not
+  wait for a longer request that lacks blocks. Its client may be ahead of the next one by MAX_PASSING_TOKENS.
+
 No client starves. The virtual time of a waiting client is constant, except for its running requests, which end. Every
 request that is served first belongs to a client of no later virtual time and increases that time. It also advances the
 virtual time of the queue, the minimum start of new clients, by a share of its tokens, 1 / max_requests. Therefore the
-start times of new clients, however many arrive, soon exceed the waiting client's.
+start times of new clients, however many arrive, soon exceed the waiting client's, also by MAX_PASSING_TOKENS. Preempted
+requests pass it only until they end.
 """
 
 from __future__ import annotations
@@ -43,6 +51,10 @@ from npuserve.service.scheduling.sequence import Account, Sequence
 
 MAX_IDLE_ACCOUNTS = 1024
 """Maximum number of clients without requests whose virtual time is kept."""
+SMALL_TOKENS = 256
+"""Maximum number of tokens that a small newcomer computes before its first token."""
+MAX_PASSING_TOKENS = 1024
+"""Maximum number of tokens by which the client of a small newcomer is ahead of the next one, if it passes that."""
 PRIORITY_TOKENS = 16
 """Tokens that one unit of priority is worth: a request of 100 tokens is 6 units."""
 
@@ -92,6 +104,12 @@ class FairQueue:
             for one in idle[: len(idle) // 2 + 1]:
                 del self._accounts[one.client]
 
+    @property
+    def returning(self) -> Sequence | None:
+        """The oldest preempted request, which takes the next free place whatever the virtual times; None if none."""
+        return min((queue[0] for queue in self._queues.values() if queue[0].was_admitted),
+                   key=attrgetter("age_key"), default=None)
+
     def push(self, sequence: Sequence) -> None:
         """Add a request to the queue of its client."""
         account = sequence.account
@@ -123,12 +141,23 @@ class FairQueue:
             return next((queue[0] for queue in queues.values()), None)
         return min((queue[0] for queue in queues.values()), key=lambda first: (start(first), first.queue_key))
 
+    def newcomer(self) -> Sequence | None:
+        """Return the first small newcomer, if it may pass the next request; else None."""
+        small = [queue[0] for queue in self._queues.values() if is_small_newcomer(queue[0])]
+        if not small:
+            return None
+        first = min(small, key=lambda sequence: (start(sequence), sequence.queue_key))
+        limit = min(start(queue[0]) for queue in self._queues.values()) + MAX_PASSING_TOKENS
+        return first if start(first) <= limit else None
+
     def admit(self, sequence: Sequence, tokens: int) -> None:
         """Remove a request that is admitted, and advance the virtual time. Call it before Sequence.admit.
 
         tokens: the request's uncomputed tokens.
         """
         start = _start_without_delay(sequence.account, sequence)
+        if sequence.was_admitted or is_small_newcomer(sequence):  # it may have passed others
+            start = min(start, self._level())
         self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
         self.remove(sequence)
 
@@ -195,10 +224,14 @@ class FairQueue:
         if account.waiting:
             return account.virtual_time
         if self._queues:
-            level = min(_start_without_delay(owner, queue[0]) for owner, queue in self._queues.items())
+            level = self._level()
         else:
             level = max((other.virtual_time for other in self._accounts.values()), default=0.0)
         return max(account.virtual_time, self._virtual_time, level)
+
+    def _level(self) -> float:
+        """Return the lowest start of the waiting clients, at least one."""
+        return min(_start_without_delay(owner, queue[0]) for owner, queue in self._queues.items())
 
     def _filtered(self, may_run: Callable[[int], bool]) -> dict[Account, list[Sequence]]:
         return {owner: left for owner, queue in self._queues.items() if (left := [s for s in queue if may_run(s.id)])}
@@ -207,6 +240,16 @@ class FairQueue:
 def start(sequence: Sequence) -> float:
     """Return the virtual time at which a client is served whose first request is this one."""
     return sequence.account.virtual_time + sequence.request.priority * PRIORITY_TOKENS
+
+
+def is_newcomer(sequence: Sequence) -> bool:
+    """Return whether a waiting request has no token yet, and its client runs nothing."""
+    return not sequence.account.running and not sequence.num_generated_tokens
+
+
+def is_small_newcomer(sequence: Sequence) -> bool:
+    """Return whether a newcomer has at most SMALL_TOKENS to compute."""
+    return is_newcomer(sequence) and sequence.num_missing_tokens <= SMALL_TOKENS
 
 
 def _start_without_delay(account: Account, first: Sequence) -> float:

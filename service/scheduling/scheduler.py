@@ -78,7 +78,7 @@ class Scheduler:
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
         self._estimator = LatencyEstimator(max_num_batched_tokens)
-        self._preemption = Preemption(self._running, self._paused, blocks, self._estimator, self._max_num_seqs)
+        self._preemption = Preemption(self._running, self._paused, blocks, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
         self._admission = Admission(self._queue, self._samples, self._compiling, blocks, self._estimator,
                                     self._max_num_seqs, max_queue, max_model_len)
@@ -122,7 +122,7 @@ class Scheduler:
         account = self._queue.account(request.client)
         occupancy = Occupancy.of(self._running, self._paused.values(), with_sums=request.deadline is not None)
         if request.deadline is not None:
-            occupancy = occupancy._replace(share=self._preemption.share(account, now))
+            occupancy = occupancy._replace(share=self._preemption.share(account))
         displaced = self._admission.check(request, account, occupancy, now)
         if prepare:
             prepare()
@@ -199,7 +199,7 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
         self._run_resumed(now)
-        running, leaving = self._running, self._yield_to_next(now) if self._queue else ()
+        running, leaving = self._running, self._yield_to_next() if self._queue else ()
         if self.quarantine:
             leaving = self._preempt_outside_quarantine()
         if self._has_forced or self.blocks.num_available < len(running):
@@ -279,21 +279,33 @@ class Scheduler:
                 self._preempt(sequence)
         return [sequence for sequence in others if sequence.num_steps_in_flight]
 
-    def _yield_to_next(self, now: float) -> list[Sequence]:
-        """Preempt the requests that yield to the next in the queue, or return them if they have steps in flight.
+    def _yield_to_next(self) -> list[Sequence]:
+        """Preempt the requests that yield to a waiting one, or return them if they have steps in flight.
 
-        The next request is admitted before those that have yielded, whatever their virtual times.
+        The waiting request is admitted before all others. So is a small newcomer that needs no yield, unless preempted
+        requests can return.
         """
         self._successor = None
-        head = None if self.quarantine else self._queue.next()
-        leaving = self._preemption.yielding(head, now) if head is not None else []
+        if self.quarantine:
+            return []
+        newcomer = self._queue.newcomer()
+        returning = self._queue.returning
+        head = newcomer or self._queue.next()
+        leaving = self._preemption.yielding(head, returning) if head is not None else []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
+        if leaving:
+            self._successor = head
+        elif returning is None or self._lacks_blocks(returning):
+            self._successor = newcomer
         for sequence in leaving:
             sequence.num_tokens_at_yield = len(sequence.token_ids)
             self._preempt(sequence)
-            self._successor = head
         return []
+
+    def _lacks_blocks(self, sequence: Sequence) -> bool:
+        """Return whether too few blocks are available for a waiting request."""
+        return self.blocks.shortage(sequence.blocks, sequence.num_tokens, (), len(self._running)) > 0
 
     def _secure_blocks(self, leaving: Collection[Sequence]) -> list[Sequence]:
         """Preempt requests until the others have blocks for their next rows.
@@ -359,11 +371,12 @@ class Scheduler:
         if may_run and not all(may_run(sequence.id) for sequence in self._running):
             return  # others have steps in flight
         while plan.budget and self._queue and len(self._running) < self._max_num_seqs:
-            sequence = self._successor or self._queue.next(may_run)
+            urgent = None if may_run else self._successor or self._queue.returning
+            sequence = urgent or self._queue.next(may_run)
             if sequence is None:
                 break
             is_behind = before and (sequence.account is before or start(sequence) >= before.virtual_time)
-            if is_behind and not self._successor:
+            if is_behind and not urgent:
                 break
             self._successor = None
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
@@ -389,7 +402,6 @@ class Scheduler:
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
             prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
         is_new, cached = not sequence.was_admitted and prior.cached_tokens is None, len(prefix) * self.blocks.block_size
-        self._preemption.readmitted(sequence, sequence.num_tokens - cached, now)
         self._queue.admit(sequence, sequence.num_tokens - cached)
         sequence.admit(cached, now)
         if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
