@@ -41,7 +41,9 @@ MAX_SMALL_JOB_BYTES = 32 << 10
 MAX_SMALL_LANE_BYTES = 4 << 20
 MAX_LARGE_LANE_BYTES = 8 << 20
 """Limit of the input of all jobs that wait in a lane; a single job may exceed it."""
-MAX_WAIT_SECONDS = 10.0
+MAX_WAIT_SECONDS = 120.0
+"""Far above what the bytes that may wait take on a slow processor, so that an idle server refuses none of its own
+clients. A client with less patience sets a deadline."""
 
 
 @dataclass(eq=False)
