@@ -219,8 +219,9 @@ def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) ->
     """More chats than the front end has threads, so that none is free at its exit. Each call ends with RetryInfo."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     folder = shutil.copytree(FOLDER, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(  # which must serve one word at the start
+        "{% if not messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endif %}")
     chats = 40
     asked = generate_pb2.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user")]))
     with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:

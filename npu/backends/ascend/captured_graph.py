@@ -107,8 +107,8 @@ def capture(step: Callable[[int], Tensor], rows: int, stream: Any, pool: Any) ->
     step(rows)  # operators that initialize at their first call do so before the capture
     graph = torch.npu.NPUGraph()
     last = _LastOperator()
-    for mode in (graph.graph_dispatch_mode, last):
-        _omit_dynamo(mode)
+    _omit_dynamo(graph.graph_dispatch_mode)
+    _omit_dynamo(last)
     modes = len(_get_current_dispatch_mode_stack())
     try:
         with torch.npu.graph(graph, pool=pool, stream=stream, auto_dispatch_capture=True), last:
