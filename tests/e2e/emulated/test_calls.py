@@ -63,7 +63,8 @@ COLLECT = [
 ]
 MAX_CALLS_WITH_A_CHUNK = len(LAUNCH) + len(COLLECT) + 1
 """At times an event is created."""
-MAX_CALLS_CONSTRAINED = 100
+MAX_CALLS_CONSTRAINED = 120
+"""The sampler of such a step runs kernel by kernel, with two calls for each operator."""
 LENGTHS = Counter({
     "aclmdlRICaptureTaskUpdateBegin": LAYERS, "aclnnFusedInferAttentionScoreV3GetWorkspaceSize": LAYERS,
     "aclnnFusedInferAttentionScoreV3": LAYERS, "aclmdlRICaptureTaskUpdateEnd": LAYERS, "aclrtValueWrite": LAYERS})
