@@ -101,8 +101,8 @@ class InvalidField(ServeError):
         """Return the path of each bad field, with the allowed range and the value where both are numbers."""
         fields = []
         for path, text in self.violations:
-            before, own, _ = path.partition(".template_args")  # the client chose what follows
-            fields.append(before + own + _numeric_part(text))
+            known_path, separator, _ = path.partition(".template_args")  # the client chose what follows
+            fields.append(known_path + separator + _numeric_part(text))
         return f"InvalidField: {', '.join(fields)}"
 
     def details(self) -> list[Message]:

@@ -187,5 +187,5 @@ def _lexer_fuel(library: LLMatcher) -> int:
     """
     copy = library.deep_copy()
     copy.rollback(1 << 30)  # an error: there are not so many tokens
-    found = _LEXER_COST.search(copy.get_error())
-    return int(found[1]) if found else 0
+    cost = _LEXER_COST.search(copy.get_error())
+    return int(cost[1]) if cost else 0

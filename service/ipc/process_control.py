@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import platform
 import resource
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _SET_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
 """Operations of prctl(2)."""
@@ -77,6 +79,28 @@ class LineProcess:
         assert self.popen.stdin
         self.popen.stdin.write(line + b"\n")
         self.popen.stdin.flush()
+
+
+def read_start() -> dict[str, Any]:
+    """Prepare this process, which `LineProcess` started, and return the JSON value of its first line.
+
+    The line has the key "dumpable", as for `set_dumpable`. The kernel ends this process by the signals of `limit_time`,
+    and by SIGPIPE once its parent has ended. SIGINT and SIGTERM, which are sent to all processes of the server, are
+    ignored: the parent ends this one.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    start: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    set_dumpable(start["dumpable"])
+    return start
+
+
+def write_line(line: bytes) -> None:
+    """Write a line, given without its newline, to the parent's `LineProcess`."""
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def limit_time(seconds: float, max_wall_ratio: float) -> None:

@@ -20,6 +20,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Set
 
+from npuserve.service.rpc.connections import open_descriptors
+
 BLOCK_SECONDS = 10.0
 MAX_ADDRESSES = 32
 """Blocked addresses at a time; the one that was blocked first is allowed again."""
@@ -113,16 +115,15 @@ def _network(host: str) -> str:
 
 def _listeners(port: int) -> list[int]:
     """Return the descriptors of this process that listen on the port."""
-    found = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile, or no socket of TCP
-                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    candidate = socket.socket(fileno=int(name))
-                    try:
-                        is_listening = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        if is_listening and candidate.family != socket.AF_UNIX and candidate.getsockname()[1] == port:
-                            found.append(int(name))
-                    finally:
-                        candidate.detach()
-    return found
+    listeners = []
+    for descriptor in open_descriptors():
+        with contextlib.suppress(OSError):  # closed meanwhile, or no socket of TCP
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                candidate = socket.socket(fileno=descriptor)
+                try:
+                    is_listening = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if is_listening and candidate.family != socket.AF_UNIX and candidate.getsockname()[1] == port:
+                        listeners.append(descriptor)
+                finally:
+                    candidate.detach()
+    return listeners

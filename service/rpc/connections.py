@@ -141,7 +141,7 @@ class SocketTable:
     def scan(self) -> Iterable[AcceptedSocket]:
         """Search this process's descriptors. Return all sockets, those that this process connected included."""
         began = time.monotonic()
-        descriptors = _descriptors()
+        descriptors = open_descriptors()
         for descriptor in self._by_descriptor.keys() - descriptors:
             self._remove(descriptor)
         for descriptor in descriptors:
@@ -270,7 +270,7 @@ def _inode(descriptor: int) -> int:
         return 0
 
 
-def _descriptors() -> set[int]:
+def open_descriptors() -> set[int]:
     """Return the numbers of this process's descriptors; none where the system has no /proc/self/fd."""
     try:
         return {int(name) for name in os.listdir(DESCRIPTORS)}

@@ -121,11 +121,11 @@ class MetricsServer:
 
 def _listen(host: str, port: int) -> list[socket.socket]:
     """Return a listening socket for each address of `host` that this machine has. Raises as `MetricsServer` does."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
     absent: OSError | None = None
     try:
-        for family, _, _, _, address in found:
+        for family, _, _, _, address in addresses:
             if listeners:
                 address = address[0], listeners[0].getsockname()[1], *address[2:]
             try:

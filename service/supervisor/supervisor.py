@@ -111,7 +111,8 @@ class Supervisor:
         self._tasks: dict[ChildProcess, asyncio.Task[int]] = {}  # of the children that were started
         self._shared_weights: dict[str, Any] | None = None  # reported by the last engine that was ready
         self._kernels: dict[str, Any] | None = None  # chosen by the first engine that was ready; later ones keep it
-        self._capture_failed = self._capture = ""  # why an engine could not use captured steps; mode of later ones
+        self._capture_failed = ""  # why an engine could not use captured steps
+        self._capture = ""  # mode of later engines then, which replaces the setting
         self._unusable = ""  # first reason why a child was unusable before the server was ready
         self._signals = 0
         self._drain_code = 0  # exit code of an engine that failed for good during the drain
@@ -247,7 +248,8 @@ class Supervisor:
         elif name == "killer":
             child.is_killer_found = True
         elif name == "capture_failed":
-            self._capture_failed, self._capture = event["error"], event["next_mode"]
+            self._capture_failed = event["error"]
+            self._capture = event["next_mode"]
         elif name == "unusable" and self.ready.is_set():
             logs.event(log, f"{child.name} cannot be used", level=logging.ERROR, error=event["error"])
         elif name == "unusable":

@@ -263,18 +263,13 @@ def _has_ambiguous_ids(
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of the server; the front end ends this one
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
-        signal.signal(number, signal.SIG_DFL)
-    start = json.loads(sys.stdin.buffer.readline())
-    process_control.set_dumpable(start["dumpable"])
+    start = process_control.read_start()
     tokenizer = tokenizers.Tokenizer.from_str(start["tokenizer"])
     tokenizer.encode_special_tokens = start["encode_special_tokens"]
     plain, renamed = FastTokenizer(tokenizer), dict[str, Encoder | None]()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes its panics there, which clients can cause
     process_control.limit_growth(MAX_ENCODE_BYTES)
-    _reply(b"")
+    process_control.write_line(b"")
     for line in sys.stdin.buffer:
         text, add_special_tokens, names = json.loads(line)
         process_control.limit_time(_max_seconds(text), MAX_WALL_RATIO)
@@ -292,13 +287,8 @@ def main() -> int:
             pass
         reply = json.dumps(ids).encode()
         process_control.limit_time(0, MAX_WALL_RATIO)
-        _reply(reply)
+        process_control.write_line(reply)
     return 0
-
-
-def _reply(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -207,11 +207,6 @@ def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> Temp
     return TemplateProcess(folder, templates, named_tokens) if templates else None
 
 
-def _write(value: bytes) -> None:
-    sys.stdout.buffer.write(value + b"\n")
-    sys.stdout.buffer.flush()
-
-
 def _check_memory(template: ChatTemplate, files: str) -> None:
     """Render a conversation of one word. Raise ValueError if that takes too much memory.
 
@@ -227,12 +222,7 @@ def _check_memory(template: ChatTemplate, files: str) -> None:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of the server; the front end ends this one
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGPIPE):  # SIGPIPE: the front end has ended
-        signal.signal(number, signal.SIG_DFL)
-    start = json.loads(sys.stdin.buffer.readline())
-    process_control.set_dumpable(start["dumpable"])
+    start = process_control.read_start()
     process_control.limit_growth(MAX_COMPILE_BYTES)
     process_control.limit_time(start["seconds"], MAX_START_WALL_RATIO)
     try:
@@ -240,12 +230,12 @@ def main() -> int:
         assert template
         _check_memory(template, start["files"])
     except (OSError, ValueError) as error:
-        _write(msgspec.json.encode(Description([], PLAIN, str(error))))
+        process_control.write_line(msgspec.json.encode(Description([], PLAIN, str(error))))
         return 0
     description = msgspec.json.encode(Description(sorted(template.roles), template.format, ""))
     process_control.limit_time(0, MAX_WALL_RATIO)
     process_control.limit_growth(MAX_MEMORY_BYTES)
-    _write(description)
+    process_control.write_line(description)
     for line in sys.stdin.buffer:
         process_control.limit_time(start["seconds"], MAX_WALL_RATIO)
         reply: object
@@ -258,7 +248,7 @@ def main() -> int:
         except MemoryError:
             return 1
         process_control.limit_time(0, MAX_WALL_RATIO)
-        _write(answer)
+        process_control.write_line(answer)
     return 0
 
 
