@@ -55,9 +55,12 @@ async def test_connections_wait_until_idle_returns_after_last_call() -> None:
 
 def test_connections_close_idle_leaks_no_descriptor(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w"), socket.socket():
+        connections, rounds = Connections(), 100
         before = len(os.listdir("/proc/self/fd"))
-        Connections().close_idle(1)
-        assert len(os.listdir("/proc/self/fd")) == before
+        for _ in range(rounds):
+            connections.close_idle(1)
+        # Other tests' channels may open or close some meanwhile.
+        assert abs(len(os.listdir("/proc/self/fd")) - before) < rounds / 2
 
 
 @pytest.mark.parametrize(("family", "host", "peer"), [
