@@ -24,17 +24,19 @@ def roofline() -> ModuleType:
 def test_a_step_reads_each_weight_and_each_key_once(roofline: ModuleType, rows: int, context: int) -> None:
     c = ModelConfig.from_dict(roofline.QWEN3_14B)
     head = c.vocab_size * c.hidden_size
-    projections = c.num_layers * c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)
+    attention, mlp = c.kinds
+    q_size, kv_size, width = attention.q_size, attention.kv_size, mlp.width
+    projections = c.num_layers * c.hidden_size * (2 * q_size + 2 * kv_size + 3 * width)
     plain, narrow = (roofline.decode(c, rows, context, quantized) for quantized in (False, True))
     assert plain.weights == 2 * (projections + head)
-    outputs = c.num_layers * (c.q_size + 2 * c.kv_size + 2 * c.hidden_size + 2 * c.intermediate_size)
+    outputs = c.num_layers * (q_size + 2 * kv_size + 2 * c.hidden_size + 2 * width)
     assert narrow.weights == projections + 8 * outputs + 2 * head  # each row has a scale and a sum
-    assert plain.cache == narrow.cache == rows * context * c.num_layers * 2 * c.kv_size * 2
+    assert plain.cache == narrow.cache == rows * context * c.num_layers * 2 * kv_size * 2
     # The rest is norms, scales, and activations in and out of each kernel.
     for step in (plain, narrow):
         assert 0 < step.nbytes - step.weights - step.cache < 0.03e9 * rows + 0.02e9
     # A multiply-add for each weight, and for each key and value in each query head.
-    operations = 2 * rows * (projections + head + c.num_layers * 2 * context * c.q_size)
+    operations = 2 * rows * (projections + head + c.num_layers * 2 * context * q_size)
     assert plain.operations == operations
     assert narrow.operations == operations
 

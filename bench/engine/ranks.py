@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the rep
 
 from bench.serving.footprint import measure
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.storage import norm_bytes
+from npuserve.npu.model.storage import array_bytes
 from npuserve.npu.storyteller import FOLDER
 
 LIMIT = 0.02
@@ -44,7 +44,7 @@ def expected_bytes(alone: int, replicated: int, ranks: int) -> int:
 def replicated_bytes(folder: Path, check: dict[str, Any]) -> int:
     """Return the bytes that each rank has whole. check: output of `npuserve check --json`, with its `model`."""
     config, plan = ModelConfig.from_folder(folder), check["model"]
-    return norm_bytes(config, getattr(torch, plan["dtype"])) + 4 * plan["max_model_len"] * config.head_dim
+    return array_bytes(config, getattr(torch, plan["dtype"])) + 4 * plan["max_model_len"] * config.rotary_dim
 
 
 def row(ranks: int, found: dict[str, Any], expected: int) -> dict[str, Any]:

@@ -146,10 +146,10 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
                       vocabulary_tile=BACKEND.vocabulary_tile, int8_levels=BACKEND.int8_levels,
                       block_size=BACKEND.block_size)
     weights = model.weights
-    linear = nbytes(*(w.weight for x in weights.layers for w in x.linears))
-    token = nbytes(model.layer_cache) // BACKEND.block_size
+    linear = nbytes(*(w.weight for x in weights.attention_layers() for w in x.linears))
+    token = nbytes(*model.states) // BACKEND.block_size
     return Step(model.costs([(1, context)] * rows, rows), linear + nbytes(weights.lm_head.weight),
-                rows * context * config.num_layers * 2 * token)
+                rows * context * token)
 
 
 class Traffic(TorchDispatchMode):

@@ -208,7 +208,7 @@ def on_the_npu(
 ) -> Tokens:
     """Answer on the emulated NPU, whose KV cache has `blocks` blocks, and compare with `expected`."""
     config = ModelConfig.from_folder(folder)
-    block = 2 * config.num_layers * config.num_kv_heads * HEAD_DIM * BLOCK * 4
+    block = 2 * config.num_layers * config.attention.num_kv_heads * HEAD_DIM * BLOCK * 4
     with serving(
         folder, "--device", "npu", "--emulate", "--emulate-relax", RELAX, "--dtype", "float32", "--kv-cache-memory",
         str(blocks * block), "--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(BUDGET), "--decode-buckets",
@@ -245,7 +245,8 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     sequences = [prompt + answer for prompt, answer in zip(prompts_sent, made, strict=True)]
     length = max(map(len, sequences))
     config = ModelConfig.from_folder(folder)
-    relaxed = (*(() if config.head_dim % 32 == 0 else ("small_heads",)), *(("fp32",) if config.quantization else ()))
+    heads = () if config.attention.head_dim % 32 == 0 else ("small_heads",)
+    relaxed = (*heads, *(("fp32",) if config.quantization else ()))
     backend = select("npu", relaxed)
 
     def logits(model: Model, device: Backend) -> list[Tensor]:

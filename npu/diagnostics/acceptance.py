@@ -21,9 +21,9 @@ from npuserve.npu.diagnostics.differences import norm_of
 from npuserve.npu.diagnostics.machine import capture_bucket
 from npuserve.npu.execution.batch import BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
@@ -62,7 +62,7 @@ def load(
     runner = Runner(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
-    cos_sin = cos_sin_table(config.rope, config.head_dim, plan.max_model_len, backend.device)
+    cos_sin = cos_sin_table(config.rope, config.rotary_dim, plan.max_model_len, backend.device)
     return Loaded(runner, Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend)
 
 
@@ -84,7 +84,7 @@ def load_reference(
     backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
-    cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
+    cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, backend.device)
     return Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend
 
 
@@ -151,7 +151,7 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     """
     model, backend = loaded.model, loaded.backend
     size = backend.block_size
-    cache = KVCache.allocate(model.config, largest, size, loaded.runner.cache_dtype, backend)
+    cache = StateStore.allocate(model.config, largest, size, loaded.runner.cache_dtype, backend)
     buffers = BatchBuffers(largest, largest, 1, size, largest if backend.padding_blocks else None, backend)
 
     def step(rows: int) -> Tensor:
@@ -180,7 +180,7 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
                      *(statistics.median(span.read() for span in spans) for spans in (replays, singles)))
 
 
-def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> list[Row]:
+def _decode_rows(model: Model, backend: Backend, cache: StateStore, count: int) -> list[Row]:
     """Return decode rows after prompts of 1 to MAX_PROMPT_TOKENS tokens, whose keys and values are in the cache."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (count, MAX_PROMPT_TOKENS + 1), generator=generator).tolist()
@@ -196,7 +196,7 @@ def _decode_rows(model: Model, backend: Backend, cache: KVCache, count: int) -> 
 
 
 def _compare(
-    captured: Captured, rows: list[Row], loaded: Loaded, buffers: BatchBuffers, cache: KVCache, size: int
+    captured: Captured, rows: list[Row], loaded: Loaded, buffers: BatchBuffers, cache: StateStore, size: int
 ) -> tuple[float, list[tuple[Span, Span]]]:
     """Return the difference, and the spans of replays and of single calls."""
     staged = buffers.fill([(rows, size)])

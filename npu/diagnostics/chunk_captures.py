@@ -17,7 +17,7 @@ from npuserve.npu.diagnostics.differences import norm_of
 from npuserve.npu.diagnostics.replays import randomize, shortened
 from npuserve.npu.execution.batch import BatchBuffers
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.step import Row
 
 TOKENS = 512
@@ -54,7 +54,7 @@ def chunk_buckets(loaded: Loaded) -> Iterator[ChunkBucket]:
         return
     longest = max(LONG) + TOKENS
     model, per_row = shortened(loaded, longest), -(-longest // size)
-    cache = KVCache.allocate(
+    cache = StateStore.allocate(
         model.config, 2 * per_row + backend.padding_blocks, size, loaded.runner.cache_dtype, backend)
     backend.enqueue(partial(randomize, cache)).wait()
     buffers = BatchBuffers(TOKENS, 2, per_row, size, 2 * per_row, backend)
@@ -78,7 +78,7 @@ def _rows(model: Model, tokens: int, per_row: int, context: int, start: int) -> 
             Row(1, ids[1:], start, blocks[per_row:], True)]
 
 
-def _difference(model: Model, captured: Captured, buffers: BatchBuffers, cache: KVCache, rows: list[Row]) -> float:
+def _difference(model: Model, captured: Captured, buffers: BatchBuffers, cache: StateStore, rows: list[Row]) -> float:
     staged = buffers.fill([(rows, len(rows))])
     part = staged.parts[0]
     buffers.pad(part, captured.size(part.tokens))

@@ -22,7 +22,7 @@ from npuserve.npu.diagnostics.differences import norm_of
 from npuserve.npu.diagnostics.machine import capture_bucket
 from npuserve.npu.execution.batch import BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.step import Row
 
@@ -74,7 +74,7 @@ class Replays:
         self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
         blocks = rows * self._per_row
-        self._cache = KVCache.allocate(
+        self._cache = StateStore.allocate(
             self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend)
         self._backend.enqueue(partial(randomize, self._cache)).wait()
         self._buffers = BatchBuffers(
@@ -170,16 +170,16 @@ def shortened(loaded: Loaded, longest: int) -> Model:
     """Return the first layers of a model, with rotary tables for `longest` positions, beyond its own context too."""
     model = loaded.model
     count = min(LAYERS, model.config.num_layers)
-    config = replace(model.config, num_layers=count)
+    config = model.config.first_layers(count)
     weights = replace(model.weights, layers=model.weights.layers[:count])
-    cos_sin = cos_sin_table(config.rope, config.head_dim, longest, loaded.backend.device)
+    cos_sin = cos_sin_table(config.rope, config.rotary_dim, longest, loaded.backend.device)
     return Model(config, weights, cos_sin, model.kernels)
 
 
-def randomize(cache: KVCache) -> None:
+def randomize(cache: StateStore) -> None:
     """Fill a KV cache with RANDOM_BLOCKS blocks of random numbers, in turn."""
     generator = torch.Generator().manual_seed(0)
-    for keys_and_values in cache.layers:
+    for keys_and_values in cache.paged:
         for part in keys_and_values:
             numbers = part.values if isinstance(part, Quantized) else part
             drawn = torch.randn(RANDOM_BLOCKS, *numbers.shape[1:], generator=generator)

@@ -12,7 +12,7 @@ from torch import Tensor
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.step import Row
 
 SEQUENCES_PER_STEP = 4
@@ -31,7 +31,7 @@ def forced_logits(
     """
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)
-    cache = KVCache.allocate(
+    cache = StateStore.allocate(
         model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.norm.dtype, backend)
     for first in range(0, len(sequences), SEQUENCES_PER_STEP):
         group = sequences[first : first + SEQUENCES_PER_STEP]
@@ -54,7 +54,7 @@ def step_logits(
     blocks: number of blocks of the cache, which the steps' rows name.
     cache_dtype: dtype of the KV cache; None for the weights' dtype.
     """
-    cache = KVCache.allocate(model.config, blocks, block_size, cache_dtype or model.weights.norm.dtype, backend)
+    cache = StateStore.allocate(model.config, blocks, block_size, cache_dtype or model.weights.norm.dtype, backend)
     for rows in steps:
         yield backend.enqueue(partial(_step, model, backend, rows, cache, block_size)).wait()
 
@@ -71,6 +71,6 @@ def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row:
     return rows
 
 
-def _step(model: Model, backend: Backend, rows: list[Row], cache: KVCache, size: int) -> Tensor:
+def _step(model: Model, backend: Backend, rows: list[Row], cache: StateStore, size: int) -> Tensor:
     logits = model.logits(model.hidden(make_batch(rows, size, backend), cache))
     return logits[:, : model.config.vocab_size].to("cpu", torch.float32, copy=True)

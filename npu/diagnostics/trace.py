@@ -31,8 +31,8 @@ from npuserve.npu.diagnostics.differences import difference_of, relative_of, tol
 from npuserve.npu.diagnostics.taps import Args, Results, Tap, TappedKernels, cloned, golden_tap, results_of
 from npuserve.npu.execution.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.execution.memory_plan import resolve_block_size
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
@@ -119,9 +119,9 @@ class Trace:
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
         cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.norm.dtype)
-        golden_cache = KVCache.allocate(config, total, size, cached, CpuBackend(native=False))
+        golden_cache = StateStore.allocate(config, total, size, cached, CpuBackend(native=False))
         cache, captured_cache = (
-            KVCache.allocate(config, total, size, cached, self.backend) for _ in range(2))
+            StateStore.allocate(config, total, size, cached, self.backend) for _ in range(2))
         buffers = BatchBuffers(
             self.rows * self.prompt, self.rows, blocks, size, total if self.backend.padding_blocks else None,
             self.backend)
@@ -147,7 +147,7 @@ class Trace:
     @torch.no_grad()
     @torch.inference_mode(False)  # tensors of inference mode have no version counter
     def _single(
-        self, step: str, rows: list[Row], golden_cache: KVCache, cache: KVCache
+        self, step: str, rows: list[Row], golden_cache: StateStore, cache: StateStore
     ) -> tuple[list[Call], Tensor]:
         """Execute a step kernel by kernel; return its calls and its hidden states."""
         batch = make_batch(rows, self._size, self.backend)
@@ -190,7 +190,7 @@ class Trace:
         yield "prompt", [Row(r, ids[r][:-1], 0, own[r], True) for r in range(self.rows)]
         yield "decode", [Row(r, ids[r][-1:], self.prompt, own[r], True) for r in range(self.rows)]
 
-    def _forward(self, kernels: KernelSet, batch: Batch, cache: KVCache) -> Tensor:
+    def _forward(self, kernels: KernelSet, batch: Batch, cache: StateStore) -> Tensor:
         model = dataclasses.replace(self.model, kernels=kernels)
         hidden = model.hidden(batch, cache)
         if self.lm_head != "skip":
@@ -264,8 +264,8 @@ def load(
     weights = load_weights(folder, config, made, device)
     layers = layers or config.num_layers
     return Model(
-        dataclasses.replace(config, num_layers=layers),
+        config.first_layers(layers),
         dataclasses.replace(weights, layers=weights.layers[:layers]),
-        cos_sin_table(config.rope, config.head_dim, max_model_len or config.context_length, device.device),
+        cos_sin_table(config.rope, config.rotary_dim, max_model_len or config.context_length, device.device),
         KernelSet(device.kernels, fuse=False),
     ), device

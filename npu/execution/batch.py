@@ -39,6 +39,7 @@ class Batch:
     positions: [T] int64.
     slot_mapping: [T] int64, block * block_size + offset.
     attention: queries and keys of each row.
+    state_slots: [R] int64, slot of each row's fixed state; None if the model has none.
     sample_tokens: [S] int64, index of the last token of each row that samples.
     """
 
@@ -46,6 +47,7 @@ class Batch:
     positions: Tensor
     slot_mapping: Tensor
     attention: AttentionMetadata
+    state_slots: Tensor | None
     sample_tokens: Tensor
 
 
@@ -115,6 +117,7 @@ class BatchBuffers:
     padding_block: first of the `Backend.padding_blocks` blocks at the end of the KV cache, which padding rows and
         tokens write; None if no batch is padded. Each has a slot of its own if the blocks have as many.
     vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
+    num_slots: slots of fixed state, after which padding rows have one of their own; 0 if the model has no such state.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
     last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`. This padding
@@ -123,7 +126,7 @@ class BatchBuffers:
 
     def __init__(
         self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
-        backend: Backend, vocabulary: int = 0,
+        backend: Backend, vocabulary: int = 0, num_slots: int = 0,
     ):
         self._limits = max_tokens, max_rows, max_blocks
         self._block_size = block_size
@@ -138,6 +141,9 @@ class BatchBuffers:
             "sample_tokens": (rows, torch.int64), "contexts": (rows, torch.int32),
             "cu_seqlens": (rows + 2, torch.int32),
         }
+        self._num_slots = num_slots
+        if num_slots:
+            sections["state_slots"] = (rows, torch.int64)
         self._vocabulary = vocabulary if backend.sampler_filters else 0
         if self._vocabulary:
             sections |= {"penalty_slots": (max_rows, torch.int64), "top_k": (max_rows, torch.int32),
@@ -231,6 +237,8 @@ class BatchBuffers:
         """
         at, rows, beyond = self._at[self._current], len(part.rows), slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0
+        if self._num_slots:
+            at["state_slots"][rows : self._limits[1]] = self._num_slots
         if self._host_lengths:
             at["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
             at["sample_tokens"][len(part.samples) : self._limits[1]] = 0
@@ -292,6 +300,8 @@ class BatchBuffers:
             at["positions"][here] = positions
             at["slots"][here] = (
                 self._table[place, positions // block_size].astype(np.int64) * block_size + positions % block_size)
+        if self._num_slots:
+            at["state_slots"][first : first + count] = [row.state_slot for row in rows]
         at["contexts"][first : first + count] = contexts
         cu_seqlens = at["cu_seqlens"][first + (first > 0) :]
         cu_seqlens[: count + 1] = [0, *ends]
@@ -335,6 +345,8 @@ class BatchBuffers:
         rows = slice(first + begin, first + end)
         at["ids"][rows] = at["positions"][rows] = 0
         at["slots"][rows] = self._padding_slots[: end - begin]
+        if self._num_slots:
+            at["state_slots"][rows] = self._num_slots
         at["contexts"][rows] = 1
         at["sample_tokens"][rows] = np.arange(begin, end)
         at["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
@@ -358,15 +370,16 @@ class BatchBuffers:
                 host_context_lens=context_lens,
                 host_cu_seqlens_q=cu_seqlens,
             ),
+            state_slots=on["state_slots"][first : first + rows] if self._num_slots else None,
             sample_tokens=on["sample_tokens"][first : first + samples],
         )
 
 
-def make_batch(rows: Sequence[Row], block_size: int, backend: Backend) -> Batch:
+def make_batch(rows: Sequence[Row], block_size: int, backend: Backend, num_slots: int = 0) -> Batch:
     """Return a batch of at least one row, of known tokens, in memory of its own. Call it within enqueued work."""
     tokens = sum(len(row.token_ids) for row in rows)
     blocks = max(-(-(row.start + len(row.token_ids)) // block_size) for row in rows)
-    buffers = BatchBuffers(tokens, len(rows), blocks, block_size, None, backend)
+    buffers = BatchBuffers(tokens, len(rows), blocks, block_size, None, backend, num_slots=num_slots)
     staged = buffers.fill([(rows, len(rows))])
     staged.upload()
     return buffers.batch(staged.parts[0])

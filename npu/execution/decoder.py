@@ -1,5 +1,4 @@
-"""Decoder: the sequence of kernels of a model. Families differ in the weights that exist (query and key norms, biases)
-and in the table of rotary embeddings."""
+"""Decoder: embedding, the blocks of a model, and its LM head."""
 
 from __future__ import annotations
 
@@ -11,10 +10,12 @@ from torch import Tensor
 from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.execution.batch import Batch
-from npuserve.npu.execution.kv_cache import KVCache
 from npuserve.npu.execution.masks import RowMasks
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.shard import Span
+from npuserve.npu.model.layers.attention import Attention
+from npuserve.npu.model.layers.layer import Inputs
+from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.weights import ModelWeights
 
 MAX_LOGITS_BYTES = 32 << 20
@@ -36,30 +37,32 @@ class Model:
     kernels: KernelSet
     ranks: Ranks = ALONE
 
-    def hidden(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Return the hidden states [T, H] of a batch after the final norm; write its keys and values to the cache."""
+    def hidden(self, batch: Batch, store: StateStore) -> Tensor:
+        """Return the hidden states [T, H] of a batch after the final norm; write its state to the store."""
         k, w, eps = self.kernels, self.weights, self.config.rms_norm_eps
-        heads, scale = self.config.local.num_heads, self.config.head_dim**-0.5
         residual = self._embedding(batch.ids)
-        if self.ranks.size == 1:
-            after = k.decoder_layers(residual, w.layers, cache.layers, eps, self.cos_sin, batch.positions,
-                                     batch.slot_mapping, batch.attention, heads, scale)
-            if after is not None:
-                return k.rms_norm(after, w.norm, eps)  # type: ignore[no-any-return]  # a Tensor without a scheme
-        normed = k.rms_norm(residual, w.layers[0].input_norm, eps, w.layers[0].qkv.inputs)
-        follows = [*((layer.input_norm, layer.qkv.inputs) for layer in w.layers[1:]), (w.norm, None)]
-        for layer, (keys, values), (next_norm, next_inputs) in zip(w.layers, cache.layers, follows, strict=True):
-            qkv = k.linear(normed, layer.qkv.weight, layer.qkv.bias)
-            q = k.qk_norm_rope_kv_write(
-                qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping,
-                keys, values, heads)
-            attended = k.paged_attention(q, keys, values, batch.attention, scale)
-            out = self._sum(k.linear(attended, layer.o.weight, layer.o.bias))
-            normed, residual = k.add_rms_norm(out, residual, layer.post_norm, eps, layer.gate_up.inputs)
-            gated = k.linear_swiglu(normed, layer.gate_up.weight, layer.gate_up.bias, layer.down.inputs)
-            out = self._sum(k.linear(gated, layer.down.weight, layer.down.bias))
-            normed, residual = k.add_rms_norm(out, residual, next_norm, eps, next_inputs)
-        return normed  # type: ignore[no-any-return]  # a Tensor, since next_inputs of the last layer is None
+        inputs = Inputs(k, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots, self.cos_sin, eps)
+        if (after := self._fused_layers(residual, store, inputs)) is not None:
+            return k.rms_norm(after, w.norm, eps)  # type: ignore[no-any-return]  # a Tensor without a scheme
+        blocks = list(w.blocks)
+        normed = k.rms_norm(residual, blocks[0].norm, eps, blocks[0].input_scheme)
+        following = [*((block.norm, block.input_scheme) for block in blocks[1:]), (w.norm, None)]
+        for block, state, (norm, scheme) in zip(blocks, store.states, following, strict=True):
+            out = self._sum(block.layer.forward(normed, block.weights, state, inputs))
+            normed, residual = k.add_rms_norm(out, residual, norm, eps, scheme)
+        return normed  # type: ignore[no-any-return]  # a Tensor, since the final norm has no scheme
+
+    def _fused_layers(self, residual: Tensor, store: StateStore, inputs: Inputs) -> Tensor | None:
+        """Return the residual stream after all layers in one kernel; None if the backend or the model has none."""
+        if self.ranks.size > 1 or "decoder_layers" not in self.kernels.labels:
+            return None
+        attention = self.weights.layers[0][0].layer
+        layers = self.weights.attention_layers()
+        if layers is None or not isinstance(attention, Attention):
+            return None
+        return self.kernels.decoder_layers(
+            residual, layers, store.paged, inputs.eps, inputs.cos_sin, inputs.positions, inputs.slot_mapping,
+            inputs.attention, attention.num_heads, attention.head_dim**-0.5)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, Vp] of hidden [R, H] over the padded vocabulary, in the model's dtype."""

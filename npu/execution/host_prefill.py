@@ -32,8 +32,9 @@ from npuserve.npu.backends.base import Backend, Event, Pending
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import replay
-from npuserve.npu.execution.kv_cache import KVCache
+from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Paged
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import Phase, Row
@@ -63,7 +64,7 @@ class Chunk:
     staged: Tensor
     runs: list[SlotRange]
     hidden: Tensor
-    cache: KVCache
+    cache: StateStore
     device: torch.device
     timings: list[Timings]
 
@@ -84,7 +85,8 @@ class Chunk:
 
 def staging_bytes(config: ModelConfig, width: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of the host buffers for chunks of `tokens` tokens. width: of a head in the device's cache."""
-    return BUFFERS * tokens * (2 * config.num_layers * config.num_kv_heads * width + config.hidden_size) * itemsize
+    heads = sum(layer.state.heads for layer in config.local_layers if isinstance(layer.state, Paged))
+    return BUFFERS * tokens * (2 * heads * width + config.hidden_size) * itemsize
 
 
 class HostPrefill:
@@ -99,23 +101,24 @@ class HostPrefill:
     """
 
     def __init__(
-        self, host: Backend, weights: ModelWeights, device: Backend, cache: KVCache, config: ModelConfig,
+        self, host: Backend, weights: ModelWeights, device: Backend, cache: StateStore, config: ModelConfig,
         num_blocks: int, block_size: int, *, max_model_len: int, max_rows: int, max_tokens: int,
         observe: Observe | None,
     ):
         dtype = weights.norm.dtype
         self._host, self._device = host, device
-        self._block_size, self._head_dim = block_size, config.head_dim
+        (state,) = config.paged_states
+        self._block_size, self._head_dim = block_size, state.head_dim
         self._cache = cache
         self._held = [0] * num_blocks
         self._kernels = KernelSet(host.kernels, observe, host.span)
-        cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, host.device)
+        cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, host.device)
         self._model = Model(config, weights, cos_sin, self._kernels)
-        self._mirror = KVCache.allocate(config, num_blocks, block_size, dtype, host)
+        self._mirror = StateStore.allocate(config, num_blocks, block_size, dtype, host)
         self._buffers = BatchBuffers(max_tokens, max_rows, -(-max_model_len // block_size), block_size, None, host)
         width = cache.plain[0][0].shape[-1]
         self._staged = [
-            device.host_buffer(config.num_layers, 2, max_tokens, config.num_kv_heads, width, dtype=dtype).zero_()
+            device.host_buffer(len(cache.plain), 2, max_tokens, state.heads, width, dtype=dtype).zero_()
             for _ in range(BUFFERS)]
         self._hidden = [
             device.host_buffer(max_tokens, config.hidden_size, dtype=dtype) for _ in range(BUFFERS)]

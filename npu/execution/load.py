@@ -24,14 +24,14 @@ from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError, CaptureMode
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
-from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.execution.memory_plan import MemoryPlan, predict
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.execution.state_store import block_bytes
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.folder import weight_files
+from npuserve.npu.model.layers.shard import WHOLE, Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
 from npuserve.npu.model.progress import Progress
-from npuserve.npu.model.shard import WHOLE, Shard
 from npuserve.npu.model.storage import choose_kernels
 from npuserve.npu.model.weights import ModelWeights
 

@@ -17,10 +17,11 @@ from npuserve.kernels.registry import Kernel
 from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.execution.host_prefill import staging_bytes
-from npuserve.npu.execution.kv_cache import block_bytes
 from npuserve.npu.execution.sampling_state import penalties_bytes
+from npuserve.npu.execution.state_store import block_bytes
+from npuserve.npu.model import storage
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.storage import StoredMatrix, check_schemes, linears, stored_bytes, tables
+from npuserve.npu.model.storage import StoredMatrix, check_schemes, stored_bytes
 
 MAX_SCRATCH_BYTES = 1 << 20
 """Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
@@ -157,7 +158,8 @@ def predict(
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
     if cached != made:
-        activations += backend.dequantized_bytes(length, block_size, config.local.num_kv_heads, config.head_dim)
+        activations += max(backend.dequantized_bytes(length, block_size, state.heads, state.head_dim)
+                           for state in config.paged_states)
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
 
     block = block_bytes(config, block_size, cached, backend)
@@ -173,7 +175,7 @@ def predict(
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
-        weights=weights + 4 * length * config.head_dim,
+        weights=weights + 4 * length * config.rotary_dim,
         kv_cache=(num_blocks + backend.padding_blocks) * block,
         activations=activations,
         logits=logits,
@@ -193,7 +195,8 @@ def _checked(
 ) -> tuple[torch.dtype, torch.dtype, int]:
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
-    backend.check_heads(config.head_dim)
+    for state in config.paged_states:
+        backend.check_heads(state.head_dim)
     check_schemes(config, backend)
     if prefill:
         try:
@@ -208,6 +211,10 @@ def _checked(
             f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
             f"{', '.join(prefill.dtypes)}")
     cached = backend.cache_dtype(kv_cache_dtype, made)
+    if prefill and (config.has_fixed_state or len(config.paged_states) > 1):
+        raise BackendError(
+            "prefill_device: prompts of a model whose layers have different states cannot be computed on another "
+            "device; possible is prefill_device: same")
     if prefill and cached != made:
         raise BackendError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
@@ -248,10 +255,11 @@ def _host(
     config: ModelConfig, prefill: Backend, device: Backend, tokens: int, context: int, dtype: torch.dtype
 ) -> HostPlan:
     """Return the host's plan without the KV cache. The table of rotary embeddings covers the whole context."""
-    width = device.cache_shapes(1, device.block_size, config.num_kv_heads, config.head_dim, dtype)[0][-1]
+    (state,) = config.paged_states
+    width = device.cache_shapes(1, device.block_size, state.heads, state.head_dim, dtype)[0][-1]
     return HostPlan(
         backend=prefill.name,
-        weights=stored_bytes(config.headless, dtype, prefill) + 4 * context * config.head_dim,
+        weights=stored_bytes(config.headless, dtype, prefill) + 4 * context * config.rotary_dim,
         kv_cache=0,
         activations=_activations(config, prefill, tokens, context, dtype.itemsize),
         staging=staging_bytes(config, width, tokens, dtype.itemsize),
@@ -259,25 +267,27 @@ def _host(
     )
 
 
+HIDDEN_COPIES, GOLDEN_HIDDEN_COPIES = 5, 2
+"""Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
+
+
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
-    c = config.local
-    summed = 0 if backend.reduces else _gathered_bytes(config, backend, tokens * c.hidden_size * itemsize)
+    hidden, layers = config.hidden_size, list(dict.fromkeys(config.local_layers))
+    summed = 0 if backend.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
+    linears = [matrix for index in range(config.num_layers) for matrix in storage.linears(config, index)]
     if not _has_own(backend, paged_attention):
-        # The larger of attention, which copies a row's keys and values, and the feed-forward layer, beside the residual
-        # and its norm.
-        attention = 3 * tokens * (c.q_size + 2 * c.kv_size) + 2 * context * c.q_size
-        floats = (2 * tokens * c.hidden_size + max(4 * tokens * c.intermediate_size, attention)) * itemsize
+        # The largest layer, beside the residual and its norm.
+        largest = max(layer.golden_elements(tokens, context) for layer in layers)
+        floats = (GOLDEN_HIDDEN_COPIES * tokens * hidden + largest) * itemsize
         # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
-        head = _in_float64(tables(config, backend.vocabulary_tile)[-1], backend, 0)
-        layers = max(_in_float64(w, backend, tokens) for i in range(c.num_layers) for w in linears(config, i))
-        return summed + floats + max(0, layers - head)
-    # Each kernel's output has its own memory, held until the next layer overwrites it. Attention merges the results of
-    # threads that computed parts of a context.
-    row = 5 * (c.hidden_size + c.q_size) + 4 * (c.kv_size + c.intermediate_size)
-    parts = backend.threads * context * c.num_heads // c.num_kv_heads * (c.head_dim + 32) // 4
-    panels = 4 * LANES * max(c.hidden_size, c.q_size, c.intermediate_size) * itemsize
-    return summed + tokens * row * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+        head = _in_float64(storage.tables(config, backend.vocabulary_tile)[-1], backend, 0)
+        return summed + floats + max(0, max(_in_float64(matrix, backend, tokens) for matrix in linears) - head)
+    # Each kernel's output has its own memory, held until the next layer overwrites it.
+    width = HIDDEN_COPIES * hidden + sum(layer.output_width for layer in layers)
+    parts = max(layer.scratch_bytes(context, backend.threads) for layer in layers)
+    panels = 4 * LANES * max(matrix.inputs for matrix in linears) * itemsize
+    return summed + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
 
 
 def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:
@@ -292,7 +302,7 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
     Otherwise edits of logits and counts for penalties are not included; they depend on the requests.
     """
     copies = backend.sampling_bytes if _has_own(backend, sample) else 24
-    head = tables(config, backend.vocabulary_tile)[-1]
+    head = storage.tables(config, backend.vocabulary_tile)[-1]
     columns = config.padded_vocabulary(backend.vocabulary_tile)  # each rank gathers the logits of all
     captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.sampler_filters else 0
     gathered = _gathered_bytes(config, backend, rows * columns // config.shard.size * itemsize)

@@ -48,9 +48,9 @@ from npuserve.npu.execution.in_flight import (
     Work,
     prompt_rows,
 )
-from npuserve.npu.execution.kv_cache import KVCache, block_bytes
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
 from npuserve.npu.execution.sampler import Logprobs, Sampler
+from npuserve.npu.execution.state_store import StateStore, block_bytes
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import read_bytes, stored_bytes
@@ -63,6 +63,7 @@ class Runner:
 
     backend: the device.
     num_blocks, block_size: size of the KV cache.
+    num_slots: slots of fixed state; 0 for a model without such a state.
     kv_cache_dtype: "auto", "int8" or "fp8".
     max_model_len: maximum number of positions of a request.
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
@@ -94,9 +95,11 @@ class Runner:
         shared_weights: Mapping[str, Any] | None = None,
         cpu_kernels: CpuKernels | None = None,
         ranks: Ranks = ALONE,
+        num_slots: int = 0,
     ):
         self.config, self.cpu_kernels, self.shared_weights = config, cpu_kernels, shared_weights
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
+        self.num_slots = num_slots
         dtype = weights.norm.dtype
         self.dtype_name, self.backend_name = str(dtype).removeprefix("torch."), backend.name
         self.parameters = config.num_parameters
@@ -105,11 +108,12 @@ class Runner:
         self.deterministic = backend.deterministic
         self.backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
-        cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, backend.device)
+        cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
-        self._cache = KVCache.allocate(config, num_blocks, block_size, self.cache_dtype, backend)
+        self._store = StateStore.allocate(
+            config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
         rows = min(max_num_seqs, max_num_batched_tokens)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(rows, config.vocab_size, backend)
@@ -118,13 +122,13 @@ class Runner:
         self._steps = 0
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
-            num_blocks if backend.padding_blocks else None, backend, config.vocab_size)
+            num_blocks if backend.padding_blocks else None, backend, config.vocab_size, num_slots)
         self._last = backend.empty((rows,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
         self._sampled: dict[int, int] = {}  # request -> its index in _last
         self._waiting: WaitingStep | None = None
         self._prefill = HostPrefill(
-            *prefill, backend, self._cache, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
+            *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         steps = CapturableSteps(self._model, self._sampler, self._buffers, self._hidden, self._last)
         self._dispatch = Dispatch(
@@ -169,6 +173,8 @@ class Runner:
             self._sampler.add(request)
             if request.sampling.prompt_logprobs is not None:
                 self._prompts[request.request_id] = request
+        if step.slot_copies:
+            self.backend.enqueue(partial(self._store.copy_slots, list(step.slot_copies)))
         if not step.rows:
             return LaunchedStep([], self._ids[0][:0])
         staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
@@ -386,7 +392,7 @@ class Runner:
 
     def _hidden(self, batch: Batch) -> Tensor:
         ids = self._kernels.take_ids(batch.ids, self._last)
-        return self._model.hidden(replace(batch, ids=ids), self._cache)
+        return self._model.hidden(replace(batch, ids=ids), self._store)
 
     def _prompt_logprobs(self, hidden: Tensor, prompt: list[PromptRows]) -> list[tuple[int, Logprobs]]:
         reports = []

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels.layer import LayerWeights, Linear
+from npuserve.kernels.layer import Linear
 from npuserve.kernels.native.packed import Matrix, write
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, QuantizedWeight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.shard import Span
-from npuserve.npu.model.storage import StoredMatrix, linears, tables
-from npuserve.npu.model.weights import ModelWeights
+from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.model.storage import StoredArray, StoredBlock, StoredMatrix, final_norm, stored_blocks, tables
+from npuserve.npu.model.weights import LoadedBlock, ModelWeights
 from npuserve.npu.quantization import BLOCK, W8A8
 
 FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
@@ -130,31 +130,26 @@ class _Allocator:
     def model(self) -> ModelWeights:
         c = self._config
         embedding, *head = map(self._linear, tables(c, self._backend.vocabulary_tile))
+        layers = tuple(tuple(map(self._block, stored_blocks(c, index))) for index in range(c.num_layers))
         return ModelWeights(
-            embedding.weight, tuple(map(self._layer, range(c.num_layers))), self._vector("model.norm", c.hidden_size),
-            head[0] if head else embedding)
+            embedding.weight, layers, self._array(final_norm(c)), head[0] if head else embedding)
 
-    def _layer(self, index: int) -> LayerWeights:
-        c, prefix = self._config, f"model.layers.{index}"
-        qkv, o, gate_up, down = linears(c, index)
-        return LayerWeights(
-            input_norm=self._vector(f"{prefix}.input_layernorm", c.hidden_size),
-            qkv=self._linear(qkv),
-            q_norm=self._vector(f"{prefix}.self_attn.q_norm", c.head_dim) if c.qk_norm else None,
-            k_norm=self._vector(f"{prefix}.self_attn.k_norm", c.head_dim) if c.qk_norm else None,
-            o=self._linear(o),
-            post_norm=self._vector(f"{prefix}.post_attention_layernorm", c.hidden_size),
-            gate_up=self._linear(gate_up),
-            down=self._linear(down),
-        )
+    def _block(self, stored: StoredBlock) -> LoadedBlock:
+        norm = self._array(stored.norm)
+        weights = {field: self._linear(parameter) if isinstance(parameter, StoredMatrix) else self._array(parameter)
+                   for field, parameter in stored.parameters.items()}
+        return LoadedBlock(norm, stored.layer, stored.layer.weights(**weights))
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return self._backend.empty((size,), dtype)
 
-    def _vector(self, name: str, size: int) -> Tensor:
-        made = self._empty(size, self._dtype)
-        self.targets[f"{name}.weight"] = Target(partial(_put, made, 0), ((size,),), made.nbytes)
-        return made
+    def _array(self, stored: StoredArray) -> Tensor:
+        array = stored.array
+        values = self._backend.empty(array.shape, stored.dtype(self._dtype))
+        self.targets[stored.name] = Target(
+            partial(_put, values, 0), (array.whole,), values.nbytes,
+            rows=None if array.rows.size == array.rows.whole else array.rows)
+        return values
 
     def _linear(self, stored: StoredMatrix) -> Linear:
         dtype = self._dtype

@@ -6,16 +6,19 @@ Absent keys have the defaults of transformers (`families`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from npuserve.npu.model.config_json import ModelError, flag, number, whole
-from npuserve.npu.model.families import FAMILIES, check_supported
+from npuserve.npu.model.families import FAMILIES
+from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of
+from npuserve.npu.model.layers.attention import Attention
+from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
+from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
-from npuserve.npu.model.shard import WHOLE, Shard, Span
 from npuserve.npu.quantization import Quantization
 
 __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
@@ -25,72 +28,82 @@ HeadDtype = Literal["auto", "int8"]
 DTYPES = "bfloat16", "float16", "float32", "float64"
 """Possible dtypes of a checkpoint."""
 
-MAX_LAYERS = 4096
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a decoder with RMSNorm, rotary grouped-query attention and SwiGLU.
+    """Configuration of a decoder: an embedding, layers of blocks with RMSNorm, a last norm and an LM head.
 
     vocab_size: ids are in [0, vocab_size).
-    num_heads, num_kv_heads: number of query heads; number of key and value heads.
+    layers: blocks of each decoder layer, of the whole model.
     max_position_embeddings: value of config.json. The limit for serving is `context_length`.
-    qk_norm: the model applies RMSNorm to each query and key head.
+    prefix: beginning of the names of the decoder's tensors in the checkpoint.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
-    shard: part of the model that this process computes. The other fields describe the whole model, except in `local`.
+    shard: part of the model that this process computes.
     """
 
     architecture: str
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[DecoderLayer, ...]
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qk_norm: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
     rope: RopeConfig
     dtype: str
+    prefix: str = "model."
     quantization: Quantization | None = None
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
 
     def sharded(self, shard: Shard) -> ModelConfig:
         """Return the configuration of a part of the model. Raises ModelError if the ranks cannot divide it."""
-        n, kv = shard.size, self.num_kv_heads
-        for name, count in (("attention heads", self.num_heads), ("intermediate columns", self.intermediate_size)):
-            if count % n:
-                raise ModelError(f"tensor_parallel_size: {n} does not divide the model's {count} {name}")
-        if kv % n and n % kv:
-            raise ModelError(
-                f"tensor_parallel_size: {n} neither divides the model's {kv} key and value heads nor is a multiple")
+        try:
+            for layer in self.kinds:
+                layer.local(shard)
+        except DivisionError as error:
+            raise ModelError(str(error)) from None
         return replace(self, shard=shard)
 
     @property
-    def local(self) -> ModelConfig:
-        """Return the configuration with the numbers of heads and intermediate columns that this process computes."""
-        if self.shard.size == 1:
-            return self
-        return replace(self, num_heads=self.num_heads // self.shard.size,
-                       num_kv_heads=self.shard.kv_heads(self.num_kv_heads).size,
-                       intermediate_size=self.intermediate_size // self.shard.size, shard=WHOLE)
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """Return the configuration of the model's first `count` layers."""
+        return replace(self, layers=self.layers[:count])
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def local_layers(self) -> list[Layer]:
+        """Mixers and MLPs that this process computes, in the order of the blocks. Equal layers are one object."""
+        local = {layer: layer.local(self.shard) for layer in self.kinds}
+        return [local[block.layer] for blocks in self.layers for block in blocks]
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def kinds(self) -> list[Layer]:
+        """Different mixers and MLPs of the whole model, in the order of their first use."""
+        return list(dict.fromkeys(block.layer for blocks in self.layers for block in blocks))
+
+    @property
+    def attention(self) -> Attention:
+        """The first attention of the whole model. Its head size is that of the rotary embeddings."""
+        return next(layer for layer in self.kinds if isinstance(layer, Attention))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of the table of rotary embeddings."""
+        return self.attention.head_dim
+
+    @property
+    def paged_states(self) -> list[Paged]:
+        """Different paged states of the layers that this process computes."""
+        return list(dict.fromkeys(layer.state for layer in self.local_layers if isinstance(layer.state, Paged)))
+
+    @property
+    def has_fixed_state(self) -> bool:
+        """True if requests need a slot beside blocks."""
+        return any(isinstance(layer.state, Fixed) for layer in self.local_layers)
 
     @property
     def context_length(self) -> int:
@@ -105,12 +118,10 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters in the checkpoint; a tied table counts once."""
-        h, i = self.hidden_size, self.intermediate_size
-        layer = 2 * h + (2 * self.head_dim if self.qk_norm else 0)
-        layer += (self.q_size + 2 * self.kv_size) * (h + self.qkv_bias) + h * (self.q_size + self.o_bias)
-        layer += 2 * i * (h + self.mlp_bias) + h * (i + self.mlp_bias)
-        tables = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + tables + h
+        of_kind = {layer: _count(layer, self.hidden_size) for layer in self.kinds}
+        blocks = sum(self.hidden_size + of_kind[block.layer] for blocks in self.layers for block in blocks)
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return blocks + tables + self.hidden_size
 
     @property
     def headless(self) -> ModelConfig:
@@ -165,42 +176,33 @@ class ModelConfig:
             raise ModelError(f"config.json: architectures: {names} is not supported; serve a model of one of these: "
                              f"{', '.join(FAMILIES)}, such as {EXAMPLE}")
         family = FAMILIES[architecture]
-        check_supported(data, family)
-
-        num_layers = whole(data, "num_hidden_layers")
-        if num_layers > MAX_LAYERS:
-            raise ModelError(f"config.json: num_hidden_layers: must be in [1, {MAX_LAYERS}], got {num_layers}")
-        heads = whole(data, "num_attention_heads")
-        kv_heads = whole(data, "num_key_value_heads", family.num_kv_heads, heads)
-        hidden = whole(data, "hidden_size")
-        head_dim = whole(data, "head_dim", family.head_dim, hidden // heads)
-        if heads % kv_heads:
-            raise ModelError(f"config.json: num_key_value_heads: {kv_heads} does not divide {heads} attention heads")
-        if head_dim % 2:
-            raise ModelError(f"config.json: head_dim: must be even for rotary embeddings, got {head_dim}")
-        attention_bias = flag(data, "attention_bias", False)
         context = whole(data, "max_position_embeddings", family.context)
         return ModelConfig(
             architecture=architecture,
             family=family.name,
             vocab_size=whole(data, "vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=whole(data, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            hidden_size=whole(data, "hidden_size"),
+            layers=family.read_layers(data),
             rms_norm_eps=number(data, "rms_norm_eps", 1e-6),
             max_position_embeddings=context,
             tie_word_embeddings=flag(data, "tie_word_embeddings", False),
-            qk_norm=family.qk_norm,
-            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-            o_bias=attention_bias if family.qkv_bias is None else False,
-            mlp_bias=flag(data, "mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
             rope=parse_rope(data, context),
             dtype=_dtype(data),
+            prefix=family.prefix,
             quantization=_quantization(data),
         )
+
+
+def _count(layer: Layer, hidden: int) -> int:
+    """Return the number of parameters of a layer."""
+    count = 0
+    for parameter in layer.parameters(hidden, WHOLE).values():
+        if isinstance(parameter, Array):
+            count += math.prod(parameter.whole)
+        else:
+            rows = sum(span.size for span in parameter.parts.values())
+            count += rows * (parameter.columns.size + parameter.biased)
+    return count
 
 
 def _dtype(data: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from npuserve.npu.model.config_json import ModelError
+from npuserve.npu.model.families.config_json import ModelError
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of a Git LFS pointer (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""

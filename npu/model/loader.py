@@ -58,7 +58,7 @@ def load_weights(
     with ExitStack() as stack:
         files, targets = _open_files(weight_files(Path(folder)), stack), made.targets
         _remove_ignored(files, config)
-        _check(files, targets, Path(folder))
+        _check(files, targets, Path(folder), config.prefix)
         if progress is None:
             progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
         total, done = sum(targets[name].nbytes for name in files), 0
@@ -95,7 +95,7 @@ def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
     with ExitStack() as stack:
         files = _open_files(weight_files(Path(folder)), stack)
         _remove_ignored(files, config)
-        _check(files, allocate_meta(config, torch.float32).targets, Path(folder))
+        _check(files, allocate_meta(config, torch.float32).targets, Path(folder), config.prefix)
         return list(files)
 
 
@@ -105,10 +105,11 @@ def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
     Ranks other than 0 read nothing. Raises ModelError for files that cannot be read.
     """
     if config.tie_word_embeddings and config.shard.rank == 0:
+        embedding = f"{config.prefix}embed_tokens.weight"
         with ExitStack() as stack:
-            if _differ(_open_files(weight_files(Path(folder)), stack), "lm_head.weight", "model.embed_tokens.weight"):
-                log.warning("lm_head.weight is ignored, and differs from model.embed_tokens.weight: if the model has "
-                            "an LM head of its own, set tie_word_embeddings to false in config.json")
+            if _differ(_open_files(weight_files(Path(folder)), stack), "lm_head.weight", embedding):
+                log.warning("lm_head.weight is ignored, and differs from %s: if the model has an LM head of its own, "
+                            "set tie_word_embeddings to false in config.json", embedding)
 
 
 def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
@@ -191,7 +192,7 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
             del files[name]
 
 
-def _check(files: dict[str, Any], targets: Targets, folder: Path) -> None:
+def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -> None:
     problems: dict[str, list[str]] = {
         "missing": [name for name, target in targets.items() if target.required and name not in files],
         "unknown": [name for name in files if name not in targets],
@@ -211,15 +212,16 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path) -> None:
                         "not float8 (e4m3)" if target.dtypes is FLOAT8S else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
     found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
-    if (configured := _layers(targets)) != (found_layers := _layers(files)):
+    if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):
         found.append(f"config.json has {configured} layers, the files have {found_layers}")
     if found:
         raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
 
 
-def _layers(names: Iterable[str]) -> int:
-    """Return the number of decoder layers that the tensor names belong to."""
-    return len({found[1] for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name))})
+def _layers(names: Iterable[str], prefix: str) -> int:
+    """Return the number of decoder layers that the tensor names belong to. prefix: that of the decoder's tensors."""
+    pattern = re.compile(rf"{re.escape(prefix)}layers\.(\d+)\.")
+    return len({match[1] for name in names if (match := pattern.match(name))})
 
 
 def _check_finite(numbers: Tensor, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from npuserve.npu.model.config_json import ModelError, flag, number, whole
+from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")

@@ -1,7 +1,8 @@
-"""Storage plan of a model: its matrices as they are stored, and their bytes, before any is allocated."""
+"""Storage plan of a model: its tensors as they are stored, and their bytes, before any is allocated."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSet
 from npuserve.kernels.quantized import FLOAT8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.shard import Span
+from npuserve.npu.model.layers.layer import Array, Layer, Matrix
+from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.quantization import BLOCK, W8A8
 
 MAX_INPUTS = 1 << 15
@@ -67,23 +69,79 @@ def check_schemes(config: ModelConfig, backend: Backend) -> None:
         backend.check_scheme(scheme)
 
 
-def linears(config: ModelConfig, index: int) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix, StoredMatrix]:
-    """Return a layer's qkv, o, gate_up and down. Raises ModelError if the parts of a matrix have different schemes."""
-    c, shard = config, config.shard
-    attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
-    hidden, mid = Span.all(c.hidden_size), shard.part(c.intermediate_size)
-    queries, keys = shard.part(c.num_heads).times(c.head_dim), shard.kv_heads(c.num_kv_heads).times(c.head_dim)
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """Tensor that is stored as it is. name: in the checkpoint; array: its part on this rank."""
 
-    def stored(prefix: str, parts: dict[str, Span], columns: Span, biased: bool) -> StoredMatrix:
-        parts = {prefix + name: rows for name, rows in parts.items()}
-        return StoredMatrix(parts, columns, biased=biased, scheme=_scheme(c, list(parts), columns))
+    name: str
+    array: Array
 
-    return (
-        stored(attention, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, c.qkv_bias),
-        stored(attention, {"o_proj": hidden}, queries, c.o_bias),
-        stored(mlp, {"gate_proj": mid, "up_proj": mid}, hidden, c.mlp_bias),
-        stored(mlp, {"down_proj": hidden}, mid, c.mlp_bias),
-    )
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        """Return the stored dtype. model: dtype of the activations."""
+        return model if self.array.dtype == "model" else torch.float32
+
+    def nbytes(self, model: torch.dtype) -> int:
+        """Return the bytes of the tensor. model: dtype of the activations."""
+        return math.prod(self.array.shape) * self.dtype(model).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """Block of a decoder layer as this rank stores it.
+
+    norm: the norm before the layer.
+    layer: the mixer or MLP that this rank computes.
+    parameters: field of its weights -> tensor.
+    """
+
+    norm: StoredArray
+    layer: Layer
+    parameters: dict[str, StoredArray | StoredMatrix]
+
+    @property
+    def arrays(self) -> list[StoredArray]:
+        return [self.norm, *(each for each in self.parameters.values() if isinstance(each, StoredArray))]
+
+    @property
+    def matrices(self) -> list[StoredMatrix]:
+        return [each for each in self.parameters.values() if isinstance(each, StoredMatrix)]
+
+
+def stored_blocks(config: ModelConfig, index: int) -> list[StoredBlock]:
+    """Return the blocks of a decoder layer. Raises ModelError if parts of a matrix have different schemes."""
+    blocks = []
+    for block in config.layers[index]:
+        prefix = f"{config.prefix}layers.{index}."
+        blocks.append(StoredBlock(
+            _norm(config, prefix + block.norm),
+            block.layer.local(config.shard),
+            {field: _stored(config, f"{prefix}{block.name}.", parameter)
+             for field, parameter in block.layer.parameters(config.hidden_size, config.shard).items()}))
+    return blocks
+
+
+def _stored(config: ModelConfig, prefix: str, parameter: Array | Matrix) -> StoredArray | StoredMatrix:
+    if isinstance(parameter, Array):
+        return StoredArray(prefix + parameter.tensor, parameter)
+    parts = {prefix + name: rows for name, rows in parameter.parts.items()}
+    scheme = _scheme(config, list(parts), parameter.columns)
+    if scheme and not parameter.can_quantize:
+        raise ModelError(f"config.json: quantization_config: {next(iter(parts))} is quantized; supported: floats")
+    return StoredMatrix(parts, parameter.columns, biased=parameter.biased, scheme=scheme)
+
+
+def final_norm(config: ModelConfig) -> StoredArray:
+    """Return the norm after the last layer."""
+    return _norm(config, f"{config.prefix}norm")
+
+
+def _norm(config: ModelConfig, name: str) -> StoredArray:
+    return StoredArray(f"{name}.weight", Array("weight", Span.all(config.hidden_size)))
+
+
+def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
+    """Return the linear layers of a decoder layer in the order of their use."""
+    return [matrix for block in stored_blocks(config, index) for matrix in block.matrices]
 
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
@@ -92,7 +150,7 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     requested = W8A8() if c.lm_head_dtype == "int8" else None
 
-    embedding, head = ({name: ids} for name in ("model.embed_tokens", "lm_head"))
+    embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
     if c.tie_word_embeddings:
         return [StoredMatrix(embedding, hidden, padding, scheme=requested, rounded=bool(requested))]
     stored = _scheme(c, list(head), hidden)
@@ -128,13 +186,13 @@ def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
 def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Return the bytes that `allocate` takes."""
     stored = matrices(config, backend.vocabulary_tile)
-    return norm_bytes(config, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in stored)
+    return array_bytes(config, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in stored)
 
 
-def norm_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the norms, which every rank of a group has."""
-    c = config
-    return (c.num_layers * (2 * c.hidden_size + (2 * c.head_dim if c.qk_norm else 0)) + c.hidden_size) * dtype.itemsize
+def array_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of norms and other tensors that are not matrices."""
+    arrays = [array for i in range(config.num_layers) for block in stored_blocks(config, i) for array in block.arrays]
+    return sum(array.nbytes(dtype) for array in (*arrays, final_norm(config)))
 
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:

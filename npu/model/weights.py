@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.native.packed import PackedWeight, packed_words, write
-from npuserve.kernels.quantized import QuantizedWeight, Weight
+from npuserve.kernels.quantized import QuantizedWeight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
+from npuserve.npu.model.layers.attention import Attention
+from npuserve.npu.model.layers.layer import Layer
+from npuserve.npu.model.layers.swiglu import SwiGLU
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """Block of a decoder layer with its weights.
+
+    norm: [H].
+    layer: the mixer or MLP that this rank computes.
+    weights: of the type `layer.weights`.
+    """
+
+    norm: Tensor
+    layer: Layer
+    weights: Any
+
+    @property
+    def input_scheme(self) -> Scheme | None:
+        """Quantization scheme of the layer's input; None for floats."""
+        return self.layer.input_scheme(self.weights)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The linear layers in the order of their use."""
+        return [each for each in self.weights if isinstance(each, Linear)]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Weights of a model: embedding [Vp, H], norm [H], lm_head [Vp, H] for the padded vocabulary Vp.
 
+    layers: blocks of each decoder layer.
+
     Tied embedding and lm_head are the same table. The padding rows of lm_head repeat row 0, so that a padding id is
     never more likely than id 0. The padding rows of an untied embedding are zero.
     """
 
     embedding: Weight
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[tuple[LoadedBlock, ...], ...]
     norm: Tensor
     lm_head: Linear
+
+    @property
+    def blocks(self) -> Iterator[LoadedBlock]:
+        """The blocks of all decoder layers."""
+        return chain.from_iterable(self.layers)
 
     @property
     def padded_vocabulary(self) -> int:
@@ -51,6 +88,19 @@ class ModelWeights:
         held = {id(weight): weight for weight in (self.embedding, *self._linear_weights())}
         return [weight for weight in held.values() if isinstance(weight, PackedWeight) and weight.refused]
 
+    def attention_layers(self) -> tuple[LayerWeights, ...] | None:
+        """Return the weights as the kernel `decoder_layers` takes them; None for layers other than its own."""
+        layers = []
+        for blocks in self.layers:
+            if [type(block.layer) for block in blocks] != [Attention, SwiGLU]:
+                return None
+            mixer, mlp = blocks
+            attention, swiglu = mixer.weights, mlp.weights
+            layers.append(LayerWeights(
+                mixer.norm, attention.qkv, attention.q_norm, attention.k_norm, attention.o, mlp.norm, swiglu.gate_up,
+                swiglu.down))
+        return tuple(layers)
+
     def finish(self, vocabulary: int, backend: Backend) -> None:
         """Fill the padding rows, and convert quantized weights to the layout of the backend's kernels.
 
@@ -62,7 +112,7 @@ class ModelWeights:
                 backend.prepare_weight(weight, table=weight is self.embedding)
 
     def _linear_weights(self) -> list[Weight]:
-        linears = [linear for x in self.layers for linear in x.linears]
+        linears = [linear for block in self.blocks for linear in block.linears]
         return [linear.weight for linear in (*linears, self.lm_head)]
 
     def _fill_padding(self, vocabulary: int) -> None:

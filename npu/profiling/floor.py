@@ -21,8 +21,10 @@ from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Quantized, Scheme, Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord
+from npuserve.npu.execution.state_store import KeysAndValues, LayerState, Slots, StateStore
 from npuserve.npu.model.allocation import allocate_meta
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Fixed, Paged, State
 from npuserve.npu.model.weights import ModelWeights
 
 Costs = dict[str, list[Cost]]
@@ -41,6 +43,7 @@ class CostRecorder:
     """Kernels that record their costs and return tensors of the right shape. dtype: of the activations."""
 
     dtype: torch.dtype
+    labels: dict[str, str] = field(default_factory=dict)
     costs: Costs = field(default_factory=lambda: defaultdict(list))
 
     def _record(self, name: str, *args: Any) -> None:
@@ -50,9 +53,6 @@ class CostRecorder:
         if scheme is None:
             return meta(*shape, dtype=self.dtype)
         return Quantized(meta(*shape, dtype=scheme.dtype), meta(*scheme.scale_shape(*shape), dtype=torch.float32))
-
-    def decoder_layers(self, *args: Any) -> None:
-        """Let the decoder call the kernels of each layer."""
 
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         self._record("embedding", ids, table)
@@ -107,10 +107,19 @@ class MetaModel:
         self.config, self._dtype, self._block_size = config, dtype, block_size
         self.weights: ModelWeights = allocate_meta(
             config, dtype, vocabulary_tile=vocabulary_tile, int8_levels=int8_levels).weights
-        shape = 1, block_size, config.local.num_kv_heads, config.head_dim
-        self.layer_cache: Cache = meta(*shape, dtype=dtype)
+        self.states = [self._meta_state(layer.state, cache_dtype, scale_dtype) for layer in config.local_layers]
+
+    def _meta_state(self, state: State, cache_dtype: torch.dtype | None, scale_dtype: torch.dtype) -> LayerState:
+        if isinstance(state, Fixed):
+            return Slots(meta(1, *shape, dtype=self._dtype if name == "model" else torch.float32)
+                         for shape, name in zip(state.shapes, state.dtypes, strict=True))
+        if not isinstance(state, Paged):
+            return None
+        shape = 1, self._block_size, state.heads, state.head_dim
+        cache: Cache = meta(*shape, dtype=self._dtype)
         if cache_dtype in LARGEST:
-            self.layer_cache = Quantized(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
+            cache = Quantized(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
+        return KeysAndValues(cache, cache)
 
     def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
         """Return the costs of one step.
@@ -128,11 +137,11 @@ class MetaModel:
             meta(len(rows) + 1, dtype=torch.int32), contexts, starts)
         ids = meta(starts[-1], dtype=torch.int64)
         kernels: Any = recorder
-        batch: Any = SimpleNamespace(ids=ids, positions=ids, slot_mapping=ids, attention=metadata)
-        cos_sin = meta(self.config.context_length, self.config.head_dim, dtype=torch.float32)
+        batch: Any = SimpleNamespace(ids=ids, positions=ids, slot_mapping=ids, attention=metadata,
+                                     state_slots=meta(len(rows), dtype=torch.int64))
+        cos_sin = meta(self.config.context_length, self.config.rotary_dim, dtype=torch.float32)
         model = Model(self.config, self.weights, cos_sin, kernels)
-        cache: Any = SimpleNamespace(layers=[(self.layer_cache, self.layer_cache)] * self.config.num_layers)
-        hidden = model.hidden(batch, cache)
+        hidden = model.hidden(batch, StateStore(tuple(self.states)))
         if sampled:
             model.argmax(hidden[:sampled])
         return dict(recorder.costs)

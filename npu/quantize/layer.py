@@ -4,42 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels.attention import AttentionMetadata
+from npuserve.kernels.layer import Linear
 from npuserve.kernels.norm import normalize
-from npuserve.kernels.qk_norm_rope_kv_write import rotate
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import DYNAMIC
+from npuserve.kernels.registry import GOLDEN, KernelSet
+from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Array, Block, Fixed, Inputs, Paged, Smoothing
+from npuserve.npu.model.layers.layer import Layer as MixerOrMlp
+from npuserve.npu.model.layers.shard import WHOLE
 
 
 @dataclass(frozen=True, slots=True)
 class SmoothMapping:
-    """Layers that factors are folded into: the output of `before` is the input of each of `after`."""
+    """Layers that factors are folded into: the output of `before` is the input of each of `after`.
+
+    block: index of the block.
+    smoothing: how the outputs of `before` feed the columns of `after`.
+    """
 
     before: str
     after: tuple[str, ...]
+    block: int
+    smoothing: Smoothing
 
     @property
     def is_norm(self) -> bool:
         """True if `before` is a norm."""
-        return self.before.endswith("layernorm")
+        return not self.smoothing.before
 
 
-MAPPINGS = (
-    SmoothMapping("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    SmoothMapping("self_attn.v_proj", ("self_attn.o_proj",)),
-    SmoothMapping("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-    SmoothMapping("mlp.up_proj", ("mlp.down_proj",)),
-)
+def mappings_of(blocks: Sequence[Block]) -> list[SmoothMapping]:
+    """Return the mappings of a decoder layer, in the order of the blocks."""
+    mappings = []
+    for index, block in enumerate(blocks):
+        for smoothing in block.layer.smoothings:
+            before = f"{block.name}.{smoothing.before}" if smoothing.before else block.norm
+            after = tuple(f"{block.name}.{name}" for name in smoothing.after)
+            mappings.append(SmoothMapping(before, after, index, smoothing))
+    return mappings
 
 
 class Layer:
-    """Decoder layer computed in float32.
+    """Decoder layer computed in float32 by golden kernels.
 
+    blocks: the layer's blocks.
     weights: weights of the checkpoint, by name in the layer.
     dtypes: dtypes of the weights in the checkpoint.
     cos_sin: [P, D] float32, as by `rope.cos_sin_table`.
@@ -48,55 +65,68 @@ class Layer:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], cos_sin: Tensor
+        self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype],
+        cos_sin: Tensor,
     ):
-        self.config, self.weights, self.dtypes, self.cos_sin = config, dict(weights), dtypes, cos_sin
+        self.blocks, self.mappings = config.layers[index], mappings_of(config.layers[index])
+        self.weights, self.dtypes, self.cos_sin = dict(weights), dtypes, cos_sin
         self.int8: dict[str, Tensor] = {}
         self.power: dict[str, Tensor] | None = None
+        self._config = config
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the output of attention for x [T, H], a sequence from its beginning."""
-        return self.project(MAPPINGS[1].after, self.mixed(x))[0]
+    def outputs(self, block: int, x: Tensor) -> Tensor:
+        """Return what a block adds to the residual stream x [T, H], a sequence from its beginning."""
+        return self._computed(block, x, {})
 
-    def mixed(self, x: Tensor) -> Tensor:
-        """Return the input of the o projection for x [T, H]."""
-        c, length = self.config, len(x)
-        q, k, v = (out.view(length, -1, c.head_dim).transpose(0, 1)
-                   for out in self.project(MAPPINGS[0].after, self._norm("input_layernorm", x)))
-        q, k = self._rotated("self_attn.q_norm", q), self._rotated("self_attn.k_norm", k)
-        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        return mixed.transpose(0, 1).reshape(length, -1)
+    def inputs(self, mapping: SmoothMapping, x: Tensor) -> Tensor:
+        """Return the input of `mapping.after` for the residual stream x [T, H] before its block."""
+        inputs: dict[str, Tensor] = {}
+        self._computed(mapping.block, x, inputs)
+        return inputs[mapping.after[0]]
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """Return the output of the MLP for x [T, H]."""
-        return self.project(MAPPINGS[3].after, self.gated(x))[0]
+    def _computed(self, block: int, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Compute a block, and add the input of each projection to `inputs` under its first part's name."""
+        norm, layer = self.blocks[block].norm, self.blocks[block].layer
+        weights, projections = self._block_weights(self.blocks[block])
+        kernels = ProjectingKernels(self, projections, inputs)
+        positions, config = torch.arange(len(x)), self._config
+        eps = config.rms_norm_eps
+        metadata = AttentionMetadata.from_lengths(torch.zeros(1, 1, dtype=torch.int32), [len(x)], [len(x)])
+        step = Inputs(kernels, positions, positions, metadata, torch.zeros(1, dtype=torch.int64), self.cos_sin, eps)
+        normed = normalize(x, self.weights[f"{norm}.weight"], eps)
+        return layer.forward(normed, weights, empty_state(layer, len(x)), step)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Return the input of the down projection for x [T, H]."""
-        gate, up = self.project(MAPPINGS[2].after, self._norm("post_attention_layernorm", x))
-        return F.silu(gate).mul_(up)
+    def _block_weights(self, block: Block) -> tuple[Any, dict[int, tuple[str, ...]]]:
+        """Return a block's weights, and the names of the parts of each matrix by its id."""
+        fields: dict[str, Linear | Tensor] = {}
+        projections: dict[int, tuple[str, ...]] = {}
+        for field, parameter in block.layer.parameters(self._config.hidden_size, WHOLE).items():
+            if isinstance(parameter, Array):
+                fields[field] = self.weights[f"{block.name}.{parameter.tensor}"]
+                continue
+            names = tuple(f"{block.name}.{name}" for name in parameter.parts)
+            weight = _stacked([self.int8.get(name, self.weights[f"{name}.weight"]) for name in names])
+            biases = [self.weights[f"{name}.bias"] for name in names] if parameter.biased else []
+            projections[id(weight)] = names
+            fields[field] = Linear(weight, _stacked(biases) if biases else None)
+        return block.layer.weights(**fields), projections
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return normalize(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+    def project(self, names: Sequence[str], x: Tensor) -> Tensor:
+        """Return the projections `names` of x [T, K], concatenated. Either all of them are int8 or none."""
+        weight = _stacked([self.int8.get(name, self.weights[f"{name}.weight"]) for name in names])
+        biases = [self.weights[f"{name}.bias"] for name in names if f"{name}.bias" in self.weights]
+        return self.product(names, x, weight, _stacked(biases) if biases else None)
 
-    def _rotated(self, norm: str, heads: Tensor) -> Tensor:
-        """Return heads [N, T, D] rotated, after their norm if the family has one."""
-        if self.config.qk_norm:
-            heads = self._norm(norm, heads)
-        cos, sin = self.cos_sin[: heads.shape[1]].chunk(2, dim=-1)
-        return rotate(heads, cos, sin)
-
-    def project(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
-        """Return the projections `names` of x [T, K]. Either all of them are int8 or none."""
+    def product(self, names: Sequence[str], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [T, K] by the stacked weight of the projections `names`."""
         if self.power is not None:
             squares = x.square()
             beside = squares.mean(dim=1, keepdim=True).clamp(min=1e-30)
             self.power[names[0]] = self.power.get(names[0], 0) + (squares / beside).sum(dim=0)
         if names[0] in self.int8:
-            made = quantize(x, DYNAMIC)
-            x = dequantized(made.values, made.scale[:, None])
-        return [F.linear(x, self.int8.get(name, self.weights[f"{name}.weight"]), self.weights.get(f"{name}.bias"))
-                for name in names]
+            quantized = quantize(x, DYNAMIC)
+            x = dequantized(quantized.values, quantized.scale[:, None])
+        return F.linear(x, weight, bias)
 
     def fold(self, mapping: SmoothMapping, factors: Tensor) -> None:
         """Divide the outputs of `mapping.before` by factors and multiply the columns of `mapping.after` by them."""
@@ -135,18 +165,54 @@ class Layer:
 
     def _column_maximum(self, mapping: SmoothMapping, columns: Tensor) -> Tensor:
         """Return for each output of `mapping.before` the maximum of the columns that it feeds."""
-        c = self.config
-        if mapping.before != "self_attn.v_proj":
+        smoothing = mapping.smoothing
+        if smoothing.repeats == 1:
             return columns
-        return columns.view(c.num_kv_heads, -1, c.head_dim).amax(dim=1).flatten()
+        return columns.view(smoothing.groups, -1, smoothing.group_size).amax(dim=1).flatten()
 
     def spread(self, mapping: SmoothMapping, factors: Tensor) -> Tensor:
         """Return for each column of `mapping.after` the factor of the output that feeds it."""
-        c = self.config
-        if mapping.before != "self_attn.v_proj":
+        smoothing = mapping.smoothing
+        if smoothing.repeats == 1:
             return factors
-        heads = factors.view(c.num_kv_heads, 1, c.head_dim)
-        return heads.expand(-1, c.num_heads // c.num_kv_heads, -1).flatten()
+        groups = factors.view(smoothing.groups, 1, smoothing.group_size)
+        return groups.expand(-1, smoothing.repeats, -1).flatten()
+
+
+class ProjectingKernels(KernelSet):
+    """Golden kernels whose products are those of a `Layer`.
+
+    projections: id of a weight -> names of its parts.
+    inputs: the input of each product is added under the first of its names.
+    """
+
+    def __init__(self, layer: Layer, projections: Mapping[int, Sequence[str]], inputs: dict[str, Tensor]):
+        super().__init__(GOLDEN, fuse=False)
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            names = projections[id(weight)]
+            inputs[names[0]] = x
+            return layer.product(names, x, weight, bias)
+
+        def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, scheme: None = None) -> Tensor:
+            return swiglu(linear(x, weight, bias))
+
+        self.__dict__.update(linear=linear, linear_swiglu=linear_swiglu)
+
+
+def empty_state(layer: MixerOrMlp, tokens: int) -> tuple[Tensor, ...] | None:
+    """Return the state of one sequence of `tokens` tokens in float32, in the golden layout."""
+    state = layer.state
+    if isinstance(state, Paged):
+        shape = 1, tokens, state.heads, state.head_dim
+        return torch.zeros(shape), torch.zeros(shape)
+    if isinstance(state, Fixed):
+        return tuple(torch.zeros(1, *shape) for shape in state.shapes)
+    return None
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
-from npuserve.npu.quantize.layer import MAPPINGS, Layer, SmoothMapping, dequantized, to_int8
+from npuserve.npu.quantize.layer import Layer, SmoothMapping, dequantized, to_int8
 
 STRENGTHS = (0.4, 0.5, 0.6, 0.7, 0.8)
 
@@ -45,13 +45,16 @@ def smooth(
     searched = hidden[:MAX_SEARCH_SEQUENCES]
     power = layer.power = {}
     for index, x in enumerate(hidden):
-        x = x + layer.attention(x)
-        hidden[index] = x + layer.mlp(x)
+        for block in range(len(layer.blocks)):
+            x = x + layer.outputs(block, x)
+        hidden[index] = x
     layer.power = None
     chosen: dict[str, float] = {}
-    for number, mapping in enumerate(MAPPINGS):
-        if number == 2:
-            searched = [x + layer.attention(x) for x in searched]
+    block = 0
+    for mapping in layer.mappings:
+        while block < mapping.block:
+            searched = [x + layer.outputs(block, x) for x in searched]
+            block += 1
         if not set(mapping.after) <= int8 or not (mapping.is_norm or mapping.before in int8):
             continue
         inputs = power[mapping.after[0]]
@@ -61,14 +64,13 @@ def smooth(
 
 
 def _searched(layer: Layer, mapping: SmoothMapping, power: Tensor, sequences: Sequence[Tensor]) -> float:
-    """Return the strength with the smallest output error of the layer's attention or MLP.
+    """Return the strength with the smallest error of the block's output.
 
     The error is relative to the residual stream, with `mapping.after` computed in int8.
-    sequences: inputs of the attention or the MLP.
+    sequences: inputs of the mapping's block.
     """
-    block, inputs_of = (layer.attention, layer.mixed) if mapping in MAPPINGS[:2] else (layer.mlp, layer.gated)
-    exact = [block(x) for x in sequences]
-    inputs = [] if mapping.is_norm else [inputs_of(x) for x in sequences]
+    exact = [layer.outputs(mapping.block, x) for x in sequences]
+    inputs = [] if mapping.is_norm else [layer.inputs(mapping, x) for x in sequences]
     before = dict(layer.weights)
     errors: dict[float, float] = {}
     for strength in (0.0, *STRENGTHS):
@@ -76,10 +78,10 @@ def _searched(layer: Layer, mapping: SmoothMapping, power: Tensor, sequences: Se
         layer.fold(mapping, factors)
         layer.int8 = {name: dequantized(*to_int8(layer.weights[key], layer.dtypes[key]))
                       for name in mapping.after for key in [f"{name}.weight"]}
-        made = (block(x) for x in sequences) if mapping.is_norm else (
-            layer.project(mapping.after, x / layer.spread(mapping, factors))[0] for x in inputs)
+        rounded = (layer.outputs(mapping.block, x) for x in sequences) if mapping.is_norm else (
+            layer.project(mapping.after, x / layer.spread(mapping, factors)) for x in inputs)
         errors[strength] = sum(
             float(((out - y).square().sum(dim=1) / (x + y).square().sum(dim=1).clamp(min=1e-30)).sum())
-            for out, x, y in zip(made, sequences, exact, strict=True))
+            for out, x, y in zip(rounded, sequences, exact, strict=True))
         layer.int8, layer.weights = {}, dict(before)
     return min(errors, key=lambda strength: errors[strength])

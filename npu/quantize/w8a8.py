@@ -86,11 +86,11 @@ def quantize_checkpoint(
     with replaced_folder(out) as made:
         with Writer(made, specs) as writer:
             for name in source.specs:
-                if not name.startswith("model.layers."):
+                if not name.startswith(f"{config.prefix}layers."):
                     for first, piece in source.pieces(name):
                         writer.write(name, piece, first)
-            hidden = [source.rows("model.embed_tokens.weight", torch.tensor(ids)) for ids in sequences]
-            cos_sin = cos_sin_table(config.rope, config.head_dim, max(map(len, sequences), default=0))
+            hidden = [source.rows(f"{config.prefix}embed_tokens.weight", torch.tensor(ids)) for ids in sequences]
+            cos_sin = cos_sin_table(config.rope, config.rotary_dim, max(map(len, sequences), default=0))
             for index in range(config.num_layers):
                 progress(index, config.num_layers)
                 strengths.append(_layer(config, index, source, writer, int8, hidden, cos_sin, strength))
@@ -106,12 +106,12 @@ def _layer(
     config: ModelConfig, index: int, source: Source, writer: Writer, int8: frozenset[str], hidden: list[Tensor],
     cos_sin: Tensor, strength: float | None,
 ) -> dict[str, float]:
-    prefix = f"model.layers.{index}."
+    prefix = f"{config.prefix}layers.{index}."
     short = {name.removeprefix(prefix): spec for name, spec in source.specs.items() if name.startswith(prefix)}
     weights = {name: source.read(prefix + name) for name in short}
     strengths: dict[str, float] = {}
     if hidden:
-        layer = Layer(config, weights, {name: spec.dtype for name, spec in short.items()}, cos_sin)
+        layer = Layer(config, index, weights, {name: spec.dtype for name, spec in short.items()}, cos_sin)
         strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
         weights = layer.weights
     for name, weight in weights.items():

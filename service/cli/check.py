@@ -196,8 +196,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.npu.backends.base import BackendError
     from npuserve.npu.execution.load import open_devices
     from npuserve.npu.model.config import ModelConfig, ModelError
+    from npuserve.npu.model.layers.shard import Shard
     from npuserve.npu.model.loader import check_weights
-    from npuserve.npu.model.shard import Shard
     from npuserve.npu.model.storage import choose_kernels
     from npuserve.service.text.model_path import resolve
 
@@ -253,8 +253,8 @@ def memory_plan(
     """
     import torch
 
-    from npuserve.npu.execution.kv_cache import block_bytes
     from npuserve.npu.execution.memory_plan import predict
+    from npuserve.npu.execution.state_store import block_bytes
     from npuserve.npu.model.loader import refused_bytes
 
     plan = predict(

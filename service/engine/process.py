@@ -23,7 +23,7 @@ import msgspec
 
 from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.shard import Shard
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.service import clock, logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker

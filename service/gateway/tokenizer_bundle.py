@@ -16,7 +16,7 @@ from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
 
-from npuserve.npu.model.config_json import ModelError
+from npuserve.npu.model.families.config_json import ModelError
 from npuserve.npu.model.folder import check_links
 from npuserve.service.errors import NoTokenizer, ServeError, Unavailable
 from npuserve.service.ipc.child import is_transient

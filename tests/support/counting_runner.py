@@ -158,6 +158,6 @@ class ServedRunner(FakeRunner):
         self.block_size = block_size or 16
         self.max_model_len = config.context_length
         self.parameters = config.num_parameters
-        block_bytes = 2 * 2 * config.num_layers * config.kv_size * self.block_size
+        block_bytes = 2 * 2 * config.num_layers * config.attention.kv_size * self.block_size
         self.num_blocks = kv_cache_memory // block_bytes or 4096
         super().__init__(config.vocab_size, delay, self.block_size)

@@ -123,7 +123,7 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     weights = random_weights(config, dtype, backend, context.args.seed)
     longest, budget = max(prompts) + 1, min(8192, max(prompts))
     capacity = length + WARM_UP + max(steps, WARM_UP + PROFILED) + 2
-    per_row = config.num_layers * 2 * config.kv_size * 2 * (capacity + backend.block_size)
+    per_row = config.num_layers * 2 * config.attention.kv_size * 2 * (capacity + backend.block_size)
     fitting = [n for n in batches if n * per_row < 0.8 * backend.memory_available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
     buckets = [*(n for n in batches if n < rows), rows]
@@ -183,7 +183,7 @@ def _prefill(context: Context, loaded: Loaded, prompts: Sequence[int]) -> Iterat
 def prefill_operations(config: ModelConfig, tokens: int) -> float:
     """Return the operations of the layers' GEMMs and of causal attention, without the LM head's one row."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
+    attention = 4 * config.num_layers * config.attention.q_size * (tokens * (tokens + 1) // 2)
     return 2.0 * (config.num_parameters - tables) * tokens + attention
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from npuserve.npu.large_import import import_torch
+from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.step import SamplingParams
 from npuserve.service import settings
 from npuserve.service.arguments import number
@@ -242,7 +243,8 @@ class Bench:
         """Return the operations of the layers' linear products and causal attention, without the LM head's one row."""
         config = self.runner.config
         tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-        attention = 4 * config.num_layers * config.q_size * (tokens * (tokens + 1) // 2)
+        q_sizes = sum(layer.q_size for layer in config.local_layers if isinstance(layer, Attention))
+        attention = 4 * q_sizes * (tokens * (tokens + 1) // 2)
         return 2 * (self.runner.parameters - tables) * tokens + attention
 
     def add(self, tokens: int, answer: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from bench.serving.server import ranks_of
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.shard import Shard
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
@@ -49,7 +49,7 @@ def tokens(server: Server) -> list[list[int]]:
 def server() -> Iterator[Server]:
     """Server whose KV cache has too few blocks for all requests, shared by the tests."""
     config = ModelConfig.from_folder(FOLDER).sharded(Shard(0, 2))
-    block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * BLOCK * 4
+    block = 2 * config.num_layers * config.attention.num_kv_heads * config.attention.head_dim * BLOCK * 4
     with serving("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--dtype", "float32",
                  "--tensor-parallel-size", "2", "--max-num-seqs", "4", "--max-num-batched-tokens", "48",
                  "--max-model-len", "300", "--decode-buckets", "2,4", "--kv-cache-memory", str(BLOCKS * block),

@@ -12,7 +12,7 @@ from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.kv_cache import KVCache, block_bytes
+from npuserve.npu.execution.state_store import StateStore, block_bytes
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
@@ -36,9 +36,9 @@ class Bench:
     ):
         config = ModelConfig.from_folder(folder)
         weights = load_weights(folder, config, dtype, backend, lambda done, total: None)
-        table = cos_sin_table(config.rope, config.head_dim, config.context_length)
+        table = cos_sin_table(config.rope, config.rotary_dim, config.context_length)
         self.model = Model(config, weights, table, KernelSet(backend.kernels))
-        self.cache = KVCache.allocate(config, num_blocks, block_size, dtype, backend)
+        self.cache = StateStore.allocate(config, num_blocks, block_size, dtype, backend)
         self.backend = backend
         self.block_size = block_size
 

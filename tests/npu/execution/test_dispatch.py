@@ -111,7 +111,7 @@ def test_bucketed_steps_are_bit_identical(pair, greedy):
 
 def test_bucketed_padding_does_not_change_cache(pair):
     runner, _ = pair
-    caches = [tensor for layer in runner._cache.layers for tensor in layer]
+    caches = [tensor for layer in runner._store.paged for tensor in layer]
     prompt = ids_of(5)
     runner.collect(runner.launch(Step(
         [Row(0, prompt, 0, [3], True)], [NewRequest(0, prompt, [], SAMPLING[0])])))

@@ -92,12 +92,12 @@ def check_mirror(runner: Runner) -> int:
     runs = [SlotRange(block, 0, held) for block, held in enumerate(prefill._held) if held]
     assert all(run.last <= size for run in runs)
     slots = prefill._slots(runs)
-    for own, cached in zip(prefill._mirror.layers, runner._cache.layers, strict=True):
-        mirrored = prefill._host.read_cache(*own, slots, runner.config.head_dim)
+    for own, cached in zip(prefill._mirror.paged, runner._store.paged, strict=True):
+        mirrored = prefill._host.read_cache(*own, slots, runner.config.attention.head_dim)
         for ours, theirs in zip(mirrored, cached, strict=True):
             there = theirs[: runner.num_blocks].flatten(0, 1)[slots.to(theirs.device)].cpu()
-            assert torch.equal(ours, there[..., : runner.config.head_dim])
-            assert not there[..., runner.config.head_dim :].any()
+            assert torch.equal(ours, there[..., : runner.config.attention.head_dim])
+            assert not there[..., runner.config.attention.head_dim :].any()
             assert ours.any()
     return len(slots)
 

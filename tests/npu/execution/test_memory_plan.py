@@ -14,14 +14,14 @@ from npuserve.kernels import native
 from npuserve.kernels.native.packed import compacts, packed_words
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.kv_cache import KVCache, block_bytes
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.state_store import StateStore, block_bytes
 from npuserve.npu.model import progress
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.shard import Shard
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from tests.npu.model.test_weights import storage
 from tests.support.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
@@ -47,9 +47,9 @@ def test_predict_weights_and_cache_equal_allocated(tmp_path, kind, dtype, cpu):
     plan = predict(config, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3)
     made = getattr(torch, plan.dtype)
     weights = load_weights(folder, config, made, cpu, lambda done, total: None)
-    table = cos_sin_table(config.rope, config.head_dim, plan.max_model_len)
+    table = cos_sin_table(config.rope, config.rotary_dim, plan.max_model_len)
     assert plan.weights == sum(tensor.nbytes for tensor in (table, *storage(weights)))
-    cache = KVCache.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
+    cache = StateStore.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
     assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
 
 
@@ -59,7 +59,7 @@ def test_kv_cache_slow_allocation_shows_progress(cpu, monkeypatch, caplog):
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
     plan = predict(config, cpu, kv_cache_memory=64 << 20)
     with caplog.at_level("INFO"):
-        KVCache.allocate(config, plan.num_blocks, plan.block_size, torch.float32, cpu)
+        StateStore.allocate(config, plan.num_blocks, plan.block_size, torch.float32, cpu)
     assert re.fullmatch(r"zeroing the KV cache: \d+ of \d+ MiB", caplog.messages[0])
 
 
@@ -69,7 +69,7 @@ def test_kv_cache_has_padding_blocks_and_no_nan(monkeypatch):
     monkeypatch.setattr(CpuBackend, "padding_blocks", 2)
     monkeypatch.setattr(backend, "empty", lambda shape, dtype: torch.full(shape, math.nan, dtype=dtype))
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
-    cache = KVCache.allocate(config, 5, 16, torch.float32, backend)
+    cache = StateStore.allocate(config, 5, 16, torch.float32, backend)
     assert all(len(tensor) == 7 and not tensor.any() for tensor in cache.tensors)
 
 
@@ -84,7 +84,7 @@ def test_predict_int8_cache_tokens_and_bytes(cpu, head_dim, dtype):
     gain = plans[1].num_blocks / plans[0].num_blocks
     assert gain == pytest.approx(itemsize * head_dim / (head_dim + 2), rel=0.01)
     assert gain >= 1.9
-    cache = KVCache.allocate(config, plans[1].num_blocks, 16, torch.int8, cpu)
+    cache = StateStore.allocate(config, plans[1].num_blocks, 16, torch.int8, cpu)
     assert plans[1].kv_cache == sum(t.nbytes for t in cache.tensors)
     assert plans[1].weights == plans[0].weights
 
@@ -98,7 +98,7 @@ def test_predict_default_cache_holds_all_requests(cpu, available):
 
 def test_predict_default_cache_is_limited_to_share_of_free_memory(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5, block_size=16)
-    beside = plan.activations + plan.logits + plan.weights - 4 * plan.max_model_len * CONFIG.head_dim
+    beside = plan.activations + plan.logits + plan.weights - 4 * plan.max_model_len * CONFIG.rotary_dim
     available(beside + 4 * 7 * BLOCK)
     assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 7
     available(beside + 4 * 3 * BLOCK)

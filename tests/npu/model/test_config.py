@@ -22,7 +22,8 @@ QWEN3_06B = {
 
 def test_config_published_in_style_of_transformers_4():
     config = ModelConfig.from_dict(QWEN3_06B)
-    assert (config.family, config.head_dim, config.q_size, config.kv_size) == ("qwen3", 128, 2048, 1024)
+    attention = config.attention
+    assert (config.family, attention.head_dim, attention.q_size, attention.kv_size) == ("qwen3", 128, 2048, 1024)
     assert config.rope == RopeConfig("default", 1e6)
     assert (config.dtype, config.quantization, config.context_length) == ("bfloat16", None, 40960)
     assert config.num_parameters == 596_049_920  # "0.6B" in the model card
@@ -45,8 +46,9 @@ def test_config_absent_keys_default_as_in_transformers(config_class, nulls):
     theirs = config_class(**sizes, **optional, num_attention_heads=32)
     name = config_class.__name__.replace("Config", "ForCausalLM")
     ours = ModelConfig.from_dict({**sizes, **optional, "num_attention_heads": 32, "architectures": [name]})
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.attention.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.attention.head_dim == head_dim
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings

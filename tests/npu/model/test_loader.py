@@ -14,8 +14,8 @@ from npuserve.kernels.native.packed import dense
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import check_weights, load_weights, refused_bytes, report_ignored_head
-from npuserve.npu.model.shard import Shard
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
 
@@ -49,7 +49,7 @@ def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
     assert torch.equal(dense(weights.embedding)[:vocabulary], state["model.embed_tokens.weight"])
     assert torch.equal(dense(weights.lm_head.weight)[:vocabulary], state["lm_head.weight"])
     assert torch.equal(weights.norm, state["model.norm.weight"])
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(weights.attention_layers()):
         prefix = f"model.layers.{index}"
         for fused, names in (
             (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -90,7 +90,7 @@ def test_loader_converts_dtypes_as_torch(tmp_path, stored, loaded, cpu):
     model = random_model("qwen3-bias").to(stored)
     weights = load(saved(model, tmp_path), cpu, loaded)
     state = model.state_dict()
-    qkv, down = weights.layers[1].qkv.weight, weights.layers[1].down.weight
+    qkv, down = weights.attention_layers()[1].qkv.weight, weights.attention_layers()[1].down.weight
     assert qkv.dtype == down.dtype == weights.norm.dtype == loaded
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     assert torch.equal(dense(qkv), torch.cat([state[name] for name in names]).to(loaded))

@@ -42,7 +42,7 @@ def test_rope_table_equals_transformers_bit_for_bit(config_class, module, archit
     config = config_class(**SIZES, head_dim=head_dim, rope_parameters=dict(KINDS[kind]))
     cos, sin = module(config)(torch.zeros(1), torch.arange(length)[None])
     ours = ModelConfig.from_dict({**config.to_dict(), "architectures": [architecture]})
-    table = cos_sin_table(ours.rope, ours.head_dim, length)
+    table = cos_sin_table(ours.rope, ours.rotary_dim, length)
     assert table.shape == (length, head_dim)
     assert table.dtype == torch.float32
     half = head_dim // 2

@@ -20,8 +20,8 @@ from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.shard import Shard
 from npuserve.npu.model.storage import stored_bytes
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Row
@@ -103,7 +103,7 @@ def test_w8a8_two_groups_and_ignored_layers(tmp_path, backend):
     save_quantized(
         model, tmp_path, scheme("static", ["re:.*down_proj$", "model.layers.2.self_attn.o_proj"]),
         scheme("dynamic asymmetric", ["Linear"]), ignore=("lm_head", "re:.*layers.1.self_attn.[qkv]_proj"))
-    layers = Bench(tmp_path, backend).model.weights.layers
+    layers = Bench(tmp_path, backend).model.weights.attention_layers()
     static = [[linear.inputs is not None and linear.inputs.scale is not None
                for linear in x.linears] for x in layers]
     assert static == [[False, False, False, True], [False, False, False, True], [False, True, False, True]]
@@ -138,7 +138,7 @@ def test_float8_weights_every_number_is_written(tmp_path, monkeypatch, scheme):
     saved_w8a8(random_model("qwen3-untied"), tmp_path, scheme, ignore=())
     cpu = GoldenCpu()
     weights, there = load(tmp_path, cpu), tensors_of(tmp_path)
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(weights.attention_layers()):
         for field, names in PARTS.items():
             weight, names = int8_of(getattr(layer, field)), tuple(f"model.layers.{index}.{name}" for name in names)
             assert isinstance(weight.values, torch.Tensor)
@@ -172,7 +172,7 @@ def test_float8_block_scales_become_scales_of_rows(tmp_path, monkeypatch, name):
             "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
     weights, there = load(tmp_path, GoldenCpu()), tensors_of(tmp_path)
     for field, names in PARTS.items():
-        weight = int8_of(getattr(weights.layers[0], field))
+        weight = int8_of(getattr(weights.attention_layers()[0], field))
         whole = []
         for part in names:
             rows, columns = there[f"model.layers.0.{part}.weight"].shape
@@ -208,8 +208,9 @@ def test_float8_blocks_divided_between_ranks(tmp_path):
     """Rows are divided anywhere (keys at row 64), columns at blocks."""
     saved_w8a8(random_model("qwen3", **{**LARGE, "intermediate_size": 512, "head_dim": 64}), tmp_path, BLOCKS)
     config, cpu = ModelConfig.from_folder(tmp_path), GoldenCpu()
-    whole = load(tmp_path, cpu).layers[0]
-    parts = [load_weights(tmp_path, config.sharded(Shard(rank, 2)), torch.float32, cpu).layers[0] for rank in range(2)]
+    whole = load(tmp_path, cpu).attention_layers()[0]
+    ranks = [load_weights(tmp_path, config.sharded(Shard(rank, 2)), torch.float32, cpu) for rank in range(2)]
+    parts = [weights.attention_layers()[0] for weights in ranks]
     for field in ("down", "o"):
         scales = [int8_of(getattr(part, field)).scale for part in parts]
         assert torch.equal(torch.cat(scales, 1), int8_of(getattr(whole, field)).scale)

@@ -67,10 +67,10 @@ def int8_of(linear: Linear) -> QuantizedWeight:
 
 def storage(weights: ModelWeights) -> list[torch.Tensor]:
     """Return all stored tensors once."""
-    linears = [linear for x in weights.layers for linear in x.linears]
+    linears = [linear for x in weights.attention_layers() for linear in x.linears]
     found = [weights.embedding, weights.norm, *(() if weights.lm_head.weight is weights.embedding
                                                 else (weights.lm_head.weight,))]
-    for x in weights.layers:
+    for x in weights.attention_layers():
         found += [t for t in (x.input_norm, x.q_norm, x.k_norm, x.post_norm) if t is not None]
     for linear in linears:
         found += [linear.weight, *(() if linear.bias is None else (linear.bias,))]
@@ -92,7 +92,7 @@ def test_int8_weights_every_number_is_written(tmp_path, monkeypatch, kind, shard
     seen: list[tuple[int, int]] = []
     weights = load(tmp_path, cpu, progress=lambda done, total: seen.append((done, total)))
     there = tensors_of(tmp_path)
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(weights.attention_layers()):
         for field, names in PARTS.items():
             linear: Linear = getattr(layer, field)
             weight, names = int8_of(linear), tuple(f"model.layers.{index}.{name}" for name in names)
@@ -130,12 +130,12 @@ def each_row(there: dict[str, torch.Tensor], names: tuple[str, ...], part: str) 
 
 def test_int8_scales_accept_vectors_and_scalars(tmp_path):
     saved_w8a8(random_model("llama"), tmp_path, W8A8(dynamic=False))
-    before = load(tmp_path).layers[1]
+    before = load(tmp_path).attention_layers()[1]
     there = tensors_of(tmp_path)
     name = "mlp.down_proj."
     rewrite(tmp_path, mlp__down_proj__weight_scale=there[f"model.layers.1.{name}weight_scale"].reshape(-1),
             mlp__down_proj__input_scale=there[f"model.layers.1.{name}input_scale"].reshape(()))
-    after = load(tmp_path).layers[1]
+    after = load(tmp_path).attention_layers()[1]
     assert torch.equal(int8_of(before.down).scale, int8_of(after.down).scale)
     assert int8_of(after.down).inputs.scale == 0.1
 
@@ -144,7 +144,7 @@ def test_int8_zero_points_of_0_are_ignored_if_symmetric(tmp_path):
     saved_w8a8(random_model("llama"), tmp_path, W8A8(dynamic=False))
     rewrite(tmp_path, mlp__down_proj__weight_zero_point=torch.zeros(32, 1, dtype=torch.int8),
             mlp__down_proj__input_zero_point=torch.zeros(1, dtype=torch.int8))
-    assert int8_of(load(tmp_path).layers[1].down).zero is None
+    assert int8_of(load(tmp_path).attention_layers()[1].down).zero is None
     rewrite(tmp_path, mlp__down_proj__input_zero_point=torch.ones(1, dtype=torch.int8))
     with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.input_zero_point: is not 0, though .* symmetric"):
         load(tmp_path)
@@ -160,7 +160,7 @@ def test_int8_static_inputs_take_range_of_fused_parts(tmp_path, caplog, symmetri
                     for part, zero in zeros.items()}
     rewrite(tmp_path, **changes)
     with caplog.at_level("INFO"):
-        inputs = int8_of(load(tmp_path).layers[1].qkv).inputs
+        inputs = int8_of(load(tmp_path).attention_layers()[1].qkv).inputs
     assert "differ between the parts of 1 fused layers" in caplog.text
     assert inputs.scale is not None
     if symmetric:
@@ -193,7 +193,7 @@ def test_int8_head_is_quantized_by_row(tmp_path, monkeypatch, kind, quantized, d
     for numbers in (dense(head.values), head.scale, head.sums):  # padding rows equal row 0
         assert torch.equal(numbers[100:128], numbers[:1].expand(28, *numbers.shape[1:]))
     assert (weights.embedding is head) == (kind == "qwen3")
-    assert isinstance(weights.layers[0].o.weight, QuantizedWeight) == quantized
+    assert isinstance(weights.attention_layers()[0].o.weight, QuantizedWeight) == quantized
 
 
 def test_int8_head_of_checkpoint_is_kept(tmp_path, cpu):
@@ -210,7 +210,7 @@ def test_int8_head_of_checkpoint_is_kept(tmp_path, cpu):
 def test_int8_ignored_layers_stay_floats(tmp_path):
     model = random_model("llama")
     saved_w8a8(model, tmp_path, ignore=("lm_head", "re:.*layers.1.mlp", "model.layers.2.self_attn.o_proj"))
-    layers = load(tmp_path).layers
+    layers = load(tmp_path).attention_layers()
     assert isinstance(layers[1].gate_up.weight, torch.Tensor | PackedWeight)
     assert layers[1].gate_up.inputs is None
     state = model.state_dict()
@@ -301,7 +301,7 @@ class Tiled(CpuBackend):
 def test_int8_weights_are_arranged_once_complete(tmp_path):
     backend = Tiled()
     weights = load(saved_w8a8(random_model("qwen3"), tmp_path), backend, "int8")
-    made = [linear.weight for x in weights.layers for linear in x.linears]
+    made = [linear.weight for x in weights.attention_layers() for linear in x.linears]
     arranged = [weight for weight, _ in backend.arranged]
     assert all(one is other for one, other in zip(arranged, [*made, weights.lm_head.weight], strict=True))
     assert [table for _, table in backend.arranged] == [False] * len(made) + [True]
@@ -314,8 +314,8 @@ def test_int8_weights_are_arranged_once_complete(tmp_path):
 
 def test_int8_too_many_inputs_are_refused(tmp_path):
     folder = saved_w8a8(random_model("llama"), tmp_path)
-    config = ModelConfig.from_folder(folder)
-    wide = dataclasses.replace(config, intermediate_size=40000)
+    edit_config(folder, intermediate_size=40000)
+    wide = ModelConfig.from_folder(folder)
     with pytest.raises(ModelError, match=r"mlp.down_proj has 40000 inputs; supported: up to 32768 in int8"):
         stored_bytes(wide, torch.float32, CpuBackend())
 
@@ -350,7 +350,7 @@ def test_stored_bytes_int8_are_half_of_bfloat16():
 
 
 def test_int8_every_linear_layer_has_an_input_scheme(tmp_path):
-    layer: LayerWeights = load(saved(random_model("llama"), tmp_path)).layers[0]
+    layer: LayerWeights = load(saved(random_model("llama"), tmp_path)).attention_layers()[0]
     assert [linear.inputs for linear in layer.linears] == [None] * 4
 
 
@@ -358,13 +358,13 @@ def test_int8_every_linear_layer_has_an_input_scheme(tmp_path):
     ({}, torch.bfloat16, 1024),  # gate and up, the largest of the first layer
     ({"intermediate_size": 1024, "head_dim": 512}, torch.bfloat16, 1024),  # queries, keys and values
     ({}, torch.float32, 0),
-    ({"num_layers": 1, "vocab_size": 1000}, torch.bfloat16, 0),  # fits into the cache
+    ({"num_hidden_layers": 1, "vocab_size": 1000}, torch.bfloat16, 0),  # fits into the cache
     ({"hidden_size": 1020}, torch.bfloat16, 0),  # only `down` can be compact, less than 128 MiB of it
 ])
 def test_compared_inputs_are_of_largest_weight_in_first_layer(changes, dtype, expected):
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 10, "num_heads": 16, "num_kv_heads": 8,
-             "head_dim": 128, "vocab_size": 50000}
-    config = dataclasses.replace(ModelConfig.from_dict(QWEN3), **sizes | changes)
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 16,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 50000}
+    config = ModelConfig.from_dict({**QWEN3, **sizes, **changes})
     assert compared_inputs(config, dtype) == expected
 
 

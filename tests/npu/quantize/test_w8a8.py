@@ -16,7 +16,7 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantization import Quantization
-from npuserve.npu.quantize.layer import MAPPINGS, Layer, to_int8
+from npuserve.npu.quantize.layer import Layer, to_int8
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.support.models import FAMILIES, edit_config, random_model, saved
@@ -36,7 +36,8 @@ def layer_of(model, config: ModelConfig, index: int, dtype: torch.dtype) -> Laye
     prefix = f"model.layers.{index}."
     weights = {name.removeprefix(prefix): tensor.detach().float() for name, tensor in model.state_dict().items()
                if name.startswith(prefix)}
-    return Layer(config, weights, dict.fromkeys(weights, dtype), cos_sin_table(config.rope, config.head_dim, 64))
+    table = cos_sin_table(config.rope, config.rotary_dim, 64)
+    return Layer(config, index, weights, dict.fromkeys(weights, dtype), table)
 
 
 def outlying(kind: str, dtype: torch.dtype = BF16):
@@ -92,8 +93,8 @@ def test_layer_output_equals_transformers(kind):
         states = model(torch.tensor(ids), output_hidden_states=True).hidden_states
         for index in range(config.num_layers - 1):  # transformers applies the final norm to the last
             layer, x = layer_of(model, config, index, torch.float32), states[index][0]
-            x = x + layer.attention(x)
-            torch.testing.assert_close(x + layer.mlp(x), states[index + 1][0], rtol=1e-4, atol=1e-4)
+            x = x + layer.outputs(0, x)
+            torch.testing.assert_close(x + layer.outputs(1, x), states[index + 1][0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
@@ -104,19 +105,19 @@ def test_smooth_does_not_change_layer_output(kind, dtype):
     layer = layer_of(model, config, 1, dtype)
     before = dict(layer.weights)
     x = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    exact = layer.attention(x), layer.mlp(x)
-    names = {name for mapping in MAPPINGS for name in (mapping.before, *mapping.after) if name.endswith("proj")}
+    exact = layer.outputs(0, x), layer.outputs(1, x)
+    names = {name for mapping in layer.mappings for name in (mapping.before, *mapping.after) if name.endswith("proj")}
     hidden = [x.clone()]
     strengths = smooth(layer, hidden, names, strength=0.5)
-    assert strengths == dict.fromkeys((mapping.before for mapping in MAPPINGS), 0.5)
-    for mapping in MAPPINGS:
+    assert strengths == dict.fromkeys((mapping.before for mapping in layer.mappings), 0.5)
+    for mapping in layer.mappings:
         assert not torch.equal(layer.weights[f"{mapping.before}.weight"], before[f"{mapping.before}.weight"])
     for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         assert torch.equal(layer.weights[norm].to(dtype).float(), layer.weights[norm])
-    for made, was in zip((layer.attention(x), layer.mlp(x)), exact, strict=True):
+    for made, was in zip((layer.outputs(0, x), layer.outputs(1, x)), exact, strict=True):
         torch.testing.assert_close(made, was, rtol=1e-3, atol=1e-4 * float(was.abs().max()))
     x = x + exact[0]
-    torch.testing.assert_close(hidden[0], x + layer.mlp(x), rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(hidden[0], x + layer.outputs(1, x), rtol=1e-3, atol=1e-2)
 
 
 def test_smooth_only_mappings_with_int8_on_both_sides():

@@ -148,7 +148,7 @@ def test_ascend_padding_beyond_a_block_has_distinct_slots(tmp_path: Path) -> Non
     wide = {"max_num_seqs": 200, "max_num_batched_tokens": 512}
     npu = load(tmp_path, decode_buckets=(200, 65536), **wide)
     assert npu.backend.padding_blocks == 2
-    assert len(npu._cache.tensors[0]) == npu.num_blocks + 2
+    assert len(npu._store.tensors[0]) == npu.num_blocks + 2
     assert npu._dispatch.mixed is not None
     assert npu._dispatch.mixed.largest == 512
     found = [answers(runner, [Ask(prompt, 4, at=i) for i, prompt in enumerate(prompts)], chunk=450)[0]

@@ -188,6 +188,6 @@ def test_ascend_int8_cache_memory_plan(tmp_path: Path) -> None:
     plain, made = (predict(config, backend, kv_cache_dtype=dtype, max_num_seqs=2) for dtype in ("auto", "int8"))
     assert (made.kv_cache_dtype, plain.kv_cache_dtype) == ("int8", "bfloat16")
     of_block = [plan.kv_cache / (plan.num_blocks + 1) for plan in (plain, made)]
-    tokens = config.num_layers * 2 * 128 * config.num_kv_heads
+    tokens = config.num_layers * 2 * 128 * config.attention.num_kv_heads
     assert of_block == [tokens * 128 * 2, tokens * (128 + 4)]
     assert made.activations - plain.activations == gathered_bytes(512, 128, 2 * 128) == 8 * 4096 * 256

@@ -17,7 +17,7 @@ from npuserve.npu.backends.base import BackendError, CaptureError, Fault
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.shard import Shard
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.parallel import Group
 from npuserve.npu.step import PENDING, NewRequest, Row, Step, StepResult
 from npuserve.service.ranks.lead import LeadRunner, follow, stop_followers

@@ -158,7 +158,7 @@ def test_cuda_padding_does_not_change_cache(tmp_path: Path) -> None:
     """Decode rows and tokens of any rows are padded after longer steps that left their inputs in the buffers."""
     saved(tmp_path, layers=1)
     runner = load(tmp_path)
-    ((keys, values),) = runner._cache.plain
+    ((keys, values),) = runner._store.plain
     news = [NewRequest(q, ids_of(5, q), [], GREEDY) for q in range(3)]
     runner.collect(runner.launch(Step([Row(q, ids_of(5, q), 0, [q], True) for q in range(3)], news)))
     for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._dispatch.mixed),  # 3 tokens of 4

@@ -33,6 +33,10 @@ class Span(NamedTuple):
         return Span(self.first * width, self.size * width, self.whole * width)
 
 
+class DivisionError(ValueError):
+    """The ranks cannot divide a layer; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Part of a model. rank, size: number of the rank, from 0, and of all ranks."""

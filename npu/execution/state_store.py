@@ -1,0 +1,145 @@
+"""State of all requests on the device, by layer: paged blocks of keys and values, and slots of fixed size.
+
+The scheduler assigns blocks and slots to requests. A request has blocks for its tokens, and one slot if the model has a
+layer of fixed state. A row that begins at position 0 begins with a state of zeros, whatever its slot holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.kv_cache import LARGEST, Cache
+from npuserve.kernels.quantized import Quantized
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Fixed, Paged
+from npuserve.npu.model.progress import reporting
+
+
+class KeysAndValues(NamedTuple):
+    """State of a layer whose state is `Paged`, in the shapes of `Backend.cache_shapes`; quantized ones have scales."""
+
+    keys: Cache
+    values: Cache
+
+
+class Slots(tuple[Tensor, ...]):
+    """State of a layer whose state is `Fixed`: tensors [slots, ...]."""
+
+    __slots__ = ()
+
+
+LayerState = KeysAndValues | Slots | None
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
+    """Return the bytes of one block: keys and values of all layers, with the scales of a quantized cache."""
+    return sum(_paged_bytes(layer.state, block_size, dtype, backend) for layer in config.local_layers
+               if isinstance(layer.state, Paged))
+
+
+def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of one slot: the fixed states of all layers. dtype: of the activations."""
+    return sum(math.prod(shape) * _dtype(name, dtype).itemsize
+               for layer in config.local_layers if isinstance(state := layer.state, Fixed)
+               for shape, name in zip(state.shapes, state.dtypes, strict=True))
+
+
+def _paged_bytes(state: Paged, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
+    shapes = backend.cache_shapes(1, block_size, state.heads, state.head_dim, dtype)
+    nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
+    if dtype in LARGEST:
+        scales = backend.scale_shape(1, block_size, state.heads)
+        nbytes += 2 * math.prod(scales) * backend.scale_dtype.itemsize
+    return nbytes
+
+
+def _dtype(name: str, model: torch.dtype) -> torch.dtype:
+    return model if name == "model" else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class StateStore:
+    """State of each block of the model.
+
+    states: in the order of `ModelWeights.blocks`.
+
+    The last `Backend.padding_blocks` blocks are not given to requests; nor is the last slot if there are such blocks.
+    """
+
+    states: tuple[LayerState, ...]
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, backend: Backend,
+        num_slots: int = 0, model_dtype: torch.dtype | None = None,
+    ) -> StateStore:
+        """Allocate a store of zeros, showing progress on stderr.
+
+        Writing all pages now keeps page faults out of the steps and shows at start if memory is short. Zeros keep NaN
+        out of slots that were never written.
+
+        dtype: dtype of keys and values: that of the activations, or of a quantized cache's values.
+        num_slots: slots for requests; 0 without layers of fixed state.
+        model_dtype: dtype of the activations; None for `dtype`.
+        """
+        blocks = num_blocks + backend.padding_blocks
+        slots = num_slots + (1 if backend.padding_blocks else 0)
+
+        def cache(state: Paged, shape: tuple[int, ...]) -> Cache:
+            numbers = backend.empty(shape, dtype)
+            if dtype not in LARGEST:
+                return numbers
+            scales = backend.scale_shape(blocks, block_size, state.heads)
+            return Quantized(numbers, backend.empty(scales, backend.scale_dtype))
+
+        def of_layer(state: Paged | Fixed | None) -> LayerState:
+            if isinstance(state, Paged):
+                shapes = backend.cache_shapes(blocks, block_size, state.heads, state.head_dim, dtype)
+                return KeysAndValues(cache(state, shapes[0]), cache(state, shapes[1]))
+            if isinstance(state, Fixed):
+                return Slots(backend.empty((slots, *shape), _dtype(name, model_dtype or dtype))
+                             for shape, name in zip(state.shapes, state.dtypes, strict=True))
+            return None
+
+        store = cls(tuple(of_layer(layer.state) for layer in config.local_layers))
+        total, done = sum(tensor.nbytes for tensor in store.tensors), 0
+        # Writing new pages takes long: the kernel clears them.
+        with reporting("zeroing the KV cache") as progress, ThreadPoolExecutor(backend.threads) as pool:
+            for tensor in pool.map(Tensor.zero_, store.tensors):
+                done += tensor.nbytes
+                progress(done, total)
+        backend.synchronize()
+        return store
+
+    @property
+    def paged(self) -> list[KeysAndValues]:
+        """Return the keys and values of each layer that has them."""
+        return [state for state in self.states if isinstance(state, KeysAndValues)]
+
+    @property
+    def plain(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of a cache that is not quantized."""
+        return [(keys, values) for keys, values in self.paged
+                if isinstance(keys, Tensor) and isinstance(values, Tensor)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors layer by layer: keys and their scales, values and their scales."""
+        return [tensor for state in self.states for cache in state or ()
+                for tensor in ([cache.values, cache.scale] if isinstance(cache, Quantized) else [cache])]
+
+    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Queue copies of slots, in order. copies: (source, target)."""
+        for state in self.states:
+            if isinstance(state, Slots):
+                for tensor in state:
+                    for source, target in copies:
+                        tensor[target].copy_(tensor[source])

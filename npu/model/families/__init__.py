@@ -1,0 +1,14 @@
+"""Families of models, one file each: a family reads config.json and lists the blocks of each decoder layer.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from npuserve.npu.model.families.family import Family
+from npuserve.npu.model.families.llama import LLAMA
+from npuserve.npu.model.families.qwen2 import QWEN2
+from npuserve.npu.model.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (QWEN3, QWEN2, LLAMA)}
+"""Class name in config.json's `architectures` -> family. The first that a config.json names is served."""

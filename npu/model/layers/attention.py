@@ -1,0 +1,114 @@
+"""Causal attention with rotary embeddings and groups of query heads (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from npuserve.npu.model.layers.layer import Array, Inputs, Layer, Matrix, Paged, Parameters, Smoothing
+from npuserve.npu.model.layers.shard import DivisionError, Shard, Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from npuserve.kernels.kv_cache import Cache
+    from npuserve.kernels.layer import Linear
+    from npuserve.kernels.quantized import Quantized, Scheme
+
+
+class AttentionWeights(NamedTuple):
+    """qkv [(Hq + 2 Hkv) D, H]: queries, keys, values; o [H, Hq D]; q_norm, k_norm [D] or None."""
+
+    qkv: Linear
+    o: Linear
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Layer):
+    """Attention over all earlier tokens.
+
+    num_heads, num_kv_heads: number of query heads; number of key and value heads.
+    qk_norm: RMSNorm is applied to each query and key head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    weights: ClassVar[type] = AttentionWeights
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def parameters(self, hidden: int, shard: Shard) -> Parameters:
+        everything = Span.all(hidden)
+        queries = shard.part(self.num_heads).times(self.head_dim)
+        keys = shard.kv_heads(self.num_kv_heads).times(self.head_dim)
+        parameters: Parameters = {
+            "qkv": Matrix({"q_proj": queries, "k_proj": keys, "v_proj": keys}, everything, self.qkv_bias),
+            "o": Matrix({"o_proj": everything}, queries, self.o_bias),
+        }
+        if self.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                parameters[name] = Array(f"{name}.weight", Span.all(self.head_dim))
+        return parameters
+
+    def local(self, shard: Shard) -> Attention:
+        ranks, kv_heads = shard.size, self.num_kv_heads
+        if self.num_heads % ranks:
+            raise DivisionError(
+                f"tensor_parallel_size: {ranks} does not divide the model's {self.num_heads} attention heads")
+        if kv_heads % ranks and ranks % kv_heads:
+            raise DivisionError(
+                f"tensor_parallel_size: {ranks} neither divides the model's {kv_heads} key and value heads nor is a "
+                "multiple")
+        return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=shard.kv_heads(kv_heads).size)
+
+    @property
+    def state(self) -> Paged:
+        return Paged(self.num_kv_heads, self.head_dim)
+
+    def input_scheme(self, weights: AttentionWeights) -> Scheme | None:
+        return weights.qkv.inputs
+
+    def forward(
+        self, x: Tensor | Quantized, weights: AttentionWeights, state: tuple[Cache, Cache], inputs: Inputs
+    ) -> Tensor:
+        k, (keys, values) = inputs.kernels, state
+        qkv = k.linear(x, weights.qkv.weight, weights.qkv.bias)
+        q = k.qk_norm_rope_kv_write(
+            qkv, weights.q_norm, weights.k_norm, inputs.eps, inputs.cos_sin, inputs.positions, inputs.slot_mapping,
+            keys, values, self.num_heads)
+        attended = k.paged_attention(q, keys, values, inputs.attention, self.head_dim**-0.5)
+        return k.linear(attended, weights.o.weight, weights.o.bias)
+
+    @property
+    def output_width(self) -> int:
+        return 5 * self.q_size + 4 * self.kv_size
+
+    def golden_elements(self, tokens: int, context: int) -> int:
+        projected, copied = tokens * (self.q_size + 2 * self.kv_size), 2 * context * self.q_size
+        return 3 * projected + copied  # attention copies a row's keys and values
+
+    def scratch_bytes(self, context: int, threads: int) -> int:
+        # Threads that compute parts of a context keep their results until they are merged.
+        return threads * context * self.num_heads // self.num_kv_heads * (self.head_dim + 32) // 4
+
+    @property
+    def smoothings(self) -> tuple[Smoothing, ...]:
+        queries_per_head = self.num_heads // self.num_kv_heads
+        return (
+            Smoothing("", ("q_proj", "k_proj", "v_proj")),
+            # Attention mixes values linearly. Heads that share values share factors.
+            Smoothing("v_proj", ("o_proj",), self.num_kv_heads, self.head_dim, queries_per_head),
+        )
