@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from npuserve.cli.acceptance.captures import check_captures
 from npuserve.kernels import native
 from npuserve.kernels.registry import GOLDEN, KnownSpan, Span
 from npuserve.npu.backends.base import Backend, Captured
@@ -20,7 +21,6 @@ from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Step
-from npuserve.service.cli.acceptance.captures import check_captures
 from tests.npu.execution.test_dispatch import Bucketed, Graph
 from tests.support.models import random_model, saved, saved_w8a8
 

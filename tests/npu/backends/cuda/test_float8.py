@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from npuserve.cli.acceptance import tokens as accept_tokens
+from npuserve.cli.acceptance.model import check_tokens
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError
@@ -17,8 +19,6 @@ from npuserve.npu.diagnostics.machine import takes_case
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.cli.acceptance import tokens as accept_tokens
-from npuserve.service.cli.acceptance.model import check_tokens
 from tests.npu.backends.cuda.test_backend import emulated, load, started  # noqa: F401
 from tests.npu.backends.small import ids_of, saved
 from tests.support.golden_cpu import GoldenCpu
