@@ -235,11 +235,10 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     from torch import Tensor
 
     from npuserve.cli.acceptance.model import min_equal_share
+    from npuserve.cli.acceptance.reference import forced_logits, load, load_reference
     from npuserve.cli.acceptance.tokens import agreement
     from npuserve.npu.backends import select
     from npuserve.npu.backends.cpu import CpuBackend
-    from npuserve.npu.diagnostics.acceptance import load, load_reference
-    from npuserve.npu.diagnostics.teacher_forced import forced_logits
 
     prompts_sent, made = zip(*json.loads(file.read_text()), strict=True)
     sequences = [prompt + answer for prompt, answer in zip(prompts_sent, made, strict=True)]

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuserve.cli.acceptance.reference import forced_logits
 from npuserve.cli.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights

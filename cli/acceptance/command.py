@@ -1,4 +1,4 @@
-"""Acceptance check of a device: options, and the parts in order.
+"""Acceptance check of a device, the entry of this folder: options, and the parts in order.
 
 1. Kernels: each kernel of the backend on its test cases, against the golden function in float64.
 2. Sizes: kernels at the widths of a real model, with an LM head of 151,936 ids, in bfloat16 and int8.
@@ -24,12 +24,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from npuserve.cli.acceptance.kernels import check_kernels
-from npuserve.cli.acceptance.latency import LatencyCheck
-from npuserve.cli.acceptance.model import check_model
 from npuserve.cli.acceptance.report import Finding, guarded
-from npuserve.cli.acceptance.sizes import check_sizes
-from npuserve.cli.acceptance.variants import check_variants
 from npuserve.service.arguments import number
 from npuserve.service.config import ServerConfig
 from npuserve.service.text.model_path import resolve
@@ -63,6 +58,10 @@ def findings(
     least_share: minimum of floor / latency; None if latencies are not judged.
     sizes, soak_minutes: as the options.
     """
+    from npuserve.cli.acceptance.kernels import check_kernels, check_sizes
+    from npuserve.cli.acceptance.latency import LatencyCheck
+    from npuserve.cli.acceptance.model import check_model
+    from npuserve.cli.acceptance.variants import check_variants
     from npuserve.npu.backends import select
 
     backend = select(config.device, config.relaxations if config.emulate else None)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from npuserve.cli.acceptance.kernels import WRONG_NUMBERS, supported_cases, supported_dtypes
+from npuserve.cli.acceptance.reference import Loaded
 from npuserve.cli.acceptance.report import Finding
 from npuserve.cli.bench.step import WARM_UP, Bench, spare
+from npuserve.kernels.bench.ceilings import Ceilings
+from npuserve.kernels.bench.measure import Bench as KernelBench
+from npuserve.kernels.registry import KERNELS, Implementation, Span
+from npuserve.kernels.sample import Filters, sample
+from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from npuserve.kernels.registry import Implementation
-    from npuserve.npu.backends.base import Backend
-    from npuserve.npu.diagnostics.acceptance import Loaded
 
 BATCHES, STEPS = (1, 16, 64), 32
 """Rows of the timed decode steps, and number of steps for each."""
@@ -40,6 +45,12 @@ MIN_JUDGED_SECONDS = 50e-6
 """Kernel calls with a lower floor are dominated by their launch, and not judged."""
 
 
+REPEATS = 5
+"""Timed passes of each kind over memory."""
+
+READ_BYTES = 1 << 30
+
+
 @dataclass
 class LatencyCheck:
     """Latencies compared with their floor: the bytes that must be read, by the memory bandwidth.
@@ -55,8 +66,6 @@ class LatencyCheck:
 
     def bandwidth(self, backend: Backend) -> Iterator[Finding]:
         """Measure the memory bandwidth and yield it."""
-        from npuserve.npu.diagnostics.acceptance import bandwidth
-
         self.bytes_per_second = bandwidth(backend)
         gbs = self.bytes_per_second / 1e9
         yield Finding("memory", "bandwidth", f"{gbs:.1f} GB/s", None, {"gbs": gbs})
@@ -71,9 +80,6 @@ class LatencyCheck:
 
     def kernels(self, backend: Backend) -> Iterator[Finding]:
         """Time the backend's own kernels on the benchmark cases of decode steps; one case a kernel if emulated."""
-        from npuserve.kernels.bench.measure import Bench as KernelBench
-        from npuserve.kernels.registry import KERNELS
-
         for kernel in KERNELS.values():
             if not self.bytes_per_second or backend.kernels not in kernel.implementations:
                 continue
@@ -97,10 +103,6 @@ class LatencyCheck:
 
     def samplers(self, backend: Backend) -> Iterator[Finding]:
         """Time the backend's sampler for each of SAMPLERS, whose time may depend on the filters."""
-        import torch
-
-        from npuserve.kernels.sample import Filters, sample
-
         implementation: Implementation[..., Any] | None = sample.implementations.get(backend.kernels)
         if implementation is None or not self.bytes_per_second:
             return
@@ -167,3 +169,34 @@ def _lengths(rows: int, updater: str, lags: Sequence[float], layers: int) -> Fin
 def row_length(rows: int, context: int, budget: int, steps: int) -> int:
     """Return the tokens of a row at the end of a measurement of `steps` steps."""
     return context + spare(rows, context, budget) + WARM_UP + steps
+
+
+def bandwidth(backend: Backend) -> float:
+    """Return the bandwidth of the device's memory in bytes per second.
+
+    It is the best of several copies (reads and writes) and of several sums in plain torch; on the CPU that of
+    `Ceilings`.
+    """
+    size = min(READ_BYTES, backend.memory_available() // 16)
+    if isinstance(backend, CpuBackend):
+        ceilings = Ceilings(size)
+        return max(ceilings.read() for _ in range(REPEATS))
+
+    def work() -> list[tuple[int, Span]]:
+        source = torch.ones(size // 4, dtype=torch.float32, device=backend.device)
+        target = torch.zeros_like(source)
+        passes: tuple[tuple[int, Callable[[], Tensor]], ...] = (
+            (2 * source.nbytes, lambda: target.copy_(source)), (source.nbytes, source.sum))
+        return [(nbytes, spanned(backend, run)) for nbytes, run in passes * (REPEATS + 1)]
+
+    spans = backend.enqueue(work).wait()[2:]
+    backend.synchronize()
+    return max(nbytes / span.read() for nbytes, span in spans)
+
+
+def spanned(backend: Backend, run: Callable[[], Tensor]) -> Span:
+    """Run a computation and return its span on the device's clock."""
+    span = backend.span()
+    run()
+    span.stop()
+    return span

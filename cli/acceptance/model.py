@@ -18,8 +18,8 @@ from npuserve.cli.acceptance.sampling import check_sampling
 from npuserve.service.config import ServerConfig
 
 if TYPE_CHECKING:
+    from npuserve.cli.acceptance.reference import Loaded
     from npuserve.npu.backends.base import Backend
-    from npuserve.npu.diagnostics.acceptance import Loaded
     from npuserve.npu.execution.decoder import Model
 
 MIN_EQUAL_SHARE = 0.995
@@ -52,7 +52,7 @@ def check_model(
     quick: reduce the contexts.
     soak_minutes: duration of the soak; 0 for none.
     """
-    from npuserve.npu.diagnostics.acceptance import load, load_reference
+    from npuserve.cli.acceptance.reference import load, load_reference
     from npuserve.npu.model.config import ModelConfig
 
     facts = ModelConfig.from_folder(folder, config.lm_head_dtype)
@@ -115,9 +115,8 @@ def _compare_with_cpu(
     loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], tokens: list[list[int]], folder: Path
 ) -> Finding:
     """Return the finding for the agreement of logits and tokens with the CPU in float32."""
+    from npuserve.cli.acceptance.reference import forced_logits, load_reference
     from npuserve.kernels.kv_cache import setting_of
-    from npuserve.npu.diagnostics.acceptance import load_reference
-    from npuserve.npu.diagnostics.teacher_forced import forced_logits
 
     runner, rounding = loaded.runner, accept_tokens.rounding_dtype(loaded)
     sequences = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
@@ -153,8 +152,8 @@ def _follow_cpu(
 
     The answers' steps are computed again, kernel by kernel, and by the CPU with the device's rounding of ties.
     """
-    from npuserve.npu.diagnostics.rounding import MAX_TIE_DISTANCE, FollowedRounding
-    from npuserve.npu.diagnostics.teacher_forced import step_logits
+    from npuserve.cli.acceptance.reference import step_logits
+    from npuserve.cli.acceptance.rounding import MAX_TIE_DISTANCE, FollowedRounding
 
     runner, model, (reference, cpu) = loaded.runner, loaded.model, golden
     cached = runner.cache_dtype if runner.cache_dtype != model.weights.norm.dtype else None

@@ -20,8 +20,8 @@ from npuserve.cli.acceptance.report import Finding
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, TokenLogprobs
 
 if TYPE_CHECKING:
+    from npuserve.cli.acceptance.reference import Loaded
     from npuserve.npu.backends.base import Backend
-    from npuserve.npu.diagnostics.acceptance import Loaded
     from npuserve.npu.execution.decoder import Model
     from npuserve.npu.execution.runner import Runner
 
@@ -79,8 +79,8 @@ def check_sampling(
 
     golden: the model on the CPU in float32.
     """
+    from npuserve.cli.acceptance.reference import load_reference
     from npuserve.kernels.kv_cache import setting_of
-    from npuserve.npu.diagnostics.acceptance import load_reference
 
     short = [prompt[:MAX_PROMPT] for prompt in prompts[1:3]]
     reference = _runner(loaded, golden)
@@ -180,8 +180,8 @@ def _logprob_gap(made: accept_tokens.Answers, place: int, expected: Expected) ->
 
 
 def _runner(loaded: Loaded, reference: tuple[Model, Backend]) -> Runner:
+    from npuserve.cli.acceptance.reference import reference_runner
     from npuserve.kernels.kv_cache import setting_of
-    from npuserve.npu.diagnostics.acceptance import reference_runner
 
     return reference_runner(
         *reference, COUNT, COUNT * (MAX_PROMPT + COUNT), setting_of(loaded.runner.cache_dtype))

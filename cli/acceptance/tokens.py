@@ -27,7 +27,7 @@ from npuserve.service.text.model_folder import open_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from npuserve.npu.diagnostics.acceptance import Loaded
+    from npuserve.cli.acceptance.reference import Loaded
     from npuserve.npu.execution.runner import Runner
 
 ANSWER = 64

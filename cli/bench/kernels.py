@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from npuserve.kernels.native.choice import describe
     from npuserve.npu.backends import select
     from npuserve.npu.backends.base import BackendError
-    from npuserve.npu.diagnostics.machine import machine_of, takes_case
+    from npuserve.npu.backends.machine import machine_of, takes_case
 
     try:
         backend = select(args.device, () if args.emulate else None)

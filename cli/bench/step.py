@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     rss, ceilings = _peak_rss(), None
     if args.ceilings:
         from npuserve.kernels.bench.ceilings import Ceilings
-        from npuserve.npu.diagnostics.machine import machine_of
+        from npuserve.npu.backends.machine import machine_of
 
         ceilings = Ceilings(machine=machine_of(bench.runner.backend))
     kernels = bench.runner.cpu_kernels

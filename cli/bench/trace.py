@@ -1,4 +1,4 @@
-"""Debug mode of `npuserve bench step`: finds the wrong kernel of a step (npu/diagnostics/trace.py).
+"""Debug mode of `npuserve bench step`: finds the wrong kernel of a step (cli/bench/kernel_calls.py).
 
 One prompt step and one decode step are run through the first --layers layers and the LM head of --lm-head. They have as
 many rows as the first value of --batch, and prompts as long as the first value of --prompt. Each kernel call is one
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
 
     Raise ConfigError if the model cannot be loaded this way, or if --dump is no folder.
     """
+    from npuserve.cli.bench.kernel_calls import Call, Trace, load
     from npuserve.kernels.native.choice import CpuKernelSettings
-    from npuserve.npu.diagnostics.trace import Call, Trace, load
 
     rows, prompt = args.batch[0], args.prompt[0]
     try:

@@ -26,7 +26,7 @@ from npuserve.kernels.linear import linear_argmax
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.machine import machine_of
+from npuserve.npu.backends.machine import machine_of
 from npuserve.npu.model.loader import load_weights
 from tests.support.benches import BENCH, bench
 

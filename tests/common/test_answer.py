@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from npuserve.client import ServerError
 from npuserve.common.answer import Answer
 from npuserve.v1 import generate_pb2 as pb
 
@@ -34,10 +33,10 @@ def test_add_ids_logprobs_and_finish_belong_to_the_answer(samples: int) -> None:
     assert whole.finish == end
 
 
-def test_add_gap_in_tool_calls_raises_server_error() -> None:
+def test_add_gap_in_tool_calls_raises_value_error() -> None:
     answer = Answer(1)
     answer.add(message(0, "{}"))
-    with pytest.raises(ServerError, match="a message of tool call 2 where 1 was next"):
+    with pytest.raises(ValueError, match="a message of tool call 2 where 1 was next"):
         answer.add(message(2, "{}"))
 
 

@@ -11,13 +11,12 @@ from unittest import mock
 import pytest
 
 from npuserve.cli import main as cli
-from npuserve.cli.acceptance import command, latency, model
+from npuserve.cli.acceptance import captures, command, latency, model
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.kernels import ascend, registry
 from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
-from npuserve.npu.diagnostics import acceptance, chunk_captures
 from tests.cli.acceptance.running import few_tokens, few_wide_tokens, narrow_lm_heads
 from tests.npu.emulator.child import emulated
 
@@ -37,9 +36,9 @@ def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
 def test_check_accept_emulated_device_passes() -> None:
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.multiple(accept_tokens, ANSWER=16, STEPS_APART=1),
-        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), narrow_lm_heads(), few_wide_tokens(),
+        mock.patch.object(latency, "READ_BYTES", 1 << 20), narrow_lm_heads(), few_wide_tokens(),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
-        mock.patch.object(chunk_captures, "TOKENS", 130),
+        mock.patch.object(captures, "CHUNK_TOKENS", 130),
     ):
         code, report = accepted("--decode-buckets", "2,8", "--max-num-batched-tokens", "130", "--least-share", "1",
                                 "--soak", "0.005")
@@ -99,14 +98,14 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
 
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), few_tokens(),
-        mock.patch.object(acceptance, "READ_BYTES", 1 << 20), mock.patch.object(NativeLengths, "put", off),
+        mock.patch.object(latency, "READ_BYTES", 1 << 20), mock.patch.object(NativeLengths, "put", off),
         mock.patch.object(command, "check_kernels", return_value=[]),
         mock.patch.object(command, "check_sizes", return_value=[]),
         mock.patch.object(command, "check_variants", return_value=[]),
         mock.patch.object(model, "check_sampling", return_value=[]),
         mock.patch.object(model, "check_contexts", return_value=[]),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
-        mock.patch.object(chunk_captures, "TOKENS", 64),
+        mock.patch.object(captures, "CHUNK_TOKENS", 64),
     ):
         code, report = accepted("--decode-buckets", "8", "--max-num-batched-tokens", "64")
     failed = {(x["part"], x["name"]) for x in report["acceptance"]["findings"] if x["passed"] is False}

@@ -153,7 +153,7 @@ def test_findings_no_bandwidth_skips_latency(folder: Path, capsys: Capture, monk
     def broken(*_: Any) -> float:
         raise TypeError("copy_() takes no such argument")
 
-    monkeypatch.setattr("npuserve.npu.diagnostics.acceptance.bandwidth", broken)
+    monkeypatch.setattr("npuserve.cli.acceptance.latency.bandwidth", broken)
     monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
     code, report = accepted(capsys, str(folder))
     assert code == 1

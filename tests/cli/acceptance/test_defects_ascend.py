@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 
-from npuserve.cli.acceptance import model, replays, sampling, sizes, variants
+from npuserve.cli.acceptance import model, reference, replays, sampling, sizes, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
+from npuserve.cli.acceptance.reference import Loaded
 from npuserve.cli.acceptance.replays import check_contexts, check_soak, crossing
 from npuserve.cli.acceptance.report import Finding
 from npuserve.cli.acceptance.sampling import check_sampling
@@ -22,8 +23,6 @@ from npuserve.cli.acceptance.variants import check_variants
 from npuserve.npu import emulator, storyteller
 from npuserve.npu.backends import select
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.diagnostics import acceptance
-from npuserve.npu.diagnostics.acceptance import Loaded
 from tests.cli.acceptance.running import few_tokens, narrow_lm_heads
 from tests.npu.emulator.child import emulated
 
@@ -37,7 +36,7 @@ def started() -> Backend:
 
 
 def story(backend: Backend, dtype: str = "bfloat16") -> Loaded:
-    return acceptance.load(storyteller.FOLDER, backend, dtype, max_model_len=384, max_num_seqs=32,
+    return reference.load(storyteller.FOLDER, backend, dtype, max_model_len=384, max_num_seqs=32,
                            max_num_batched_tokens=64)
 
 
@@ -121,7 +120,7 @@ def test_sizes_fail_with_each_defect(defect: str) -> None:
 def test_sampling_fails_where_the_device_ignores_top_k() -> None:
     backend = started()
     loaded = story(backend, "float32")
-    golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
+    golden = reference.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
     with emulator.defects("top_k"), only("top_k"):
         assert "top_k, captured, float32" in failed(check_sampling(loaded, golden, prompts, storyteller.FOLDER))
@@ -132,7 +131,7 @@ def test_sampling_fails_if_the_sampler_is_not_captured() -> None:
     backend = started()
     backend.decode_buckets, backend.capture_chunks = (1,), False
     loaded = story(backend, "float32")
-    golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
+    golden = reference.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
     with only("temperature"):
         assert failed(check_sampling(loaded, golden, prompts, storyteller.FOLDER)) == ["captured steps, float32"]
@@ -145,7 +144,7 @@ def test_sampling_fails_if_a_parameter_is_ignored() -> None:
 
     backend = started()
     loaded = story(backend, "float32")
-    golden = acceptance.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
+    golden = reference.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)
     answers = accept_tokens.answers
 

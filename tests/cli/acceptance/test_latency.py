@@ -7,9 +7,10 @@ import pytest
 from npuserve.cli.acceptance import latency
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.kernels import registry
-from npuserve.kernels.registry import KERNELS, Implementation
+from npuserve.kernels.registry import KERNELS, Implementation, KnownSpan, Span
 from npuserve.npu.backends.cpu import CpuBackend
 from tests.cli.acceptance.running import built
+from tests.npu.execution.test_dispatch import Bucketed
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -48,3 +49,23 @@ def test_latency_kernels_are_compared_with_the_bandwidth(monkeypatch: pytest.Mon
     wrong = [x for x in LatencyCheck(False, None, bytes_per_second=1.0).kernels(backend) if x.part == "kernels"]
     assert len(wrong) == len(found)
     assert not any(x.passed for x in wrong)
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(True, marks=built), False])
+def test_bandwidth_of_cpu_is_its_ceiling(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "READ_BYTES", 8 << 20)
+    monkeypatch.setattr(latency.Ceilings, "read", lambda self: float(self.read_bytes))
+    assert latency.bandwidth(CpuBackend(native=kernels)) == 8 << 20
+
+
+class Spanned(Bucketed):
+    """Backend on whose clock each span takes a second."""
+
+    def span(self) -> Span:
+        return KnownSpan(1.0)
+
+
+def test_bandwidth_of_device_is_of_best_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(latency, "CpuBackend", int)  # not treated as a CPU
+    assert latency.bandwidth(Spanned()) == 2 << 20  # a copy reads and writes

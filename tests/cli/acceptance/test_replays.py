@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from npuserve.cli.acceptance.replays import check_crossing
+from npuserve.cli.acceptance.replays import Replays, check_crossing
 from npuserve.cli.acceptance.report import Finding
-from npuserve.npu.diagnostics.replays import Replays
 
 
 @dataclass

@@ -49,8 +49,8 @@ def test_rounding_dtype_of_float8_in_float32_is_bfloat16(dtype: str, inputs: set
 
 @built
 def test_answers_prompts_are_chunked_and_share_a_prefix(folder: Path) -> None:
+    from npuserve.cli.acceptance import reference
     from npuserve.npu import storyteller
-    from npuserve.npu.diagnostics import acceptance
 
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, 2048, 400)
     assert len(prompts[0]) > 128 > accept_tokens.BUDGET
@@ -60,7 +60,7 @@ def test_answers_prompts_are_chunked_and_share_a_prefix(folder: Path) -> None:
     assert all(ids and max(ids) < 100 for ids in without)
     backend = CpuBackend()
     backend.set_threads(1)
-    runner = acceptance.load(folder, backend, "auto", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64,
+    runner = reference.load(folder, backend, "auto", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64,
                              block_size=16).runner
     made = accept_tokens.answers(runner, without, 20, 2)
     assert [len(x) for x in made.tokens] == [20] * len(without)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from npuserve.cli import main as cli
+from npuserve.cli.bench import kernel_calls
 from npuserve.cli.bench.step import WARM_UP, Bench, needed_blocks, spare
 from npuserve.kernels import native
 from npuserve.kernels.bench import ceilings, measure
 from npuserve.kernels.native.packed import packed_words
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.diagnostics import trace
 from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.in_flight import LaunchedStep
 from npuserve.npu.execution.runner import Runner
@@ -219,13 +219,13 @@ def test_bench_step_trace_has_the_blocks_of_the_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = set()
-    original = trace.make_batch
+    original = kernel_calls.make_batch
 
     def make_batch(rows: list[Row], block_size: int, backend: Backend) -> Batch:
         sizes.add(block_size)
         return original(rows, block_size, backend)
 
-    monkeypatch.setattr(trace, "make_batch", make_batch)
+    monkeypatch.setattr(kernel_calls, "make_batch", make_batch)
     assert cli.main(["bench", "step", "--layers", "1", "--prompt", "40", "--threads", "1", "--block-size", "32"]) == 0
     assert sizes == {32}
     assert "the same hidden states" in capsys.readouterr().out

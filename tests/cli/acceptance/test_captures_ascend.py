@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from unittest import mock
 
+from npuserve.cli.acceptance import captures, latency, reference
+from npuserve.cli.acceptance.captures import chunk_buckets
 from npuserve.npu import storyteller
 from npuserve.npu.backends import select
-from npuserve.npu.diagnostics import acceptance, chunk_captures
-from npuserve.npu.diagnostics.chunk_captures import chunk_buckets
 from tests.npu.emulator.child import emulated
 
 RELAX = ("fp32", "small_heads")
@@ -20,9 +20,9 @@ def test_buckets_on_ascend_report_wrong_lengths() -> None:
 
     backend, put = select("npu", RELAX), NativeLengths.put
     backend.decode_buckets = (2, 4)
-    loaded = acceptance.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
+    loaded = reference.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
                              max_num_batched_tokens=16)
-    right = list(acceptance.buckets(loaded, 4))
+    right = list(captures.buckets(loaded, 4))
     assert [x.rows for x in right] == [4, 2]
     assert all(x.difference == 0 and x.padded_difference < 0.05 for x in right)
     assert all(min(x.seconds, x.replay_seconds, x.single_seconds) > 0 for x in right)
@@ -33,20 +33,20 @@ def test_buckets_on_ascend_report_wrong_lengths() -> None:
 
     NativeLengths.put = off  # type: ignore[assignment]
     try:
-        wrong = list(acceptance.buckets(loaded, 4))
+        wrong = list(captures.buckets(loaded, 4))
     finally:
         NativeLengths.put = put  # type: ignore[method-assign]
     assert all(x.difference > 0.2 for x in wrong)
 
 
 @emulated(relax=RELAX)
-@mock.patch.object(chunk_captures, "TOKENS", 130)
+@mock.patch.object(captures, "CHUNK_TOKENS", 130)
 def test_chunk_buckets_on_ascend_report_wrong_lengths_and_ends() -> None:
     from npuserve.npu.backends.ascend.captured_graph import Lengths
     from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 
     backend, put = select("npu", RELAX), NativeLengths.put
-    loaded = acceptance.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
+    loaded = reference.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
                              max_num_batched_tokens=16)
     right = list(chunk_buckets(loaded))
     assert [x.tokens for x in right] == [64, 128, 130]
@@ -69,4 +69,4 @@ def test_chunk_buckets_on_ascend_report_wrong_lengths_and_ends() -> None:
 
 @emulated(relax=RELAX)
 def test_bandwidth_on_ascend() -> None:
-    assert acceptance.bandwidth(select("npu", RELAX)) > 0
+    assert latency.bandwidth(select("npu", RELAX)) > 0

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from npuserve.cli.bench.differences import difference_of, relative_of, tolerance_of
+from npuserve.cli.bench.taps import Args, Results, Tap, TappedKernels, cloned, golden_tap, results_of
 from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span
 from npuserve.npu.backends import select
 from npuserve.npu.backends.base import Backend, Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.differences import difference_of, relative_of, tolerance_of
-from npuserve.npu.diagnostics.taps import Args, Results, Tap, TappedKernels, cloned, golden_tap, results_of
 from npuserve.npu.execution.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.kv_cache import KVCache

@@ -16,7 +16,7 @@ from npuserve.kernels.registry import GOLDEN, Case
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.base import BackendError, Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.machine import Device, machine_of, takes_case
+from npuserve.npu.backends.machine import Device, machine_of, takes_case
 
 
 class Graph:

@@ -13,15 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from npuserve.cli.acceptance.reference import load_reference, step_logits
+from npuserve.cli.acceptance.rounding import MAX_TIE_DISTANCE, FollowedRounding
 from npuserve.kernels import linear, native, norm
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.npu import storyteller
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.acceptance import load_reference
-from npuserve.npu.diagnostics.rounding import MAX_TIE_DISTANCE, FollowedRounding
-from npuserve.npu.diagnostics.teacher_forced import step_logits
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from npuserve.npu.step import Row

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from npuserve.cli.bench.kernel_calls import Call, Replay, Trace, load
 from npuserve.kernels import native
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu import storyteller
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.trace import Call, Replay, Trace, load
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.quantization import W8A8
 from tests.support.models import random_model, saved_w8a8

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuserve.cli.bench.taps import Args, Tap, TappedKernels
 from npuserve.kernels.quantized import Quantized, QuantizedWeight, Scheme
 from npuserve.kernels.registry import KernelSet
-from npuserve.npu.diagnostics.taps import Args, Tap, TappedKernels
 from npuserve.npu.execution.decoder import Model
 
 MAX_TIE_DISTANCE = 2.0**-10
