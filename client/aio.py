@@ -11,10 +11,18 @@ import grpc
 import grpc.aio
 
 from npuserve.client import channel, request_builder
-from npuserve.client.answer import Answer, sample_count
-from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, malformed_message, missing_finish
+from npuserve.client.attempts import (
+    Attempts,
+    Retries,
+    add_message,
+    check_limits,
+    is_transient,
+    malformed_message,
+    missing_finish,
+)
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt, TokenizeOptions
+from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -143,7 +151,7 @@ class AsyncClient:
         answer = Answer(sample_count(request))
         async with self.stream(request, timeout=timeout) as stream:
             async for delta in stream:
-                answer.add(delta)
+                add_message(answer, delta)
         return answer.response()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:

@@ -27,8 +27,8 @@ from typing import Any
 
 import grpc
 
-from npuserve.client.answer import sample_count
 from npuserve.client.errors import RESUME_TOKEN, ClientError, ServerError, StreamLost
+from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
 
 MIN_BACKOFF_SECONDS = 0.05
@@ -206,6 +206,14 @@ class Attempts:
         return StreamLost(
             error.code, f"the stream is lost after {self.tokens} tokens: {error.message}", reason=error.reason,
             resume_token=self.resume_token)
+
+
+def add_message(answer: Answer, message: pb.StreamGenerateResponse) -> None:
+    """Add a message that `Attempts.accept` has checked. Raise ServerError if it skips a tool call."""
+    try:
+        answer.add(message)
+    except ValueError as error:
+        raise ServerError(grpc.StatusCode.DATA_LOSS, str(error)) from None
 
 
 def missing_finish() -> ClientError:

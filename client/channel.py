@@ -12,6 +12,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from npuserve.common.certificate_keys import KEY_TYPES, key_type_of
+
 MAX_MESSAGE_BYTES = 64 << 20
 OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -27,8 +29,6 @@ OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),  # no two channels share a connection
 ]
-KEY_TYPES = ("RSA", "secp256r1", "secp384r1", "secp521r1", "Ed25519")
-"""Keys of certificates that gRPC's TLS library, BoringSSL, can load. Each peer accepts some of them."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +76,6 @@ class Tls:
             raise ValueError(f"tls: {self.cert} and {self.key} are not a certificate and its key ({why})") from None
         if self.cert is not None and (key_type := key_type_of(Path(self.cert).read_bytes())) not in KEY_TYPES:
             raise ValueError(f"tls: gRPC cannot use {self.cert}, since its key is {key_type}; use RSA, P-256 or P-384")
-
-
-def key_type_of(pem: bytes) -> str:
-    """Return the type of the first certificate's key, such as RSA, RSA-PSS, Ed448, or the name of an elliptic curve."""
-    from cryptography import x509  # only certificates need it
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    certificate = x509.load_pem_x509_certificates(pem)[0]
-    if certificate.public_key_algorithm_oid == x509.PublicKeyAlgorithmOID.RSASSA_PSS:
-        return "RSA-PSS"
-    try:
-        key = certificate.public_key()
-    except (ValueError, UnsupportedAlgorithm):
-        return "of an unknown type"
-    if isinstance(key, ec.EllipticCurvePublicKey):
-        return key.curve.name
-    return type(key).__name__.removesuffix("PublicKey")
 
 
 def open_channel(target: str, tls: Tls | None = None) -> grpc.Channel:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
-from npuserve.client.answer import value_name
+from npuserve.common.answer import value_name
 from npuserve.v1 import generate_pb2 as pb
 
 CONSTRAINTS = tuple(field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["constraint"].fields)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from npuserve.client import channel, request_builder
-from npuserve.client.answer import Answer, sample_count
-from npuserve.client.attempts import Attempts, Retries, check_limits, is_transient, missing_finish
+from npuserve.client.attempts import Attempts, Retries, add_message, check_limits, is_transient, missing_finish
 from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt, TokenizeOptions
+from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 
@@ -153,7 +153,7 @@ class Client:
         answer = Answer(sample_count(request))
         with self.stream(request, timeout=timeout) as stream:
             for delta in stream:
-                answer.add(delta)
+                add_message(answer, delta)
         return answer.response()
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:

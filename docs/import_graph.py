@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- imports: made by docs/import_graph.py -->\n", "<!-- end of imports -->\n"
-TOPS = ("client", "service", "npu", "kernels")
-CATALOGUES = ("npu/emulator", "npu/backends", "kernels", "service/cli")
+TOPS = ("cli", "client", "common", "service", "npu", "kernels")
+CATALOGUES = ("npu/emulator", "npu/backends", "kernels", "cli")
 """Folders that are drawn whole, with those below them."""
 
 

@@ -13,7 +13,7 @@ from xdist.scheduler import LoadFileScheduling
 
 SHARING = ("tests/e2e/gateway/",)
 """Folders whose files share fixtures."""
-FIRST = ("tests/e2e/", "tests/helm/", "tests/service/supervisor/", "tests/service/frontend/", "tests/service/cli/")
+FIRST = ("tests/e2e/", "tests/helm/", "tests/service/supervisor/", "tests/service/frontend/", "tests/cli/")
 """Folders whose tests start processes, in the order in which they run."""
 
 

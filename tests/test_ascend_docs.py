@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from npuserve.cli.acceptance import captures, latency, model
+from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.kernels.ascend import BLOCK
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.cann import codes, versions
-from npuserve.service.cli.acceptance import captures, latency, model
-from npuserve.service.cli.acceptance import tokens as accept_tokens
 from npuserve.service.config import ServerConfig
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from npuserve.service.cli.main import COMMANDS
+from npuserve.cli.main import COMMANDS
 from npuserve.service.settings import SETTINGS
 
 ROOT = Path(__file__).parents[1]

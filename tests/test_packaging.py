@@ -38,8 +38,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Folders of packages; everything else (tests, bench, docs, helm) is not installed.
-SOURCES = {"client": "npuserve.client", "service": "npuserve.service", "npu": "npuserve.npu",
-           "kernels": "npuserve.kernels", "protos/npuserve/v1": "npuserve.v1"}
+SOURCES = {"cli": "npuserve.cli", "client": "npuserve.client", "common": "npuserve.common",
+           "service": "npuserve.service", "npu": "npuserve.npu", "kernels": "npuserve.kernels",
+           "protos/npuserve/v1": "npuserve.v1"}
 LIBRARY = "npuserve/kernels/native/libnpuserve.so"
 
 
@@ -214,7 +215,7 @@ def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, se
 def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, Path, str], tmp_path: Path):
     programs, _ = install(pure[0], tmp_path / "venv")
     code = """if True:
-        from npuserve.service.cli.main import main
+        from npuserve.cli.main import main
         assert main(["check", "--json"]) == 0
         sizes = ["--batch", "2", "--context", "8", "--prompt", "8", "--tokens", "1"]
         assert main(["bench", "step", *sizes, "--json"]) == 0"""

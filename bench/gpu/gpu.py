@@ -64,7 +64,8 @@ BUDGETS = {"numbers": 110, "machine": 30, "replays": 30, "tokens": 45, "steps": 
 SHARDS = 6
 """Number of processes that share a part without timings: a kernel takes seconds to compile on one core."""
 
-FOLDERS = {"client": "client", "service": "service", "npu": "npu", "kernels": "kernels", "v1": "protos/npuserve/v1"}
+FOLDERS = {"cli": "cli", "client": "client", "common": "common", "service": "service", "npu": "npu",
+           "kernels": "kernels", "v1": "protos/npuserve/v1"}
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

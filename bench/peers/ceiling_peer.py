@@ -13,8 +13,8 @@ from typing import Any
 
 import harness
 
+from npuserve.cli.bench.kernels import set_threads
 from npuserve.kernels.bench.ceilings import Ceilings
-from npuserve.service.cli.bench.kernels import set_threads
 
 ITEM = 2  # bytes of a bfloat16
 PASSES = 5

@@ -44,17 +44,17 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from npuserve.cli.acceptance.tokens import prompts_of
 from npuserve.client.channel import OPTIONS
 from npuserve.kernels.ascend import BLOCK, HEAD_DIM
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli.acceptance.tokens import prompts_of
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:
+    from npuserve.cli.acceptance.tokens import Agreement
     from npuserve.npu.backends.base import Backend
     from npuserve.npu.execution.decoder import Model
-    from npuserve.service.cli.acceptance.tokens import Agreement
 
 BUDGET, SEATS = 48, 8
 """Tokens per step and concurrent requests of the emulated server."""
@@ -151,7 +151,7 @@ def serving(folder: Path, *arguments: str, seconds: float = 600) -> Iterator[Ser
         log = Path(place, "log")
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "npuserve.service.cli", "serve", str(folder), "--port", "0", "--metrics-port",
+                [sys.executable, "-m", "npuserve.cli", "serve", str(folder), "--port", "0", "--metrics-port",
                  "0", *arguments], stdout=out, stderr=out)
         try:
             deadline = time.monotonic() + seconds
@@ -234,12 +234,11 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
 
     from torch import Tensor
 
+    from npuserve.cli.acceptance.model import min_equal_share
+    from npuserve.cli.acceptance.reference import forced_logits, load, load_reference
+    from npuserve.cli.acceptance.tokens import agreement
     from npuserve.npu.backends import select
     from npuserve.npu.backends.cpu import CpuBackend
-    from npuserve.npu.diagnostics.acceptance import load, load_reference
-    from npuserve.npu.diagnostics.teacher_forced import forced_logits
-    from npuserve.service.cli.acceptance.model import min_equal_share
-    from npuserve.service.cli.acceptance.tokens import agreement
 
     prompts_sent, made = zip(*json.loads(file.read_text()), strict=True)
     sequences = [prompt + answer for prompt, answer in zip(prompts_sent, made, strict=True)]
@@ -301,7 +300,7 @@ def measure(name: str, folder: Path, args: argparse.Namespace) -> Iterator[dict[
             model, file = folder, Path(place, "sequences.json")
             if part == "int8":
                 model = Path(place, "w8a8")
-                subprocess.run([sys.executable, "-m", "npuserve.service.cli", "quantize", str(folder), str(model),
+                subprocess.run([sys.executable, "-m", "npuserve.cli", "quantize", str(folder), str(model),
                                 "--calibration", "none"], check=True, stdout=subprocess.DEVNULL)
             told = on_the_cpu(model, texts, args.answer, args.timeout)
             file.write_text(json.dumps(list(zip(texts, told, strict=True))))

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuserve.cli.acceptance.reference import forced_logits
+from npuserve.cli.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
-from npuserve.service.cli.quantize import SAMPLE_TOKENS, SAMPLES, calibration_ids, topics
 from npuserve.service.text.tokenizer_loader import load_tokenizer
 
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "inspect", "logging", "textwrap", "typing")

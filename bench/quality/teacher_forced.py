@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from npuserve.cli.acceptance.reference import forced_logits
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu.backends import select
-from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights

@@ -240,7 +240,7 @@ def prepared() -> Iterator[tuple[Path, Path, tuple[str, str]]]:
         file = Path(name, "keys")
         made = []
         for tenant in ("hostile", "client"):
-            command = [sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(file), tenant]
+            command = [sys.executable, "-m", "npuserve.cli", "keys", "add", str(file), tenant]
             made.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
         yield folder, file, (made[0], made[1])
 

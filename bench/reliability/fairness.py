@@ -33,9 +33,9 @@ from typing import Any
 
 import grpc
 
+from npuserve.cli import main as cli
 from npuserve.client.channel import auth_metadata
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli import main as cli
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 
@@ -46,7 +46,7 @@ from bench.serving.server import Serving, arguments, cpu_seconds, engine_of, rep
 NEWCOMER_TOKENS = 8
 PAUSE_SECONDS = 0.2
 WARM_UP_SECONDS = 3.0
-HERE = ("-m", "npuserve.service.cli")
+HERE = ("-m", "npuserve.cli")
 
 
 @dataclass

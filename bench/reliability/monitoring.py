@@ -18,7 +18,7 @@ FLAGS are settings of the server.
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -43,8 +43,8 @@ from typing import Any
 
 import grpc
 
-from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
+from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from npuserve.v1 import prompt_pb2
@@ -237,7 +237,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         command = [
-            sys.executable, "-m", "npuserve.service.cli", "serve", *([args.model] if args.model else []), "--port", "0",
+            sys.executable, "-m", "npuserve.cli", "serve", *([args.model] if args.model else []), "--port", "0",
             "--metrics-port", "0", "--frontends", "2", "--max-num-seqs", "16", "--max-queue", "32", "--log-format",
             "text", "--kernel-sampling", "8", *flags]
         server = stack.enter_context(running(command, folder / "server.log"))

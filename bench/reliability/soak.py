@@ -53,8 +53,8 @@ from typing import Any
 
 import grpc
 
+from npuserve.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
 from npuserve.client import AsyncClient, ClientError, DeadlineExceeded, Overloaded, StreamLost
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, prompt_pb2
 

@@ -26,7 +26,7 @@ the figures of share 0 of the same route in the same round: median, least and gr
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -44,9 +44,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from npuserve.cli.bench.load import Outcome
 from npuserve.client.channel import open_aio_channel
 from npuserve.service.arguments import number
-from npuserve.service.cli.bench.load import Outcome
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 

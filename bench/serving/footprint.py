@@ -82,11 +82,11 @@ def measure(arguments: list[str]) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     reading = read_seconds(folder)
-    check = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "check", *arguments, "--json"],
+    check = subprocess.run([sys.executable, "-m", "npuserve.cli", "check", *arguments, "--json"],
                            capture_output=True, text=True)
     began = time.monotonic()
     server = subprocess.Popen(
-        [sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", str(port),
+        [sys.executable, "-m", "npuserve.cli", "serve", *arguments, "--port", str(port),
          "--metrics-port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[

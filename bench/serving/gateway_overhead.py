@@ -29,7 +29,7 @@ share the machine, so each process that a route adds also takes CPU time from an
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -53,10 +53,10 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
+from npuserve.cli.bench.load import NO_FINISH, Outcome
+from npuserve.cli.bench.report import latencies
 from npuserve.client.channel import open_aio_channel
 from npuserve.service.arguments import number, target
-from npuserve.service.cli.bench.load import NO_FINISH, Outcome
-from npuserve.service.cli.bench.report import latencies
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 from npuserve.v1.inference_service_pb2_grpc import InferenceServiceStub

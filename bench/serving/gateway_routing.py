@@ -29,7 +29,7 @@ prompts do. Needs smg and `pip install 'npuserve[gateway]'`. FLAGS are further s
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -51,10 +51,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from npuserve.cli.bench.load import Load, Outcome
+from npuserve.cli.bench.report import latencies
+from npuserve.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, read_trace
 from npuserve.service.arguments import number
-from npuserve.service.cli.bench.load import Load, Outcome
-from npuserve.service.cli.bench.report import latencies
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, read_trace
 from npuserve.service.text.model_path import resolve
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository

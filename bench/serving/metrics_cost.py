@@ -15,7 +15,7 @@ settings of the server.
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -39,8 +39,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest
+from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.service.config import ServerConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository

@@ -19,7 +19,7 @@ of both servers.
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -34,8 +34,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest
+from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository

@@ -28,9 +28,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npuserve.service.cli.bench import report as bench_report
-from npuserve.service.cli.bench.load import Load, Outcome
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest, cut_to_context, read_trace
+from npuserve.cli.bench import report as bench_report
+from npuserve.cli.bench.load import Load, Outcome
+from npuserve.cli.bench.workload import Prompts, TimedRequest, cut_to_context, read_trace
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 

@@ -88,7 +88,7 @@ def server(model: str, serve: list[str]) -> Iterator[str]:
         log = Path(folder, "log")
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "npuserve.service.cli", "serve", model, "--port", "0", "--metrics-port", "0",
+                [sys.executable, "-m", "npuserve.cli", "serve", model, "--port", "0", "--metrics-port", "0",
                  *serve], stdout=out, stderr=out)
             try:
                 while "ready in" not in log.read_text():
@@ -110,7 +110,7 @@ def served(address: str, streams: int, prompt: int, output: int, requests: int) 
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.json")
             subprocess.run(
-                [sys.executable, "-m", "npuserve.service.cli", "bench", "serve", "--target", address, "--concurrency",
+                [sys.executable, "-m", "npuserve.cli", "bench", "serve", "--target", address, "--concurrency",
                  str(streams), "--requests", str(streams * count), "--prompt-tokens", str(prompt), "--output-tokens",
                  str(output), "--json", str(report)], check=True, stdout=subprocess.DEVNULL)
             return float(json.loads(report.read_text())["output_tokens_per_second"])

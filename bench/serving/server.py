@@ -129,12 +129,12 @@ def percentile(histogram: dict[float, float], share: float) -> float:
 
 @contextlib.contextmanager
 def serving(
-    model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.service.cli"),
+    model: str, flags: Sequence[str], program: Sequence[str] = ("-m", "npuserve.cli"),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Serving]:
     """Run `npuserve serve` with JSON logs, and yield it once it is ready.
 
-    program: arguments of Python that take the place of `-m npuserve.service.cli`.
+    program: arguments of Python that take the place of `-m npuserve.cli`.
     environment: further variables.
     """
     with tempfile.TemporaryDirectory(prefix="npuserve-bench-") as folder:

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from npuserve.service.cli.bench import report as bench_report
-from npuserve.service.cli.bench.load import Load, Outcome
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest
+from npuserve.cli.bench import report as bench_report
+from npuserve.cli.bench.load import Load, Outcome
+from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2 as pb
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository

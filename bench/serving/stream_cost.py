@@ -20,7 +20,7 @@ run. With --busy a step is work shared by two threads instead of a sleep. Other 
 
 from __future__ import annotations
 
-import npuserve.service.cli.bench.grpc_threads  # noqa: F401
+import npuserve.cli.bench.grpc_threads  # noqa: F401
 
 # isort: split
 import argparse
@@ -40,11 +40,11 @@ from typing import Any
 
 import grpc.aio
 
+from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.npu.step import Step, StepResult
 from npuserve.npu.storyteller import FOLDER
 from npuserve.service import logs
-from npuserve.service.cli.bench.load import Load
-from npuserve.service.cli.bench.workload import Prompts, TimedRequest
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine.loop import Engine
 from npuserve.service.engine.process import EngineArgs

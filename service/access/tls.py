@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 from cryptography import x509
 
-from npuserve.client.channel import KEY_TYPES, key_type_of
+from npuserve.common.certificate_keys import KEY_TYPES, key_type_of
 from npuserve.service import logs, metrics
 from npuserve.service.access.file_reloader import FileReloader
 from npuserve.service.config import ConfigError, ServerConfig

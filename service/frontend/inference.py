@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from npuserve.client.answer import Answer
+from npuserve.common.answer import Answer
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.generation import Generation

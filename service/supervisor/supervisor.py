@@ -20,7 +20,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -33,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from npuserve.service import clock, logs, probe, settings
+from npuserve.service import clock, logs, probe
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
 from npuserve.service.ipc import process_control
 from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
@@ -63,16 +62,12 @@ ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}
 front ends that need the cores. 1000 spins, a few microseconds, are a compromise."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    settings.add_arguments(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run `npuserve serve` and return its exit code.
+def serve(config: ServerConfig) -> int:
+    """Run a server until it ends, and return its exit code.
 
     0: clean drain. 1: the supervisor gave up or had to kill a child. 2: unusable configuration. 4: device fault.
     """
-    config = logs.with_format(settings.load(args, os.environ))
+    config = logs.with_format(config)
     logs.setup(config, "supervisor")
     _check_open_files(config.frontends)
     process_control.set_dumpable(config.debuggable)

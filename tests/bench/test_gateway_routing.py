@@ -12,9 +12,9 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
+from npuserve.cli.bench.load import Outcome
+from npuserve.cli.bench.workload import TimedRequest, TraceError
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli.bench.load import Outcome
-from npuserve.service.cli.bench.workload import TimedRequest, TraceError
 from tests.e2e.gateway.smg import program
 from tests.support.benches import BENCH, bench
 

@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from npuserve.cli.bench.workload import TimedRequest, read_trace
 from npuserve.kernels import native
 from npuserve.kernels.linear import linear_argmax
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.machine import machine_of
+from npuserve.npu.backends.machine import machine_of
 from npuserve.npu.model.loader import load_weights
-from npuserve.service.cli.bench.workload import TimedRequest, read_trace
 from tests.support.benches import BENCH, bench
 
 PARTS = ["numbers", "machine", "tokens", "steps", "peer", "kernels", "served", "goodput"]

@@ -15,8 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.client import ClientError, Conflict, NotFound, Overloaded, ServerError, StreamLost, Unavailable
-from npuserve.client.attempts import MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS, MIN_JITTER, Attempts, Retries
+from npuserve.client.attempts import (
+    MAX_BACKOFF_SECONDS,
+    MIN_BACKOFF_SECONDS,
+    MIN_JITTER,
+    Attempts,
+    Retries,
+    add_message,
+)
 from npuserve.client.errors import KINDS
+from npuserve.common.answer import Answer
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import TEXT, WHOLE, parts, sample_parts
 
@@ -296,6 +304,12 @@ def test_accept_message_of_a_wrong_sample_raises_server_error(message: pb.Stream
         attempt.accept(part)
     with pytest.raises(ServerError, match=error):
         attempt.accept(message)
+
+
+def test_add_message_that_skips_a_tool_call_raises_server_error() -> None:
+    message = pb.StreamGenerateResponse(tool_calls=[pb.ToolCallDelta(index=1)])
+    with pytest.raises(ServerError, match="a message of tool call 1 where 0 was next"):
+        add_message(Answer(1), message)
 
 
 def test_on_failure_samples_are_sent_again_only_before_a_message() -> None:

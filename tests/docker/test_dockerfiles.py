@@ -223,9 +223,9 @@ def test_lock_files_of_torch_npu_are_those_of_the_extras():
 def test_build_context_is_the_package_only():
     names = {file.as_posix() for file in sent()}
     assert {"pyproject.toml", "setup.py", "LICENSE", "docker/requirements.txt", "kernels/native/runtime/pool.h",
-            "service/cli/main.py", "npu/storyteller/model/model.safetensors",
+            "cli/main.py", "npu/storyteller/model/model.safetensors",
             "protos/npuserve/v1/generate_pb2.py"} <= names
-    rooms = {"client", "service", "npu", "kernels", "protos", "docker", "src"}
+    rooms = {"cli", "client", "common", "service", "npu", "kernels", "protos", "docker", "src"}
     assert {name.split("/")[0] for name in names if "/" in name} == rooms
     assert not [name for name in names if re.search(r"\.so$|__pycache__|Dockerfile|/\.", name)]
 

@@ -35,7 +35,7 @@ done < /proc/self/mountinfo
 [ -w /usr ] && exit 99
 exec "$@"
 """
-ENTRYPOINTS = {"npuserve": [sys.executable, "-m", "npuserve.service.cli"]}
+ENTRYPOINTS = {"npuserve": [sys.executable, "-m", "npuserve.cli"]}
 
 
 def entrypoint(dockerfile: Path) -> list[str]:

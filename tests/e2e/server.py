@@ -35,7 +35,7 @@ class Server:
     """
 
     def __init__(
-        self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.service.cli", "serve"),
+        self, *arguments: str, program: Sequence[str] = ("-m", "npuserve.cli", "serve"),
         before: Sequence[str] = (), process: Mapping[str, Any] = MappingProxyType({}), port: int = 0,
     ):
         self.log_file = tempfile.NamedTemporaryFile("w+", prefix="npuserve-test-", suffix=".log")  # noqa: SIM115

@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """File of API keys, and the key of its one tenant."""
     file = tmp_path_factory.mktemp("keys") / "keys"
-    command = [sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(file), "alice"]
+    command = [sys.executable, "-m", "npuserve.cli", "keys", "add", str(file), "alice"]
     return file, subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

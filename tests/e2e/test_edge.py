@@ -50,7 +50,7 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
     authority = Authority(tmp_path)
     server_pair, own = authority.issue("server"), authority.issue("client")
     keys, key_file = tmp_path / "keys", tmp_path / "key"
-    cli = (sys.executable, "-m", "npuserve.service.cli")
+    cli = (sys.executable, "-m", "npuserve.cli")
     key_file.write_text(command(*cli, "keys", "add", str(keys), "alice").stdout)
     port = free_port()
     with serving("--tls-cert", str(server_pair.cert), "--tls-key", str(server_pair.key), "--tls-client-ca",
@@ -176,7 +176,7 @@ def test_a_frozen_front_end_is_replaced(server: Server) -> None:
 def test_a_drain_on_demand(tmp_path: Path) -> None:
     """AdminService.Drain through one of two front ends: both end, running requests complete, exit code 0."""
     keys = tmp_path / "keys"
-    key = command(sys.executable, "-m", "npuserve.service.cli", "keys", "add", str(keys), "ops", "--admin").stdout
+    key = command(sys.executable, "-m", "npuserve.cli", "keys", "add", str(keys), "ops", "--admin").stdout
     with serving("--frontends", "2", "--api-keys", str(keys), **COUNTING) as server:
         server.channel = connect(server.target, key.strip())
         server.stub = rpc.InferenceServiceStub(server.channel)

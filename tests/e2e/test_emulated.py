@@ -13,13 +13,13 @@ import grpc
 import pytest
 
 import npuserve.kernels  # noqa: F401  fills the registry
+from npuserve.cli.main import main
 from npuserve.kernels.registry import KERNELS
-from npuserve.service.cli.main import main
 from npuserve.v1 import generate_pb2 as pb
+from tests.cli.collect.test_collect import members
 from tests.e2e.processes import until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.npu.emulator.child import missing
-from tests.service.cli.collect.test_collect import members
 
 PROMPTS = ["Once upon a time", "One day, a little girl named Lily went to the park with", "Tim wanted a new toy. He"]
 

@@ -317,7 +317,7 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
         arguments = [*command, "org/name", *([str(tmp_path / "out")] if command == ("quantize",) else [])]
         # A background job of a shell, and so its tests, ignore SIGINT.
         process = subprocess.Popen(
-            ["env", "--default-signal=INT", sys.executable, "-m", "npuserve.service.cli", *arguments],
+            ["env", "--default-signal=INT", sys.executable, "-m", "npuserve.cli", *arguments],
             env={**os.environ, **hub.environment}, stderr=subprocess.PIPE, text=True)
         try:
             assert hub.stalled.wait(60)
@@ -338,7 +338,7 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
     (("--kv-cache-memory", "1"), "kv_cache_memory"),
 ])
 def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", *arguments, "--port", "0",
+    done = subprocess.run([sys.executable, "-m", "npuserve.cli", "serve", *arguments, "--port", "0",
                            "--metrics-port", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert said in done.stderr
@@ -348,7 +348,7 @@ def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> N
 @pytest.mark.slow
 def test_unknown_architecture_names_those_supported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
-    done = subprocess.run([sys.executable, "-m", "npuserve.service.cli", "serve", str(tmp_path), "--port", "0",
+    done = subprocess.run([sys.executable, "-m", "npuserve.cli", "serve", str(tmp_path), "--port", "0",
                            "--metrics-port", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "BloomForCausalLM" in done.stderr

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import grpc
 import pytest
 
+from npuserve.cli import main as cli
 from npuserve.client import Client
-from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc

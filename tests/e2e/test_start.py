@@ -136,7 +136,7 @@ def test_serve_on_a_taken_port_prints_one_line(frontends: str, is_shared: bool) 
 
 @pytest.mark.parametrize("limit", [20, 48, 103])
 def test_serve_with_few_open_files_names_the_limit(limit: int) -> None:
-    serve = (sys.executable, "-m", "npuserve.service.cli", "serve", "--port", "0", "--frontends", "2")
+    serve = (sys.executable, "-m", "npuserve.cli", "serve", "--port", "0", "--frontends", "2")
     command = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", *serve)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
@@ -147,7 +147,7 @@ def test_serve_with_few_open_files_names_the_limit(limit: int) -> None:
 
 SHORT_OF_PROCESSES = """
 import os, sys
-from npuserve.service.cli import main
+from npuserve.cli import main
 from npuserve.service.supervisor import child_process
 
 errors = [OSError(number, os.strerror(number)) for number in map(int, sys.argv.pop(1).split(","))]

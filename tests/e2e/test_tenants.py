@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from npuserve.cli import main as cli
 from npuserve.client import Tls
-from npuserve.service.cli import main as cli
 from npuserve.v1 import admin_service_pb2 as admin
 from npuserve.v1 import admin_service_pb2_grpc
 from npuserve.v1 import inference_service_pb2_grpc as rpc

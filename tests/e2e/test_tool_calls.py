@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from npuserve.cli import main as cli
 from npuserve.client import Client, InvalidRequest
-from npuserve.client.answer import Answer
 from npuserve.client.request_builder import build_request
-from npuserve.service.cli import main as cli
+from npuserve.common.answer import Answer
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.gateway import scripted
 from tests.e2e.gateway.test_tools import ANSWER, CALLS, QUESTION, THOUGHT, TOOL, call_text

@@ -23,8 +23,8 @@ import grpc
 import pytest
 
 from bench.serving.server import descendants
+from npuserve.cli import keys
 from npuserve.npu.storyteller import FOLDER
-from npuserve.service.cli import keys
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, prompt_pb2
 from tests.e2e import brittle
 from tests.e2e.brittle import COUNTING

@@ -18,8 +18,8 @@ import tokenizers
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from npuserve.cli import main as cli
 from npuserve.npu import storyteller
-from npuserve.service.cli import main as cli
 from npuserve.service.gateway.answer import FINISH_REASONS
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import model_pb2

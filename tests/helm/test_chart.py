@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from npuserve.cli import generate
 from npuserve.service import settings
-from npuserve.service.cli import generate
 from npuserve.service.rpc.health import LIVENESS, READINESS
 from npuserve.service.supervisor import supervisor
 from tests.helm.chart import (

@@ -18,7 +18,7 @@ def npuserve(
     environ: variables to add.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "npuserve.service.cli", *arguments], input=stdin, stdout=stdout,
+        [sys.executable, "-m", "npuserve.cli", *arguments], input=stdin, stdout=stdout,
         stderr=subprocess.PIPE, check=False, env={**os.environ, **(environ or {})})
     out, err = ((text or b"").decode(errors="surrogateescape") for text in (done.stdout, done.stderr))
     return subprocess.CompletedProcess(done.args, done.returncode, out, err)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from npuserve.service.cli.connection import READINESS
+from npuserve.cli.connection import READINESS
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
 
 

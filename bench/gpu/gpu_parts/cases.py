@@ -24,7 +24,7 @@ from npuserve.kernels import (
 )
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import Case
-from npuserve.npu.diagnostics.machine import takes_case
+from npuserve.npu.backends.machine import takes_case
 
 FLOAT8 = ("float8", "grouped float8")
 """Forms of float8, for which fewer numbers of rows are tested and timed."""

@@ -18,7 +18,7 @@ from gpu_parts.shapes import place_of, random_folder
 from gpu_parts.worker import Context, Units
 
 if TYPE_CHECKING:
-    from npuserve.service.cli.bench.workload import TimedRequest
+    from npuserve.cli.bench.workload import TimedRequest
 
 TITLE = "Goodput through gRPC"
 TTFT_MS, TPOT_MS = 1000, 50
@@ -96,7 +96,7 @@ def loads(context: Context, address: str) -> Iterator[Row]:
 
 def read(trace: Path, length_scale: float) -> list[TimedRequest]:
     """Return the requests after SKIPPED_SECONDS, the first at 0; all requests of a shorter trace."""
-    from npuserve.service.cli.bench.workload import read_trace
+    from npuserve.cli.bench.workload import read_trace
 
     requests = read_trace(trace, 0, length_scale=length_scale)
     kept = [request for request in requests if request.at >= SKIPPED_SECONDS] or requests
@@ -115,7 +115,7 @@ def bench_serve(address: str, deadline: float, *arguments: str) -> dict[str, Any
     with tempfile.TemporaryDirectory() as base:
         file = Path(base, "report.json")
         subprocess.run(
-            [sys.executable, "-m", "npuserve.service.cli", "bench", "serve", "--target", address, "--slo-ttft-ms",
+            [sys.executable, "-m", "npuserve.cli", "bench", "serve", "--target", address, "--slo-ttft-ms",
              str(TTFT_MS), "--slo-tpot-ms", str(TPOT_MS), "--json", str(file), *arguments],
             check=True, stdout=subprocess.DEVNULL, timeout=max(1.0, deadline + GRACE_SECONDS - time.monotonic()))
         found: dict[str, Any] = json.loads(file.read_text())

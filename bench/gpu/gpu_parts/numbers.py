@@ -17,7 +17,7 @@ from npuserve.kernels.linear import linear
 from npuserve.kernels.quantized import FLOAT8, with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved
 from npuserve.npu.backends.base import BackendError
-from npuserve.npu.diagnostics.machine import takes_case
+from npuserve.npu.backends.machine import takes_case
 
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
           torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default)

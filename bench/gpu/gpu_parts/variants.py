@@ -16,7 +16,7 @@ from npuserve.kernels import attention, linear, quantized
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL
-from npuserve.npu.diagnostics.machine import takes_case
+from npuserve.npu.backends.machine import takes_case
 
 CHOSEN = "chosen"
 """Label of the configuration that the tables choose; the labels of the others are their repr."""

@@ -144,7 +144,7 @@ def start(args: argparse.Namespace, out: Path) -> Context:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.npu.backends import select
-    from npuserve.npu.diagnostics.machine import machine_of
+    from npuserve.npu.backends.machine import machine_of
 
     backend = select(args.device, () if args.emulate else None)
     backend.set_threads(0)

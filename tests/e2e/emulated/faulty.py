@@ -47,7 +47,7 @@ def serve(folder: str, arguments: list[str]) -> int:
         return asyncio.run(supervisor.Supervisor(
             config, frontend=(*PROGRAM, "frontend"), engine=(*PROGRAM, "engine", folder),
             restarts=supervisor.Restarts(start_pause=0.05, max_start_pause=0.05)).run())
-    except ConfigError as error:  # as in service/cli/main.py
+    except ConfigError as error:  # as in cli/main.py
         print(f"npuserve: {error}", file=sys.stderr)
         return 2
 

@@ -39,7 +39,7 @@ def test_decode_tokens_come_from_captured_steps(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with serving("--device", "npu", "--emulate", "--max-num-batched-tokens", "96", "--max-num-seqs", "16") as server:
         subprocess.run(
-            [sys.executable, "-m", "npuserve.service.cli", "bench", "serve", "--target", server.target, "--trace",
+            [sys.executable, "-m", "npuserve.cli", "bench", "serve", "--target", server.target, "--trace",
              str(synthetic(tmp_path / "trace.csv")), "--requests", "0", "--json", str(report)],
             check=True, capture_output=True, timeout=100)
         captured, decoder, eager = (

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from npuserve.cli import main as cli
+from npuserve.cli.acceptance.reference import forced_logits, load_reference
+from npuserve.cli.acceptance.tokens import agreement, prompts_of
 from npuserve.kernels.ascend import LEVELS
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.acceptance import load_reference
-from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.model.config import ModelConfig
-from npuserve.service.cli import main as cli
-from npuserve.service.cli.acceptance.tokens import agreement, prompts_of
 from npuserve.v1 import model_pb2
 from tests.e2e.server import request, serving, streamed
 from tests.npu.emulator.child import missing

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from npuserve.client.answer import Answer
 from npuserve.client.request_builder import build_request
+from npuserve.common.answer import Answer
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.gateway.smg import Gateway, gateway
 from tests.e2e.gateway.test_tools import CALLS, QUESTION, THOUGHT, TOOL, call_text, chat

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from npuserve.cli import check
 from npuserve.npu.backends import BackendError, select_prefill
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.quantization import W8A8
-from npuserve.service.cli import check
 from npuserve.service.config import ServerConfig
 from tests.npu.backends import small
 from tests.npu.execution.test_host_prefill import Device

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from npuserve.cli.acceptance.reference import forced_logits
 from npuserve.kernels.registry import KernelSet
 from npuserve.npu import storyteller
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.diagnostics.teacher_forced import forced_logits
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights

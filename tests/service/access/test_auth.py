@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from npuserve.cli.main import main
 from npuserve.service import metrics
 from npuserve.service.access.auth import KV_EVENTS, AuthInterceptor
 from npuserve.service.access.caller import Caller
-from npuserve.service.cli.main import main
 from npuserve.service.ipc.messages import Submit
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2

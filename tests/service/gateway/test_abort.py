@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from npuserve.service.cli.main import main
+from npuserve.cli.main import main
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.gateway import servicer

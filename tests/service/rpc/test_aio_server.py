@@ -49,7 +49,7 @@ def test_serve_missing_private_name_exits_with_one_sentence(
 ):
     (tmp_path / "sitecustomize.py").write_text("from grpc._cython import cygrpc\ndel cygrpc.ExecuteBatchError\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    command = [sys.executable, "-m", "npuserve.service.cli", "serve", "--port", "0", "--metrics-port", "0"]
+    command = [sys.executable, "-m", "npuserve.cli", "serve", "--port", "0", "--metrics-port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("npuserve: grpcio")]

@@ -381,7 +381,7 @@ def test_supervisor_front_ends_share_port_of_first(supervise: Callable[..., Run]
 
 def serve(*arguments: str) -> tuple[int, list[str]]:
     """Run `npuserve serve`. Return its exit code, and the lines of stderr that are not log lines."""
-    command = [sys.executable, "-m", "npuserve.service.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
+    command = [sys.executable, "-m", "npuserve.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("{")]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from npuserve.cli.acceptance.tokens import answers as scheduled
 from npuserve.kernels import ascend, attention
 from npuserve.kernels.attention import AttentionMetadata, gathered_bytes, paged_attention
 from npuserve.kernels.kv_cache import quantize_heads
@@ -23,7 +24,6 @@ from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.cli.acceptance.tokens import answers as scheduled
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved
 from tests.npu.emulator.child import emulated, missing, run

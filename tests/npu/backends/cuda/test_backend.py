@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.cli.acceptance.reference import load_reference
 from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu import backends
@@ -22,7 +23,6 @@ from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
-from npuserve.npu.diagnostics.acceptance import load_reference
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.profile import ProfileSummary

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from npuserve.cli.acceptance import reference
+from npuserve.cli.acceptance import tokens as accept_tokens
+from npuserve.cli.acceptance.model import check_tokens
+from npuserve.cli.acceptance.reference import load_reference
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu import backends
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
-from npuserve.npu.diagnostics import acceptance
-from npuserve.npu.diagnostics.acceptance import load_reference
-from npuserve.npu.diagnostics.machine import takes_case
+from npuserve.npu.backends.machine import takes_case
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
-from npuserve.service.cli.acceptance import tokens as accept_tokens
-from npuserve.service.cli.acceptance.model import check_tokens
 from tests.npu.backends.cuda.test_backend import emulated, load, started  # noqa: F401
 from tests.npu.backends.small import ids_of, saved
 from tests.support.golden_cpu import GoldenCpu
@@ -58,7 +58,7 @@ def test_cuda_float8_tokens_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     backend = started()
     backend.decode_buckets = (2,)
     golden = load_reference(folder, backend, "float32", 64, 1)
-    loaded = acceptance.load(folder, backend, "float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
+    loaded = reference.load(folder, backend, "float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
                              block_size=16)
     found = {x.name: x for x in check_tokens(loaded, golden, [ids_of(20), ids_of(5, 1)], 3, folder)}
     assert found["beside the CPU, float32"].passed

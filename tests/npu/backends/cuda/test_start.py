@@ -24,7 +24,7 @@ from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.graphs import token_buckets
-from npuserve.npu.diagnostics.machine import takes_case
+from npuserve.npu.backends.machine import takes_case
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,348 @@
+"""`npuserve check [MODEL]`: report the machine's software and devices, and whether the model fits. Starts no server.
+
+With --accept the model is run on the device, too: see `acceptance`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npuserve.cli.acceptance import command as acceptance
+from npuserve.cli.acceptance.report import Finding, as_json, ending, line
+from npuserve.npu.large_import import import_torch
+from npuserve.service import settings
+from npuserve.service.arguments import number
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.ranks.world import read_world
+
+if TYPE_CHECKING:
+    from npuserve.kernels.native.choice import CpuKernels
+    from npuserve.npu.backends.base import Backend
+    from npuserve.npu.execution.memory_plan import MemoryPlan
+    from npuserve.npu.model.config import ModelConfig
+
+# Flags of /proc/cpuinfo that the kernels use, on x86 and on ARM.
+CPU_FEATURES = (
+    "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
+    "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)
+# Module: its use, with the extra in pyproject.toml that installs it.
+OPTIONAL = {
+    "torch_npu": "Ascend NPUs (npuserve[npu])",
+    "triton": "NVIDIA GPUs (npuserve[cuda])",
+    "transformers": "tokenizers that only it can load (npuserve[transformers])",
+    "matplotlib": "bench serve --plot (npuserve[bench])",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--explain", type=number(int, 1, 999999), metavar="CODE",
+                        help="print what an error code of the device's software means and what to do, and nothing else")
+    acceptance.add_arguments(parser)
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if the model can be served here with these settings, and with --accept no finding failed; 1 if not.
+    Return 130 if Ctrl-C ends --accept, after the report of the findings so far.
+
+    Raise ConfigError for an invalid setting or folder.
+    """
+    config = settings.load(args, os.environ)
+    if args.explain:
+        return explain(args.explain)
+    if args.least_share is not None and not args.accept:
+        raise ConfigError("least_share: needs --accept")
+    if args.soak and not args.accept:
+        raise ConfigError("soak: needs --accept")
+    with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints to stdout when it is imported
+        import_torch()
+        found_model = model(config)  # first, because it starts the emulator
+    chosen = found_model.pop("cpu_kernels", None)
+    report: dict[str, Any] = {
+        "machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
+        "emulated": config.emulate, "preflight": preflight(config), "model": found_model}
+    if not args.json:
+        print(text(report), flush=True)
+    good = found_model["fits"] and not any(notice["level"] == "error" for notice in report["preflight"])
+    code = 0
+    if good and args.accept:
+        found, complete = accept(config, args)
+        good = complete and not any(finding.passed is False for finding in found)
+        report["acceptance"] = {
+            "passed": good, "complete": complete, "findings": [as_json(finding) for finding in found]}
+        if not args.json:
+            print(ending(found, complete=complete))
+        if not complete:
+            code = 130
+    if args.json:
+        print(json.dumps(report, allow_nan=False))
+    return code or (0 if good else 1)
+
+
+def accept(config: ServerConfig, args: argparse.Namespace) -> tuple[list[Finding], bool]:
+    """Return the findings of the acceptance check, and whether it is complete: Ctrl-C ends it."""
+    found: list[Finding] = []
+    try:
+        for finding in acceptance.findings(config, args.least_share, args.sizes, args.soak):
+            found.append(finding)
+            if not args.json:
+                print(line(finding), flush=True)
+    except KeyboardInterrupt:
+        return found, False
+    return found, True
+
+
+def explain(code: int) -> int:
+    """Print the meaning of an error code and advice. Return 1 for an unknown code."""
+    from npuserve.npu.backends import explain_code
+
+    found = explain_code(code)
+    print(f"{code} {found or 'is not known here: send the file of npuserve collect'}")
+    return 0 if found else 1
+
+
+def machine() -> dict[str, Any]:
+    """Return the machine and its software. memory_bytes: installed memory; `backends` has the available memory."""
+    import torch
+
+    from npuserve.npu.backends.cpu import usable_cores
+
+    lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    flags = {word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()}
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": usable_cores(),
+        "cpu_features": [feature for feature in CPU_FEATURES if feature in flags],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def native(chosen: CpuKernels | None) -> dict[str, Any]:
+    """Return the choice of native CPU kernels.
+
+    isa: instruction set that they use; None if they are not installed.
+    isas: instruction sets that they can use, the widest first.
+    The other keys are the fields of `CpuKernels`.
+
+    chosen: the choice for the model; None to choose for a small model, if the CPU does not compute this one.
+    """
+    from npuserve.kernels import native
+    from npuserve.kernels.native.choice import CpuKernelSettings, choose
+
+    if not native.available():
+        return {"isa": None, "isas": []}
+    return {"isas": native.library().isas} | asdict(chosen or choose(CpuKernelSettings()))
+
+
+def backends() -> dict[str, Any]:
+    """Return the properties of each device, by name.
+
+    supported: whether this version has its code.
+    available: whether this machine has the device and its software.
+    memory_available_bytes, kernels: free memory, and the label of each kernel; only for available devices.
+    """
+    import npuserve.kernels  # noqa: F401  fills the registry
+    from npuserve.kernels.registry import KernelSet
+    from npuserve.npu.backends import MODULES, backend_class, present, select
+
+    found: dict[str, Any] = {}
+    for name in MODULES:
+        supported = name in present()
+        available = supported and backend_class(name).available()
+        found[name] = {"supported": supported, "available": available}
+        if available:
+            backend = select(name)
+            found[name]["memory_available_bytes"] = backend.memory_available()
+            found[name]["kernels"] = KernelSet(backend.kernels).labels
+    return found
+
+
+def preflight(config: ServerConfig) -> list[dict[str, str]]:
+    """Return the checks of the host by the devices that are available here, or that the settings name."""
+    from npuserve.npu.backends import backend_class, present
+
+    classes = [(name, backend_class(name)) for name in present()]
+    return [{"device": name, **notice._asdict()} for name, cls in classes
+            if name == config.device or cls.available()
+            for notice in cls.preflight(captures=config.capture != "off", ranks=config.tensor_parallel_size)]
+
+
+def optional() -> dict[str, bool]:
+    return {name: importlib.util.find_spec(name) is not None for name in OPTIONAL}
+
+
+def model(config: ServerConfig) -> dict[str, Any]:
+    """Return the model's properties and its memory plan, in bytes by part. `error`: why it cannot be served.
+
+    ranks: number of the ranks that share the model. The plan is that of each.
+    cpu_kernels: choice of native CPU kernels, on which the plan depends; None if they are not used.
+    """
+    import torch
+
+    from npuserve.kernels.native.choice import CpuKernelSettings
+    from npuserve.npu.backends.base import BackendError
+    from npuserve.npu.execution.load import open_devices
+    from npuserve.npu.model.config import ModelConfig, ModelError
+    from npuserve.npu.model.layers.shard import Shard
+    from npuserve.npu.model.loader import check_weights
+    from npuserve.npu.model.storage import choose_kernels
+    from npuserve.service.text.model_path import resolve
+
+    folder = resolve(config.model)
+    found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
+    try:
+        shard = Shard(0, config.tensor_parallel_size)
+        facts = ModelConfig.from_folder(folder, config.lm_head_dtype).sharded(shard)
+        world = read_world(config, os.environ)
+        place = 0, len(world.ranks(config)) if world else shard.size
+        backend, prefill = open_devices(
+            config.device, config.relaxations if config.emulate else None, config.prefill_device,
+            threads=config.threads, decode_buckets=config.buckets, max_num_seqs=config.max_num_seqs, ranks=shard.size,
+            place=place)
+        dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
+        found["cpu_kernels"] = choose_kernels(
+            facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
+        missing = missing_weights(folder)
+        if not missing:
+            check_weights(folder, facts)
+        plan = memory_plan(config, facts, backend, prefill, None if missing else folder)
+    except (ModelError, BackendError) as error:
+        return found | {"error": str(error)}
+    return found | {
+        "fits": plan.fits,
+        "missing_weights": missing,
+        "architecture": facts.architecture,
+        "parameters": facts.num_parameters,
+        "backend": backend.name,
+        "dtype": plan.dtype,
+        "kv_cache_dtype": plan.kv_cache_dtype,
+        "quantization": facts.quantization_name,
+        "max_model_len": plan.max_model_len,
+        "context_length": facts.context_length,
+        "max_num_seqs": config.max_num_seqs,
+        "ranks": config.tensor_parallel_size,
+        "kv_cache_tokens": plan.num_blocks * plan.block_size,
+        "bytes": {part: getattr(plan, part) for part in ("weights", "kv_cache", "activations", "logits", "base")},
+        "peak_bytes": plan.peak,
+        "available_bytes": plan.available,
+        "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
+    }
+
+
+def memory_plan(
+    config: ServerConfig, model: ModelConfig, backend: Backend, prefill: Backend | None, folder: Path | None
+) -> MemoryPlan:
+    """Return the plan of a rank.
+
+    folder: folder of its weights, of which a sample is read; None without weights.
+
+    Raises the errors of `predict` and `refused_bytes`.
+    """
+    import torch
+
+    from npuserve.npu.execution.memory_plan import predict
+    from npuserve.npu.execution.state_store import block_bytes
+    from npuserve.npu.model.loader import refused_bytes
+
+    plan = predict(
+        model, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
+        kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, prefill=prefill,
+        reserved=backend.communicator_bytes(model.shard.size))
+    more = refused_bytes(folder, model, getattr(torch, plan.dtype), backend) if folder else 0
+    cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
+    return plan.grown(more, block_bytes(model, plan.block_size, cached, backend)) if more else plan
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Return why the weights in `folder` cannot be loaded; None if all files are there."""
+    from npuserve.npu.model.config import ModelError
+    from npuserve.npu.model.folder import weight_files
+
+    try:
+        weight_files(folder)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
+    """Return lines about the CPU kernels. isa: instruction set in use; None without native kernels."""
+    from npuserve.kernels.native.choice import CpuKernels, describe
+
+    if isa is None:
+        return ["no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"]
+    return describe(CpuKernels(isa, **chosen), isas)
+
+
+def text(report: dict[str, Any]) -> str:
+    """Return the report for people."""
+    from npuserve.kernels.registry import GOLDEN
+    from npuserve.npu.execution.memory_plan import mib
+
+    host = report["machine"]
+    lines = [
+        f"machine     {host['system']}, {host['cores']} cores, {mib(host['memory_bytes'])} of memory",
+        f"cpu         {' '.join(host['cpu_features']) or 'no known feature'}",
+        f"software    Python {host['python']}, torch {host['torch']}",
+        "native      " + f"\n{'':12}".join(native_text(**report["native"])),
+    ]
+    for name, backend in report["backends"].items():
+        if not backend["available"]:
+            lines.append(f"{name:11} {'not available here' if backend['supported'] else 'not in this version'}")
+            continue
+        labels = backend["kernels"]
+        own = [kernel for kernel, label in labels.items() if label != GOLDEN]
+        golden = [kernel for kernel, label in labels.items() if label == GOLDEN]
+        lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
+        lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
+        lines.append(f"{'':11} by plain torch: {', '.join(golden) or 'none'}")
+    for notice in report.get("preflight", ()):
+        name = "" if notice["said"].startswith(notice["name"]) else f"{notice['name']}: "
+        lines.append(f"{notice['device']:11} {notice['level']:8} {name}{notice['said']}")
+    for name, found in report["optional"].items():
+        lines.append(f"{'optional':11} {name}: {'found' if found else 'absent'}, for {OPTIONAL[name]}")
+    if report["emulated"]:
+        lines.append("emulated    the device is emulated: the results below prove calls and numbers, not speed")
+    plan = report["model"]
+    lines.append(f"model       {plan['name']}")
+    if "error" in plan:
+        return "\n".join([*lines, f"{'':11} cannot be served: {plan['error']}"])
+    lines.append(
+        f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, "
+        f"{'' if plan['quantization'] == 'none' else plan['quantization'] + ', '}{plan['dtype']} on {plan['backend']}")
+    lines.append(
+        f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "
+        f"requests at once, KV cache of {plan['kv_cache_tokens']} tokens"
+        f"{' in ' + plan['kv_cache_dtype'] if plan['kv_cache_dtype'] != plan['dtype'] else ''}")
+    if plan["ranks"] > 1:
+        lines.append(f"{'':11} {plan['ranks']} ranks share it, each with")
+    lines += [f"{'':11} {part.replace('_', ' '):12} {mib(size):>12}" for part, size in plan["bytes"].items()]
+    lines.append(f"{'':11} {'peak':12} {mib(plan['peak_bytes']):>12}")
+    # The available memory is read when the process already exists.
+    needed = plan["peak_bytes"] - plan["bytes"]["base"]
+    verdict = "fits" if needed <= plan["available_bytes"] else "does NOT fit"
+    free = mib(plan["available_bytes"])
+    lines.append(f"{'':11} {verdict}: needs {mib(needed)} beyond the process, {free} available")
+    if prefill := plan["host"]:
+        lines.append(f"{'':11} prompts are computed on {prefill['backend']}, whose memory holds")
+        lines += [f"{'':11} {part.replace('_', ' '):12} {mib(prefill[part]):>12}"
+                  for part in ("weights", "kv_cache", "activations", "staging")]
+        lines.append(f"{'':11} {'fits' if prefill['fits'] else 'does NOT fit'}: needs {mib(prefill['needed'])}, "
+                     f"{mib(prefill['available'])} available")
+    if plan["missing_weights"]:
+        lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""Fixtures of the acceptance check: small sizes, and a small random model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from npuserve.cli.acceptance import command, latency
+from npuserve.cli.acceptance import tokens as accept_tokens
+from npuserve.cli.acceptance.latency import LatencyCheck
+from npuserve.kernels import native
+from npuserve.kernels.bench import measure
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shrink all sizes and measurements. Restore the numbers of threads at the end."""
+    from npuserve.kernels.bench import ceilings
+
+    for module, name, value in (
+        (latency, "READ_BYTES", 8 << 20), (ceilings, "_PASS_SECONDS", 1e-4), (measure, "COLD_BYTES", 1 << 16),
+        (measure, "_PASS_SECONDS", 1e-4), (latency, "BATCHES", (1, 9)), (latency, "STEPS", 2),
+        (latency, "VOCABULARY", 512),
+        (accept_tokens, "ANSWER", 20), (accept_tokens, "BUDGET", 32),
+    ):
+        monkeypatch.setattr(module, name, value)
+    threads, of_torch = native.library().threads if native.available() else 0, torch.get_num_threads()
+    yield
+    torch.set_num_threads(of_torch)
+    if native.available():
+        native.library().set_threads(threads)
+
+
+@pytest.fixture
+def no_large_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LatencyCheck, "kernels", lambda *_: iter(()))
+    for name in ("check_sizes", "check_variants"):
+        monkeypatch.setattr(command, name, lambda *_, **__: iter(()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    # Not at the top: transformers cannot be imported beside torch_npu without CANN.
+    from tests.support.models import random_model, saved
+
+    return saved(random_model("qwen3", max_position_embeddings=256), tmp_path)
