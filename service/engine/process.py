@@ -148,7 +148,10 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
 
 
 def build_engine(
-    args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float,
+    args: EngineArgs,
+    runner: Runner,
+    publisher: KvEventPublisher | None,
+    began: float,
     ranks: RankProcesses | None = None,
 ) -> Engine:
     """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
@@ -235,10 +238,10 @@ def build_compiler(folder: Path, vocabulary_size: int, on_done: Callable[[], Non
     from npuserve.service.grammar.vocabulary import Vocabulary
     from npuserve.service.text.model_folder import open_folder
 
-    found = open_folder(folder, str(folder), "")
-    if found.tokenizer is None:
+    model = open_folder(folder, str(folder), "")
+    if model.tokenizer is None:
         raise UnsupportedVocabulary("the model's folder has no tokenizer")
-    vocabulary = Vocabulary.from_tokenizer(found.tokenizer, vocabulary_size, found.eos_token_ids)
+    vocabulary = Vocabulary.from_tokenizer(model.tokenizer, vocabulary_size, model.eos_token_ids)
     return BuiltCompiler(GrammarCompiler(vocabulary, on_done=on_done), vocabulary.end_ids)
 
 

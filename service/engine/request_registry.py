@@ -118,9 +118,9 @@ class RequestRegistry:
         record = self.records.find(message.token, message.owner, now)
         if record is None:
             raise StreamNotFound("resume_token: no such stream; it was never here, or ended or was left too long ago")
-        made = len(record.token_ids)
-        if message.token_offset > made:
-            raise InvalidField("token_offset", f"must be in [0, {made}], got {message.token_offset}")
+        num_tokens = len(record.token_ids)
+        if message.token_offset > num_tokens:
+            raise InvalidField("token_offset", f"must be in [0, {num_tokens}], got {message.token_offset}")
         previous = displaced = None
         if record.ended is None:
             samples = self._calls[_name(record.request)]
@@ -191,6 +191,6 @@ def _name(request: Request) -> Name:
 
 def _copy_progress(sequence: Sequence, record: Record) -> None:
     """Copy to the record what outputs do not carry: the timing, and the cached tokens of the first admission."""
-    record.timing = sequence.timing
+    record.timing = sequence.timer.timing
     if sequence.was_admitted:
         record.cached_tokens = sequence.cached_tokens
