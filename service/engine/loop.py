@@ -38,7 +38,6 @@ from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, Runner, StepPipe
 from npuserve.service.engine.profiles import Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import QueueFull, ServeError
-from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.kv_events import ReadKvEvents, SubscribeKvEvents, UnsubscribeKvEvents
 from npuserve.service.ipc.messages import (
@@ -63,9 +62,10 @@ from npuserve.service.ipc.messages import (
     Unpause,
 )
 from npuserve.service.ipc.profiles import StartProfile, StopProfile
-from npuserve.service.ipc.resumable_streams import Records
+from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.streams.records import Records
 
 if TYPE_CHECKING:
     from npuserve.npu.profiling.session import Profiler

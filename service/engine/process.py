@@ -32,16 +32,16 @@ from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
 from npuserve.service.grammar.errors import UnsupportedVocabulary
-from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.ipc.resumable_streams import Records, check_folder, load, save
+from npuserve.service.processes import child, process_control
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import LeadRunner
 from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.streams.records import Records, check_folder, load, save
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner

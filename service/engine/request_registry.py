@@ -16,10 +16,10 @@ from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.grammars import Grammars
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
-from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.streams.records import Records
 
 Origin = tuple[bytes, int]
 """A front end's identity and its key for a request."""
