@@ -24,7 +24,7 @@ from npuserve.service import settings
 from npuserve.service.arguments import did_you_mean
 from npuserve.service.config import ConfigError
 from npuserve.service.equivalents import client_flag_for, setting_for
-from npuserve.service.ipc.process_control import is_hangup_ignored
+from npuserve.service.processes.process_control import is_hangup_ignored
 
 # command: (module, help)
 COMMANDS = {

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from npuserve.npu.large_import import import_torch
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError
-from npuserve.service.ipc.process_control import is_hangup_ignored
+from npuserve.service.processes.process_control import is_hangup_ignored
 from npuserve.service.text.model_path import expand, resolve
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import ast
 import re
 from pathlib import Path
 
-from npuserve.service.ipc import child
+from npuserve.service.processes import child
 from npuserve.service.supervisor import supervisor
 from npuserve.service.supervisor.supervisor import Restarts
 

@@ -54,8 +54,8 @@ from npuserve.service.grammar.compiler import GrammarCompiler
 from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc import framing
 from npuserve.service.ipc import messages as m
-from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder

@@ -48,9 +48,9 @@ from npuserve.service import logs
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine.loop import Engine
 from npuserve.service.engine.process import EngineArgs
-from npuserve.service.ipc import child
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.processes import child
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.supervisor import supervisor

@@ -48,8 +48,8 @@ class Fault(Enum):
     """Required reaction to a device error at run time.
 
     In each case the engine process exits. After RETRYABLE and ENGINE the supervisor restarts it, and the front ends
-    submit its requests again; after NODE the server exits. service/ipc/child.py defines the exit codes. A failed step
-    is never repeated in place, because part of it has already sampled, counted and written.
+    submit its requests again; after NODE the server exits. service/processes/child.py defines the exit codes. A failed
+    step is never repeated in place, because part of it has already sampled, counted and written.
     """
 
     RETRYABLE = "retryable"

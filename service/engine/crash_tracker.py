@@ -205,12 +205,12 @@ class StepLog:
         """Return the hashes of the requests in both lists."""
         table = _ENTRY.iter_unpack(self._map[2 * self._list_bytes : self._size])
         hashes = {number - 1: key for number, key in table if number}
-        found: set[int] = set()
+        live: set[int] = set()
         for start in (0, self._list_bytes):
             (count,) = struct.unpack_from("<Q", self._map, start)
             ids = struct.unpack_from(f"<{min(count, self._rows)}Q", self._map, start + _WORD_BYTES)
-            found.update(hashes[one] for one in ids if one in hashes)
-        return frozenset(found)
+            live.update(hashes[id] for id in ids if id in hashes)
+        return frozenset(live)
 
     def write(self, step: Step, sequence: Callable[[int], Sequence], is_first: bool) -> None:
         """Write a step's requests before its launch.
@@ -248,7 +248,8 @@ class StepLog:
     def _put(self, index: int, ids: list[int]) -> None:
         """Write one of the two lists."""
         self._ids[index] = ids
-        data, start = array("Q", [len(ids), *ids]).tobytes(), index * self._list_bytes
+        data = array("Q", [len(ids), *ids]).tobytes()
+        start = index * self._list_bytes
         self._map[start : start + len(data)] = data
 
 

@@ -87,7 +87,9 @@ class Grammars:
     """
 
     def __init__(
-        self, scheduler: Scheduler, build: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
+        self,
+        scheduler: Scheduler,
+        build: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
         wake: Callable[[], None] | None = None,
     ):
         self._scheduler = scheduler
@@ -174,7 +176,8 @@ class Grammars:
         try:
             self._built = build(self._notify)
         except BaseException as error:  # a panic of a library in Rust is no Exception; the requests must not wait
-            self._retry_at, self._failure = time.monotonic() + RETRY_SECONDS, error
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._failure = error
             if not isinstance(error, UnsupportedVocabulary):
                 logs.bug(log, "the compiler of constraints cannot start", error)
         else:

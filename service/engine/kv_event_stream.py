@@ -40,7 +40,8 @@ from npuserve.service.ipc.kv_events import (
 
 MAX_KEPT_BYTES = 64 << 20
 """Maximum payload of the batches that are kept. Both bounds hold: this one and the number of batches."""
-MAX_BATCH_BLOCKS, MAX_BATCH_TOKENS = 512, 1 << 15
+MAX_BATCH_BLOCKS = 512
+MAX_BATCH_TOKENS = 1 << 15
 """Maximum blocks in a batch, and tokens of them, so that engine and front end spend about a millisecond on each."""
 LINGER_SECONDS = 30.0
 SEND_BYTES = 256 << 10
@@ -78,7 +79,12 @@ class KvEventStream:
     """
 
     def __init__(
-        self, log: KvEventLog, block_size: int, epoch: int, max_batches: int, first: int | None = None,
+        self,
+        log: KvEventLog,
+        block_size: int,
+        epoch: int,
+        max_batches: int,
+        first: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.first = first_number(unix_time()) if first is None else first
@@ -101,7 +107,7 @@ class KvEventStream:
         """True if `publish` has something to do now."""
         return self._log.is_recording and (
             self._log.has_changes or self._latest < self._snapshot_end
-            or any(self._can_send(one) for one in self._subscribers.values()))
+            or any(map(self._can_send, self._subscribers.values())))
 
     def handle(self, sender: bytes, message: ToEngineKv, send: Send) -> None:
         """Handle a message of a subscriber.
@@ -112,11 +118,11 @@ class KvEventStream:
         match message:
             case SubscribeKvEvents(call=call, start=start):
                 accepted = self._subscribe((sender, call), start)
-                oldest, latest = self._oldest, max(self._latest, self._snapshot_end)
-                send(sender, KvSubscribed(self._epoch, call, accepted, oldest, latest))
+                latest = max(self._latest, self._snapshot_end)
+                send(sender, KvSubscribed(self._epoch, call, accepted, self._oldest, latest))
             case ReadKvEvents(call=call, size=size):
-                if one := self._subscribers.get((sender, call)):
-                    one.credit = min(WINDOW_BYTES, one.credit + size)
+                if subscriber := self._subscribers.get((sender, call)):
+                    subscriber.credit = min(WINDOW_BYTES, subscriber.credit + size)
             case UnsubscribeKvEvents(call=call):
                 self._remove((sender, call))
 
@@ -136,9 +142,9 @@ class KvEventStream:
             self._keep(next(self._snapshot))  # one part in each call, so that a large cache does not delay a step
         else:
             self._keep_changes()
-        for key, one in list(self._subscribers.items()):
+        for key, subscriber in list(self._subscribers.items()):
             if key in self._subscribers:  # the connection of one subscriber may be lost while another is sent to
-                self._send_next(key, one, send)
+                self._send_next(key, subscriber, send)
 
     @property
     def _oldest(self) -> int:
@@ -161,11 +167,13 @@ class KvEventStream:
         self._keep_changes()
         self._log.start()
         count, parts = self._log.snapshot(self._max_blocks)
-        start, blocks = self._latest + 1, len(self._log.blocks)
+        start = self._latest + 1
+        blocks = len(self._log.blocks)
         self._snapshot = (
             KeptBatch(start + index, _encode(events), SnapshotPart(index, count, blocks))
             for index, events in enumerate(parts))
-        self._snapshot_start, self._snapshot_end = start, start + count - 1
+        self._snapshot_start = start
+        self._snapshot_end = start + count - 1
 
     def _stop(self) -> None:
         """Record nothing until the next subscriber. It begins with a snapshot, so the numbers continue without a gap.
@@ -173,7 +181,9 @@ class KvEventStream:
         self._log.stop()
         self._kept.clear()
         self._kept_bytes = 0
-        self._snapshot, self._snapshot_start, self._snapshot_end = iter(()), math.inf, 0
+        self._snapshot = iter(())
+        self._snapshot_start = math.inf
+        self._snapshot_end = 0
 
     def _remove(self, key: tuple[bytes, int]) -> None:
         if self._subscribers.pop(key, None):
@@ -192,21 +202,21 @@ class KvEventStream:
         while len(self._kept) > self._max_batches or (self._kept_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             self._kept_bytes -= len(self._kept.popleft().payload)
 
-    def _can_send(self, one: _Subscriber) -> bool:
-        return one.credit > 0 and one.cursor <= self._latest
+    def _can_send(self, subscriber: _Subscriber) -> bool:
+        return subscriber.credit > 0 and subscriber.cursor <= self._latest
 
-    def _send_next(self, key: tuple[bytes, int], one: _Subscriber, send: Send) -> None:
+    def _send_next(self, key: tuple[bytes, int], subscriber: _Subscriber, send: Send) -> None:
         """Send a subscriber its next batches, at most SEND_BYTES, or the end of its subscription."""
         sender, call = key
-        if one.cursor < self._oldest:
+        if subscriber.cursor < self._oldest:
             self._remove(key)
-            send(sender, KvEventsLost(self._epoch, call, one.cursor, self._oldest))
+            send(sender, KvEventsLost(self._epoch, call, subscriber.cursor, self._oldest))
             return
         left = SEND_BYTES
-        while self._can_send(one) and left > 0:
-            batch = self._kept[one.cursor - self._oldest]
-            one.cursor += 1
-            one.credit -= len(batch.payload)
+        while self._can_send(subscriber) and left > 0:
+            batch = self._kept[subscriber.cursor - self._oldest]
+            subscriber.cursor += 1
+            subscriber.credit -= len(batch.payload)
             left -= len(batch.payload)
             send(sender, KvEvents(self._epoch, call, batch.sequence, batch.payload, batch.snapshot))
             if key not in self._subscribers:  # the connection was lost

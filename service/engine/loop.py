@@ -38,7 +38,6 @@ from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, Runner, StepPipe
 from npuserve.service.engine.profiles import Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import QueueFull, ServeError
-from npuserve.service.ipc.child import Heartbeat
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.kv_events import ReadKvEvents, SubscribeKvEvents, UnsubscribeKvEvents
 from npuserve.service.ipc.messages import (
@@ -63,9 +62,10 @@ from npuserve.service.ipc.messages import (
     Unpause,
 )
 from npuserve.service.ipc.profiles import StartProfile, StopProfile
-from npuserve.service.ipc.resumable_streams import Records
+from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.streams.records import Records
 
 if TYPE_CHECKING:
     from npuserve.npu.profiling.session import Profiler
@@ -103,10 +103,20 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, socket: EngineSocket, model: ModelInfo, epoch: int,
-        double_buffering: bool = True, heartbeat: Heartbeat | None = None, records: Records | None = None,
-        frontends: int = 0, crashes: CrashTracker | None = None, kv_events: KvEventStream | None = None,
-        build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None, profiler: Profiler | None = None,
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        socket: EngineSocket,
+        model: ModelInfo,
+        epoch: int,
+        double_buffering: bool = True,
+        heartbeat: Heartbeat | None = None,
+        records: Records | None = None,
+        frontends: int = 0,
+        crashes: CrashTracker | None = None,
+        kv_events: KvEventStream | None = None,
+        build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
+        profiler: Profiler | None = None,
         on_idle: Callable[[], None] | None = None,
     ):
         self._scheduler = scheduler
@@ -178,8 +188,9 @@ class Engine:
     def audit(self) -> None:
         """Check the scheduler's counts, and at most once in AUDIT_SECONDS its whole state. Stop as soon as a message
         arrives or a deadline is due."""
-        parts, now = self._scheduler.audit(), time.monotonic()
+        parts = self._scheduler.audit()
         next(parts)
+        now = time.monotonic()
         if now < self._next_audit:
             return
         self._next_audit = now + AUDIT_SECONDS
@@ -250,11 +261,13 @@ class Engine:
             return
         oldest = self._pipeline.oldest
         end = self._pipeline.oldest_began + expected
-        early, least = 0.001, -max(LATE_SECONDS, expected)
+        wake_up = end - 0.001
+        last = end + max(LATE_SECONDS, expected)
         if expected and self._pipeline.needs_tokens:
-            early = least = min(expected / 4, MAX_EARLY_SECONDS)
-        while not self._runner.ready(oldest.handle) and (left := end - time.monotonic()) > least:
-            self.receive(min(max(left - early, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
+            last = end - min(expected / 4, MAX_EARLY_SECONDS)
+            wake_up = last
+        while not self._runner.ready(oldest.handle) and (now := time.monotonic()) < last:
+            self.receive(min(max(wake_up - now, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
             self._outbox.flush()
 
     def _idle_timeout(self) -> float:
@@ -296,10 +309,10 @@ class Engine:
             case Abort() | Resume() if self._restoring > 0:
                 self._early.append((frontend, message))
             case Abort(call=call, request_id=request_id, client=client, service=service):
-                found = self.registry.find(request_id, client, service)
-                for sequence in found[0] if len(found) == 1 else ():
+                calls = self.registry.find(request_id, client, service)
+                for sequence in calls[0] if len(calls) == 1 else ():
                     self._end(sequence, sequence.finish("aborted"))
-                self._send(frontend, Reply(self._epoch, call, len(found)))
+                self._send(frontend, Reply(self._epoch, call, len(calls)))
             case FlushPrefixCache(call=call):
                 self._send(frontend, Reply(self._epoch, call, self._scheduler.blocks.flush_prefix_cache()))
             case SubscribeKvEvents() | ReadKvEvents() | UnsubscribeKvEvents():

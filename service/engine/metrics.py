@@ -44,7 +44,7 @@ class EngineMetrics:
         self._reported = (0, 0, 0, 0, 0)
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
-        self._made = 0  # tokens since the last update of the load
+        self._tokens = 0  # tokens since the last update of the load
         self._updated = 0.0  # last update of the load
         # Steps since the last page: (step, its result, launched, collected, whether more work was left).
         self._steps: list[tuple[Step, StepResult, float, float, bool]] = []
@@ -63,7 +63,8 @@ class EngineMetrics:
         """Publish what an endpoint picker reads, if it has changed: the counts of requests at once, the use of
         the KV cache at most every LOAD_SECONDS. Call it whenever that may have changed.
         """
-        scheduler, load = self._scheduler, self.load
+        scheduler = self._scheduler
+        load = self.load
         requests = scheduler.num_running, scheduler.num_waiting, scheduler.num_paused
         if requests != self._requests:
             self._requests = requests
@@ -83,12 +84,12 @@ class EngineMetrics:
                 metrics.prompt_tokens_total.inc(len(new.prompt_ids))
         self.refresh(now)
 
-    def stepped(self, step: Step, result: StepResult, made: int, launched: float, collected: float) -> None:
-        """Record an applied step. made: its tokens for requests that have not ended."""
+    def stepped(self, step: Step, result: StepResult, tokens: int, launched: float, collected: float) -> None:
+        """Record an applied step. tokens: number of its tokens for requests that have not ended."""
         # Counted with the next page, all at once: here cold caches would multiply the cost of each line.
         busy = self._scheduler.has_work
         self._steps.append((step, result, launched, collected, busy))
-        self._made += made
+        self._tokens += tokens
         if not busy:
             self._update(collected)
         self.refresh(collected)
@@ -113,12 +114,13 @@ class EngineMetrics:
     def _update(self, now: float) -> None:
         scheduler = self._scheduler
         self._updated = now
-        metrics.generation_tokens_total.inc(self._made)
-        self._generated += self._made
-        self._made = 0
+        metrics.generation_tokens_total.inc(self._tokens)
+        self._generated += self._tokens
+        self._tokens = 0
         if now - self._rate_since >= RATE_SECONDS:
             self._rate = self._generated / (now - self._rate_since)
-            self._generated, self._rate_since = 0, now
+            self._generated = 0
+            self._rate_since = now
         blocks = scheduler.blocks.counts
         usage = blocks.used / scheduler.blocks.num_blocks
         self.load = Load(
@@ -145,8 +147,8 @@ class EngineMetrics:
             counter.inc(count - before)
         self._reported = counts
         decoded = dict.fromkeys(DECODE_MODES, 0)
-        for one in self._steps:
-            self._count(decoded, *one)
+        for step in self._steps:
+            self._count(decoded, *step)
         self._steps.clear()
         for mode, tokens in decoded.items():
             DECODE_TOKENS[mode].inc(tokens)

@@ -23,7 +23,10 @@ class Outbox:
     """
 
     def __init__(
-        self, registry: RequestRegistry, engine_metrics: EngineMetrics, epoch: int,
+        self,
+        registry: RequestRegistry,
+        engine_metrics: EngineMetrics,
+        epoch: int,
         send: Callable[[bytes, ToFrontend], None],
     ):
         self._registry = registry
@@ -78,10 +81,10 @@ class Outbox:
         if previous:
             self.refuse(previous, TakenOver("the stream was resumed by another call"), count=False)
 
-    def add(self, made: Iterable[Progress], now: float) -> int:
+    def add(self, increments: Iterable[Progress], now: float) -> int:
         """Add the progress of a step. Return the number of its tokens."""
         tokens = 0
-        for progress in made:
+        for progress in increments:
             tokens += len(progress.token_ids)
             sequence = progress.sequence
             frontend, key = sequence.origin
@@ -100,7 +103,8 @@ class Outbox:
 
     def flush(self) -> None:
         """Send everything, with the engine's load."""
-        outputs, self._outputs = self._outputs, defaultdict(list)
-        for frontend, made in outputs.items():
+        outputs_of = self._outputs
+        self._outputs = defaultdict(list)
+        for frontend, outputs in outputs_of.items():
             accepted = self.take_accepted(frontend)
-            self._send(frontend, Outputs(self._epoch, self._metrics.load, made, [], accepted))
+            self._send(frontend, Outputs(self._epoch, self._metrics.load, outputs, [], accepted))

@@ -100,8 +100,14 @@ class StepPipeline:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, depth: int, clock: Callable[[], float] = time.monotonic,
-        vocabulary: int = 0, mask_seconds: float = math.inf, wake: Callable[[], None] | None = None,
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        depth: int,
+        clock: Callable[[], float] = time.monotonic,
+        vocabulary: int = 0,
+        mask_seconds: float = math.inf,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -173,9 +179,10 @@ class StepPipeline:
         collected = self._clock()
         self._ended = min(max(launched, self._ended) + result.device_seconds, collected)
         progress = self._scheduler.apply(step, result, collected)
-        if constrained := self._constrained + [made.sequence for made in progress if made.sequence.matcher is not None]:
-            self._prepare(constrained)
-            progress = [self._with_forced(made) for made in progress]
+        constrained = [part.sequence for part in progress if part.sequence.matcher is not None]
+        if constrained or self._constrained:
+            self._prepare(self._constrained + constrained)
+            progress = [self._with_forced(part) for part in progress]
         if self._constrained:
             self._sample()
         return AppliedStep(step, result, progress, planned, launched, collected)
@@ -202,12 +209,12 @@ class StepPipeline:
             waits * self._mask_seconds)
         MASK_SECONDS.observe(time.perf_counter() - began)
 
-    def _with_forced(self, made: Progress) -> Progress:
+    def _with_forced(self, progress: Progress) -> Progress:
         """Append the forced tokens that follow a request's progress, if they are known."""
-        matcher = made.sequence.matcher
-        if matcher is None or matcher.lexer.in_use or not matcher.forced_run or not made.token_ids:
-            return made
-        return self._scheduler.append_forced(made)
+        matcher = progress.sequence.matcher
+        if matcher is None or matcher.lexer.in_use or not matcher.forced_run or not progress.token_ids:
+            return progress
+        return self._scheduler.append_forced(progress)
 
     def _sample(self) -> None:
         """Sample the step that was launched last, whose rows are constrained by the tokens before it.

@@ -32,16 +32,16 @@ from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
 from npuserve.service.grammar.errors import UnsupportedVocabulary
-from npuserve.service.ipc import child, process_control
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.ipc.resumable_streams import Records, check_folder, load, save
+from npuserve.service.processes import child, process_control
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import LeadRunner
 from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.streams.records import Records, check_folder, load, save
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
@@ -148,7 +148,10 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
 
 
 def build_engine(
-    args: EngineArgs, runner: Runner, publisher: KvEventPublisher | None, began: float,
+    args: EngineArgs,
+    runner: Runner,
+    publisher: KvEventPublisher | None,
+    began: float,
     ranks: RankProcesses | None = None,
 ) -> Engine:
     """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
@@ -235,10 +238,10 @@ def build_compiler(folder: Path, vocabulary_size: int, on_done: Callable[[], Non
     from npuserve.service.grammar.vocabulary import Vocabulary
     from npuserve.service.text.model_folder import open_folder
 
-    found = open_folder(folder, str(folder), "")
-    if found.tokenizer is None:
+    model = open_folder(folder, str(folder), "")
+    if model.tokenizer is None:
         raise UnsupportedVocabulary("the model's folder has no tokenizer")
-    vocabulary = Vocabulary.from_tokenizer(found.tokenizer, vocabulary_size, found.eos_token_ids)
+    vocabulary = Vocabulary.from_tokenizer(model.tokenizer, vocabulary_size, model.eos_token_ids)
     return BuiltCompiler(GrammarCompiler(vocabulary, on_done=on_done), vocabulary.end_ids)
 
 

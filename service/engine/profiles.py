@@ -58,11 +58,11 @@ class Profiles:
     def poll(self, send: Send) -> None:
         """End a profile that is due, and reply once its trace is written."""
         if self._profiler and self._profiler.poll():
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            self._waiting = []
             reply = self._last_reply(self._profiler)
-            if reply.summary:
-                made = reply.summary
-                logs.event(log, "profile written", steps=made.steps, bytes=made.nbytes, ended=made.ended)
+            if summary := reply.summary:
+                logs.event(log, "profile written", steps=summary.steps, bytes=summary.nbytes, ended=summary.ended)
             else:
                 logs.event(log, "profile failed", level=logging.ERROR, error=reply.error and reply.error[1])
             for frontend, call in waiting:

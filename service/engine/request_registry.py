@@ -16,10 +16,10 @@ from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.grammars import Grammars
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
-from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.streams.records import Records
 
 Origin = tuple[bytes, int]
 """A front end's identity and its key for a request."""
@@ -118,9 +118,9 @@ class RequestRegistry:
         record = self.records.find(message.token, message.owner, now)
         if record is None:
             raise StreamNotFound("resume_token: no such stream; it was never here, or ended or was left too long ago")
-        made = len(record.token_ids)
-        if message.token_offset > made:
-            raise InvalidField("token_offset", f"must be in [0, {made}], got {message.token_offset}")
+        num_tokens = len(record.token_ids)
+        if message.token_offset > num_tokens:
+            raise InvalidField("token_offset", f"must be in [0, {num_tokens}], got {message.token_offset}")
         previous = displaced = None
         if record.ended is None:
             samples = self._calls[_name(record.request)]
@@ -191,6 +191,6 @@ def _name(request: Request) -> Name:
 
 def _copy_progress(sequence: Sequence, record: Record) -> None:
     """Copy to the record what outputs do not carry: the timing, and the cached tokens of the first admission."""
-    record.timing = sequence.timing
+    record.timing = sequence.timer.timing
     if sequence.was_admitted:
         record.cached_tokens = sequence.cached_tokens

@@ -9,9 +9,10 @@ from google.protobuf import duration_pb2
 
 from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
 from npuserve.service.errors import InvalidField, RequestNotFound
-from npuserve.service.ipc import child, profiles
-from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.ipc import profiles
+from npuserve.service.processes import child
 from npuserve.service.rpc.call import Context, call
+from npuserve.service.streams.engine_client import EngineClient
 from npuserve.v1 import admin_service_pb2 as pb
 from npuserve.v1 import admin_service_pb2_grpc
 

@@ -8,7 +8,7 @@ from npuserve.service import metrics
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.response import REASONS
 from npuserve.service.ipc import messages
-from npuserve.service.ipc.engine_stream import Stream
+from npuserve.service.streams.stream import Stream
 from npuserve.v1 import generate_pb2 as pb
 
 if TYPE_CHECKING:

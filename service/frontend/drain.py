@@ -7,7 +7,7 @@
 3. Running calls may continue until the drain's end. The caller of `wait` then ends them with UNAVAILABLE.
 4. After the last statuses are sent, idle connections are closed and the servers stop.
 
-Each phase has a time limit (ipc/child.py).
+Each phase has a time limit (processes/child.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 
 from npuserve.service import logs
 from npuserve.service.frontend.server import Servers
-from npuserve.service.ipc import child
+from npuserve.service.processes import child
 
 log = logging.getLogger(__name__)
 

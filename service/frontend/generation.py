@@ -41,14 +41,14 @@ from npuserve.service.frontend.call_summary import CallSummary
 from npuserve.service.frontend.response import ResponseBuilder
 from npuserve.service.frontend.samples import Send
 from npuserve.service.ipc import messages
-from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.engine_stream import Stream
-from npuserve.service.ipc.resumable_streams import is_resumable
 from npuserve.service.requests import validation
 from npuserve.service.requests.preparation import Kind, Preparation
 from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.rpc.call import Context, arrival
+from npuserve.service.streams.engine_client import EngineClient
+from npuserve.service.streams.records import is_resumable
+from npuserve.service.streams.stream import Stream
 from npuserve.service.text.model_folder import ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
 

@@ -13,12 +13,12 @@ from npuserve.common.answer import Answer
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.generation import Generation
-from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.resumable_streams import new_token
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.rpc.call import Context, arrival, call
 from npuserve.service.rpc.unread_replies import UnreadReplies
+from npuserve.service.streams.engine_client import EngineClient
+from npuserve.service.streams.records import new_token
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
 

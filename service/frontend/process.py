@@ -35,12 +35,12 @@ from npuserve.service.frontend.drain import Drain
 from npuserve.service.frontend.generation import Generation
 from npuserve.service.frontend.inference import InferenceServicer
 from npuserve.service.frontend.server import MessageLimit, Servers, Servicers
-from npuserve.service.ipc import child, process_control
-from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.processes import child, process_control
 from npuserve.service.requests.preparation import Preparation
 from npuserve.service.rpc import poller
 from npuserve.service.rpc.connection_guard import strangers_share
 from npuserve.service.rpc.health import HealthServicer
+from npuserve.service.streams.engine_client import EngineClient
 from npuserve.service.text.model_folder import ModelFolder, open_folder
 
 if TYPE_CHECKING:  # imported at run time only if configured, since the process must start in under a second

@@ -26,7 +26,7 @@ REASONS = {
     "aborted": pb.FINISH_REASON_ABORTED,
 }
 PROGRESS_SECONDS = 0.5
-"""Time after which tokens without text are sent. With MAX_INTERVAL_SECONDS of engine_stream.py, a stream whose tokens
+"""Time after which tokens without text are sent. With MAX_INTERVAL_SECONDS of stream.py, a stream whose tokens
 are at most 1 s apart sends a message every second."""
 
 MAX_PROMPT_LOGPROBS_BYTES = 256 << 10

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.requests.validation import CheckedRequest
+from npuserve.service.streams.stream import Stream
 from npuserve.v1 import generate_pb2 as pb
 
 Send = Callable[[pb.StreamGenerateResponse], Awaitable[None]]

@@ -24,7 +24,6 @@ from npuserve.service.frontend import reflection
 from npuserve.service.frontend.admin import AdminServicer
 from npuserve.service.frontend.generation import Generation
 from npuserve.service.frontend.inference import InferenceServicer
-from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.requests import message_limits
 from npuserve.service.requests.intake import Intake
 from npuserve.service.requests.parser import ParsingServer
@@ -35,6 +34,7 @@ from npuserve.service.rpc.connection_guard import ConnectionGuard, strangers_sha
 from npuserve.service.rpc.connections import Connections
 from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
+from npuserve.service.streams.engine_client import EngineClient
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc, inference_service_pb2, inference_service_pb2_grpc
 
 if TYPE_CHECKING:

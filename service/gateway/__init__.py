@@ -3,5 +3,5 @@
 Its requests become requests of InferenceService, so that checks, limits, metrics and answers are the same.
 docs/vllm-engine.md has the contract. `frontend` imports this folder, only if the stubs are installed.
 
-Imports of `service`: `rpc`, `access`, `requests`, `text`, `ipc` and the top level.
+Imports of `service`: `rpc`, `access`, `requests`, `text`, `streams`, `processes`, `ipc` and the top level.
 """

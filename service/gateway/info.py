@@ -11,8 +11,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from npuserve.service import clock
 from npuserve.service.config import ServerConfig
-from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.messages import ModelInfo
+from npuserve.service.streams.engine_client import EngineClient
 from npuserve.service.text.model_folder import ModelFolder
 
 SERVER_TYPE = "npuserve"

@@ -17,10 +17,10 @@ from smg_grpc_proto.generated import common_pb2
 
 from npuserve.service import clock
 from npuserve.service.ipc import kv_events
-from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvents
 from npuserve.service.ipc.messages import Load
 from npuserve.service.rpc.call import VLLM_ENGINE, Context, call, rpc_name
+from npuserve.service.streams.engine_client import EngineClient
 
 LOAD_SECONDS = 0.1
 HEARTBEAT_SECONDS = 1.0

@@ -28,13 +28,13 @@ from npuserve.service.gateway.fields import client_paths
 from npuserve.service.gateway.request import MAX_REQUEST_ID_CHARACTERS, translate, translate_profile
 from npuserve.service.gateway.tokenizer_bundle import TokenizerBundle
 from npuserve.service.ipc import profiles
-from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.messages import Request
 from npuserve.service.requests import validation
 from npuserve.service.requests.parser import ParsingServer
 from npuserve.service.requests.preparation import Kind
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.rpc.call import VLLM_ENGINE, Context, arrival, call, rpc_name
+from npuserve.service.streams.engine_client import EngineClient
 from npuserve.service.text.model_folder import ModelFolder
 from npuserve.v1 import generate_pb2 as pb
 

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 from npuserve.npu.model.families.config_json import ModelError
 from npuserve.npu.model.folder import check_links
 from npuserve.service.errors import NoTokenizer, ServeError, Unavailable
-from npuserve.service.ipc.child import is_transient
+from npuserve.service.processes.child import is_transient
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "special_tokens_map.json",

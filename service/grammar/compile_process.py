@@ -38,8 +38,8 @@ from npuserve.service.grammar.translation.ebnf import CONVERTED
 from npuserve.service.grammar.translation.lark import PREAMBLE
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData, build_tokenizer
-from npuserve.service.ipc import process_control
 from npuserve.service.ipc.messages import Constraint
+from npuserve.service.processes import process_control
 
 COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
 MAX_WALL_RATIO = 10

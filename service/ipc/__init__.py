@@ -1,5 +1,4 @@
-"""Communication between the processes of one server: messages, both ends of the local socket, and the protocol of child
-processes.
+"""The wire between front ends and the engine: messages, their framing, and both ends of the local socket.
 
-It also holds the streams that a restarted engine continues. Imports of `service`: the files at its top level only.
+Imports of `service`: the files at its top level only.
 """

@@ -1,4 +1,4 @@
 """Ranks: loading of the model by one process or by a group of processes (tensor parallelism), and their start and end.
 
-Imports of `service`: top level, `ipc`.
+Imports of `service`: top level and `processes`.
 """

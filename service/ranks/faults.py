@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from npuserve.service import logs
-from npuserve.service.ipc import child
+from npuserve.service.processes import child
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
-from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
-from npuserve.service.ipc.process_control import is_hangup_ignored
+from npuserve.service.processes.child import EXIT_NODE_FAULT, UNUSABLE
+from npuserve.service.processes.process_control import is_hangup_ignored
 from npuserve.service.ranks.faults import CAPTURE_FAILED
 from npuserve.service.ranks.processes import RankArgs, RankProcess, create_shared_memory, end_processes
 from npuserve.service.ranks.world import World, join_seconds

@@ -14,7 +14,7 @@ from pathlib import Path
 from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.service import logs
 from npuserve.service.config import ConfigError
-from npuserve.service.ipc import child, process_control
+from npuserve.service.processes import child, process_control
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import follow
 from npuserve.service.ranks.load import load_model

@@ -21,7 +21,7 @@ import msgspec
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.ipc import child
+from npuserve.service.processes import child
 from npuserve.service.ranks.faults import CAPTURE_FAILED, may_drop_captures
 from npuserve.service.ranks.lead import check_followers, stop_followers
 from npuserve.service.ranks.world import check_same, join_seconds, read_world

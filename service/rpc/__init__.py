@@ -1,4 +1,4 @@
 """One gRPC call, whatever its message: server, status, log line, trace, health, connections.
 
-Imports of `service`: top level and `ipc`.
+Imports of `service`: top level, `ipc` and `processes`.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc.aio
 
-from npuserve.service.ipc import process_control
+from npuserve.service.processes import process_control
 
 SLICE_SECONDS = 0.003
 """Time slice of gRPC's thread: longer than the default, so that it waits until a step's messages are written."""

@@ -33,7 +33,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from npuserve.service.ipc import messages
-from npuserve.service.ipc.child import TRACES_SECONDS
+from npuserve.service.processes.child import TRACES_SECONDS
 from npuserve.v1 import inference_service_pb2
 
 HEADERS_LOGGER = "opentelemetry.util.re"

@@ -4,8 +4,8 @@ Plain Python without I/O, torch and clocks. Imports of `service`: top level, `ip
 
 The life of a request (states: sequence.py):
 
-1. `add` refuses the request (admission.py) or puts it into the queue (fair_queue.py). A sample of a call with n above 1
-   first waits until another sample has computed the prompt, unless it is the first (sample_groups.py).
+1. `add` refuses the request (rules: admission.py) or puts it into the queue (fair_queue.py). A sample of a call with n
+   above 1 first waits until another sample has computed the prompt, unless it is the first (sample_groups.py).
 2. `schedule` admits it when it is the next in the queue, fewer than max_num_seqs requests run, and blocks for all its
    known tokens are free. If slots or blocks are lacking, running requests of clients that have more of them, or were
    served more, yield to it (preemption.py). A prefix in the cache is shared and counts as computed. `Step.new`

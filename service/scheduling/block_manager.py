@@ -113,7 +113,8 @@ class BlockManager:
 
     @property
     def counts(self) -> BlockCounts:
-        cached, free = len(self._cached), len(self._free)
+        cached = len(self._cached)
+        free = len(self._free)
         return BlockCounts(self.num_blocks - cached - free, cached, free)
 
     @property
@@ -126,14 +127,14 @@ class BlockManager:
 
         Allocates nothing. Pass the result to `allocate` before any other call.
         """
-        found: list[int] = []
+        prefix: list[int] = []
         if self.prefix_cache or table.scope:
             for digest in self._compute_digests(table, token_ids, (len(token_ids) - 1) // self.block_size):
                 block = self._by_digest.get(digest)
                 if block is None:
                     break
-                found.append(block)
-        return found
+                prefix.append(block)
+        return prefix
 
     def is_shared(self, table: BlockTable) -> bool:
         """Return whether the full computed blocks of a table can be found after it is freed."""
@@ -201,7 +202,8 @@ class BlockManager:
         digests = self._compute_digests(table, token_ids, full)
         events = None if table._salt else self._events
         for index in range(table.num_registered, full):
-            digest, block = digests[index], table.block_ids[index]
+            digest = digests[index]
+            block = table.block_ids[index]
             self._digest[block] = digest
             other = self._by_digest.setdefault(digest, block)
             if other != block:
@@ -269,10 +271,13 @@ class BlockManager:
                     raise IntegrityError(f"block {block}: does not exist, or is in the free list twice")
                 free[block] = 1
             yield
-        found = duplicates = 0  # shared blocks; used blocks of equal content
+        shared = 0
+        duplicates = 0  # used blocks of equal content that are not shared
         for start in range(0, self.num_blocks, AUDIT_BLOCKS):
             for block in range(start, min(start + AUDIT_BLOCKS, self.num_blocks)):
-                refs, digest, is_cached = self._refs[block], self._digest[block], block in self._cached
+                refs = self._refs[block]
+                digest = self._digest[block]
+                is_cached = block in self._cached
                 if refs != held.get(block, 0):
                     raise IntegrityError(f"block {block}: {refs} references, but {held[block]} tables hold it")
                 if (states := (refs > 0) + is_cached + free[block]) != 1:
@@ -289,10 +294,10 @@ class BlockManager:
                 elif free[block]:
                     raise IntegrityError(f"block {block}: free, but found by a digest")
                 else:
-                    found += 1
+                    shared += 1
             yield
-        if len(self._by_digest) != found:
-            raise IntegrityError(f"{len(self._by_digest)} digests, but {found} blocks have one")
+        if len(self._by_digest) != shared:
+            raise IntegrityError(f"{len(self._by_digest)} digests, but {shared} blocks have one")
         if (listed := sum(map(len, self._duplicates.values()))) != duplicates:
             raise IntegrityError(f"{listed} blocks are listed as duplicates, but {duplicates} are")
         if len(self._cached) + len(self._free) + len(held) != self.num_blocks:
@@ -335,7 +340,8 @@ class BlockManager:
 
     def _compute_digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:
         """Return the digests of at least the first `count` full blocks. Each is computed once per table."""
-        digests, size = table._digests, self.block_size
+        digests = table._digests
+        size = self.block_size
         if len(digests) < count:
             parent = digests[-1] if digests else self._root_digest(table)
             for start in range(len(digests) * size, count * size, size):

@@ -231,10 +231,13 @@ class AnswerMatcher:
         except BaseException as error:  # as in `prepare`
             self._fail(error)
 
-    def take_forced(self, least: int, most: int) -> list[int]:
-        """Advance over the forced tokens that follow, at most `most`, if these are at least `least`. Return them."""
-        run = (self.forced_run or [])[:most]
-        if len(run) < least:
+    def take_forced(self, min_tokens: int, max_tokens: int) -> list[int]:
+        """Advance over the forced tokens that follow, at most `max_tokens`, if these are at least `min_tokens`.
+
+        Return them.
+        """
+        run = (self.forced_run or [])[:max_tokens]
+        if len(run) < min_tokens:
             return []
         for count, token_id in enumerate(run):
             self.advance(token_id)

@@ -101,8 +101,8 @@ class FairQueue:
             self._accounts.clear()
         elif len(self._accounts) > self._max_requests + MAX_IDLE_ACCOUNTS:
             idle = sorted((a for a in self._accounts.values() if not a.live), key=attrgetter("virtual_time"))
-            for one in idle[: len(idle) // 2 + 1]:
-                del self._accounts[one.client]
+            for account in idle[: len(idle) // 2 + 1]:
+                del self._accounts[account.client]
 
     @property
     def returning(self) -> Sequence | None:
@@ -177,8 +177,8 @@ class FairQueue:
                     candidates[sequence.account] = sequence
         if not candidates:
             return None
-        most = max(candidates, key=lambda owner: (owner.live, owner.waiting))
-        return candidates[most] if most.live > account.live + 1 else None
+        largest = max(candidates, key=lambda owner: (owner.live, owner.waiting))
+        return candidates[largest] if largest.live > account.live + 1 else None
 
     def ahead(self, account: Account, priority: int, answer_tokens: float) -> tuple[float, int]:
         """Estimate how many requests, and how many of their tokens, come before a new request.
@@ -186,10 +186,11 @@ class FairQueue:
         account, priority: account and priority of the new request.
         answer_tokens: expected tokens of an answer.
         """
-        own = [s for s in self._queues.get(account, []) if s.has_run or s.request.priority <= priority]
+        earlier = [s for s in self._queues.get(account, []) if s.has_run or s.request.priority <= priority]
         time = self._start_of_new(account)
-        time += sum(s.num_missing_tokens + answer_tokens for s in own) + priority * PRIORITY_TOKENS
-        requests, tokens = float(len(own)), float(sum(s.num_missing_tokens for s in own))
+        time += sum(s.num_missing_tokens + answer_tokens for s in earlier) + priority * PRIORITY_TOKENS
+        requests = float(len(earlier))
+        tokens = float(sum(s.num_missing_tokens for s in earlier))
         for owner, queue in self._queues.items():
             if owner is not account:
                 known = sum(s.num_missing_tokens for s in queue)

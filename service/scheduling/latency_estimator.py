@@ -44,7 +44,10 @@ class LatencyEstimator:
         self._queue = Account("")  # has the retry time of the request that the full queue refused last
         self._in_flight: deque[_PlannedStep] = deque()
         self._last_applied = 0.0
-        self._last_light = self._last_prefill = self._last_decode = 0.0  # ends of the latest steps measured
+        # Ends of the latest steps measured.
+        self._last_light = 0.0
+        self._last_prefill = 0.0
+        self._last_decode = 0.0
         self.token_gap = 0.0
         self.answer_seconds = 0.0
         self.answer_tokens = 0.0
@@ -67,7 +70,8 @@ class LatencyEstimator:
 
     def forget_stale(self, now: float) -> None:
         """Forget the durations that were not measured for STALE_SECONDS, and that no step in flight measures."""
-        limit, in_flight = now - STALE_SECONDS, self._in_flight
+        limit = now - STALE_SECONDS
+        in_flight = self._in_flight
         if self._last_light < limit and all(self._is_prefill(step.prompts) for step in in_flight):
             self._light = 0.0
         if self._last_prefill < limit and not any(self._is_prefill(step.prompts) for step in in_flight):

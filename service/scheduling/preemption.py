@@ -201,7 +201,8 @@ class Preemption:
         if not slots:
             return Share(0, 0)
         clients = len(slots) + 1
-        equal_slots, equal_blocks = self._max_num_seqs // clients, self._blocks.num_blocks // clients
+        equal_slots = self._max_num_seqs // clients
+        equal_blocks = self._blocks.num_blocks // clients
         spare_slots = sum(max(0, count - equal_slots) for count in slots.values())
         spare_blocks = sum(max(0, count - equal_blocks) for count in held.values())
         if not account.running:
@@ -212,7 +213,8 @@ class Preemption:
     def _lack(self, head: Sequence, returning: Sequence | None) -> _Lack:
         """Return what a waiting request lacks, after the running ones have grown by the next step. The blocks of paused
         requests are available to it, but not those that the returning request needs."""
-        blocks, running = self._blocks, len(self._running)
+        blocks = self._blocks
+        running = len(self._running)
         slots = int(running >= self._max_num_seqs)
         claimed = blocks.missing(returning.blocks, returning.num_tokens) if returning else 0
         if blocks.shortage(head.blocks, head.num_tokens, (), spare=2 * running + claimed) <= 0:

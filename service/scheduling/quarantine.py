@@ -33,7 +33,8 @@ class Quarantine:
 
         crashes: number of engine crashes while the request was in a step.
         """
-        self._crashes[sequence_id], self._tokens_left[sequence_id] = crashes, tokens
+        self._crashes[sequence_id] = crashes
+        self._tokens_left[sequence_id] = tokens
 
     def count_token(self, sequence_id: int) -> None:
         """Count a token of any request, and release the request after its last one."""
@@ -53,8 +54,8 @@ class Quarantine:
         if not self._tokens_left:
             return True
         if not self._group:
-            most = max(self._crashes.values())
-            candidates = [one for one, crashes in self._crashes.items() if crashes == most]
-            groups = max(2, MAX_QUARANTINE_STEPS // max(self._tokens_left[one] for one in candidates))
+            max_crashes = max(self._crashes.values())
+            candidates = [id for id, crashes in self._crashes.items() if crashes == max_crashes]
+            groups = max(2, MAX_QUARANTINE_STEPS // max(self._tokens_left[id] for id in candidates))
             self._group = set(candidates[: -(-len(candidates) // groups)])
         return sequence_id in self._group

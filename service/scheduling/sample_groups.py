@@ -106,7 +106,8 @@ class SampleGroups:
             if group.is_computed:
                 sequence.num_shared_tokens = shared
             elif group.leader is None:
-                self.leaders[sequence.id], group.leader = group, sequence
+                self.leaders[sequence.id] = group
+                group.leader = sequence
             elif shared:
                 sequence.follow(shared)
                 group.followers[sequence.id] = self._followers[sequence.id] = sequence
@@ -116,7 +117,8 @@ class SampleGroups:
     def prompt_computed(self, leader: Sequence) -> None:
         """Queue the followers of a leader whose prompt is computed and registered."""
         group = self.leaders.pop(leader.id)
-        group.leader, group.is_computed = None, True
+        group.leader = None
+        group.is_computed = True
         for follower in list(group.followers.values()):
             self.enter_queue(follower, is_computed=True)
 

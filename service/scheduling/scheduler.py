@@ -11,22 +11,26 @@ free per running request, so that an admitted request is not preempted as soon a
 
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
+
+This file is long, since all methods here read and move the same sequences. What needs less of them is beside it.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 
 from npuserve.npu.step import Step, StepResult
+from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
-from npuserve.service.scheduling import invariants
-from npuserve.service.scheduling.admission import AddedRequest, Admission, Occupancy
-from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.admission import check_size
+from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.fair_queue import FairQueue, start
@@ -38,6 +42,22 @@ from npuserve.service.scheduling.sequence import Account, Progress, Sequence, St
 from npuserve.service.scheduling.step_plan import Plan, StepBuilder
 
 _age_key = attrgetter("age_key")
+
+_STATES = {
+    "waiting": {State.WAITING, State.PREEMPTED},
+    "followers": {State.FOLLOWING},
+    "compiling": {State.COMPILING},
+    "running": {State.RUNNING},
+    "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.RESUMED},
+}
+"""States of the sequences in each collection of the scheduler."""
+
+
+class AddedRequest(NamedTuple):
+    """A queued request, and the request that was displaced from a full queue for it, if any."""
+
+    sequence: Sequence
+    displaced: DroppedRequest | None
 
 
 class Scheduler:
@@ -57,16 +77,28 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_queue: int,
-        aging_seconds: float, max_model_len: int | None = None, min_forced: int = 0,
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_queue: int,
+        aging_seconds: float,
+        max_model_len: int | None = None,
+        min_forced: int = 0,
     ) -> None:
         self.blocks = blocks
-        self.preemptions = self.prefix_queries = self.prefix_hits = self.forced_tokens = 0
-        self._min_forced = min_forced
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.forced_tokens = 0
         self.quarantine = Quarantine()
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_queue = max_queue
         self._aging_seconds = aging_seconds
+        self._max_model_len = max_model_len
+        self._min_forced = min_forced
         self._ids = itertools.count()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
@@ -80,8 +112,6 @@ class Scheduler:
         self._estimator = LatencyEstimator(max_num_batched_tokens)
         self._preemption = Preemption(self._running, self._paused, blocks, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
-        self._admission = Admission(self._queue, self._samples, self._compiling, blocks, self._estimator,
-                                    self._max_num_seqs, max_queue, max_model_len)
 
     @property
     def num_running(self) -> int:
@@ -117,13 +147,11 @@ class Scheduler:
 
         prepare: called if the request is admitted, before any change. Its error refuses the request.
 
-        Raises the errors of Admission.check and of `prepare`.
+        Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter (admission.py), and the
+        error of `prepare`.
         """
         account = self._queue.account(request.client)
-        occupancy = Occupancy.of(self._running, self._paused.values(), with_sums=request.deadline is not None)
-        if request.deadline is not None:
-            occupancy = occupancy._replace(share=self._preemption.share(account))
-        displaced = self._admission.check(request, account, occupancy, now)
+        displaced = self._check_admission(request, account, now)
         if prepare:
             prepare()
         if displaced:
@@ -199,7 +227,8 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
         self._run_resumed(now)
-        running, leaving = self._running, self._yield_to_next() if self._queue else ()
+        running = self._running
+        leaving = self._yield_to_next() if self._queue else []
         if self.quarantine:
             leaving = self._preempt_outside_quarantine()
         if self._has_forced or self.blocks.num_available < len(running):
@@ -221,55 +250,179 @@ class Scheduler:
         progress: list[Progress] = []
         if step.rows:
             self._estimator.step_applied(now)
-        sequences, register, leaders = self._sequences, self.blocks.register, self._samples.leaders
         for row in step.rows:
-            sequence = sequences.get(row.request_id)
+            sequence = self._sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
             is_deferred = sequence.is_deferred and row.samples
-            end = row.start + len(row.token_ids) - is_deferred
-            register(sequence.blocks, sequence.token_ids, end)
-            if sequence.id in leaders and end >= sequence.num_prompt_tokens:
+            num_computed_tokens = row.start + len(row.token_ids) - is_deferred
+            self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
+            if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
-            made = sequence.apply(row, result, now)
+            increment = sequence.apply(row, result, now)
             if self.quarantine and row.samples and not is_deferred:
                 self.quarantine.count_token(sequence.id)
-            if made is not None:
-                progress.append(made)
-                self._end_complete(made)
+            if increment is not None:
+                progress.append(increment)
+                self._end_complete(increment)
         return progress
 
-    def append_forced(self, made: Progress) -> Progress:
+    def append_forced(self, progress: Progress) -> Progress:
         """Append the run of forced tokens that follows the progress of a step. Return the progress with them."""
-        sequence, is_over = made.sequence, made.reason is not None
-        if self._min_forced and not is_over and (run := sequence.append_forced(self._min_forced)):
-            self.forced_tokens += len(run)
-            self._has_forced = True
-            made = msgspec.structs.replace(made, token_ids=[*made.token_ids, *run], reason=sequence.finish_reason())
-            self._end_complete(made)
-        return made
+        if not self._min_forced or progress.reason is not None:
+            return progress
+        sequence = progress.sequence
+        run = sequence.append_forced(self._min_forced)
+        if not run:
+            return progress
+        self.forced_tokens += len(run)
+        self._has_forced = True
+        token_ids = [*progress.token_ids, *run]
+        progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
+        self._end_complete(progress)
+        return progress
 
-    def _end_complete(self, made: Progress) -> None:
+    def _end_complete(self, progress: Progress) -> None:
         """End a request if a step has ended it."""
-        if made.reason is not None:
-            self._estimator.record_answer(made.sequence.computing_seconds, made.sequence.num_generated_tokens)
-        if made.reason is not None or made.error is not None:
-            self._end(made.sequence)
+        sequence = progress.sequence
+        if progress.reason is not None:
+            self._estimator.record_answer(sequence.timer.computing_seconds, sequence.num_generated_tokens)
+        if progress.reason is not None or progress.error is not None:
+            self._end(sequence)
 
     def take_ended(self) -> list[int]:
         """Return the ended requests that no step has reported to the runner. The next step does not report them."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def audit(self) -> Iterator[None]:
-        """Check the whole state in short parts, with a yield after each; see invariants.py. Raises IntegrityError."""
-        return invariants.audit(self._sequences, self._queue, self._samples, self._compiling, self._running,
-                                self._paused, self.blocks, self.deadlines, self._max_num_seqs)
+        """Check the whole state in parts, with a yield after each. Nothing may change before its end.
+
+        The first part compares counts, in constant time. Raises IntegrityError unless
+
+        - every sequence that has not ended is in the one collection that its state names,
+        - the compiling sequences have a constraint and no matcher, and no running or queued one lacks its matcher,
+        - the clients' counts of running sequences are right,
+        - samples that wait for a prompt have a leader that computes it,
+        - deadlines are set for exactly the sequences that have one,
+        - the used blocks belong to exactly the sequences whose state holds blocks.
+        """
+        for fault in self._count_faults():
+            raise IntegrityError(fault)
+        yield
+        for fault in itertools.chain(self._queue.faults(), self._samples.faults(), self._faults()):
+            raise IntegrityError(fault)
+        for sequence in self._sequences.values():
+            for fault in sequence.faults(self.blocks.block_size):
+                raise IntegrityError(fault)
+        yield
+        yield from self.blocks.audit(s.blocks for s in self._sequences.values() if s.holds_blocks)
+
+    def _count_faults(self) -> Iterator[str]:
+        """Yield contradictions between the sizes of the collections."""
+        if len(self._running) > self._max_num_seqs:
+            yield f"{len(self._running)} sequences run, at most {self._max_num_seqs} may"
+        if self.num_waiting + self.num_running + self.num_paused != len(self._sequences):
+            yield (f"{len(self._sequences)} sequences, but {len(self._queue)} are waiting, {len(self._samples)} are "
+                   f"followers, {len(self._compiling)} are compiling, {len(self._running)} are running, "
+                   f"{len(self._paused)} are paused")
+        if not self._sequences and self.blocks.counts.used:
+            yield f"{self.blocks.counts.used} blocks are used, but no sequence is left"
+
+    def _faults(self) -> Iterator[str]:
+        """Yield contradictions between the sequences, the collections, the accounts and the deadlines."""
+        if any(a.age_key >= b.age_key for a, b in itertools.pairwise(self._running)):
+            yield f"the running sequences are not in order of age: {[s.age_key for s in self._running]}"
+        count = Counter(sequence.account for sequence in self._running)
+        for account in {sequence.account for sequence in self._sequences.values()}:
+            if account.running != count[account]:
+                yield f"a client has {account.running} running, but {count[account]} are among the running"
+        members: dict[str, Iterable[Sequence]] = {
+            "waiting": self._queue,
+            "followers": self._samples,
+            "compiling": self._compiling.values(),
+            "running": self._running,
+            "paused": self._paused.values(),
+        }
+        for name, sequences in members.items():
+            for sequence in sequences:
+                if self._sequences.get(sequence.id) is not sequence or sequence.state not in _STATES[name]:
+                    yield f"sequence {sequence.id} is among the {name}, but is {sequence.state.value}"
+        if {s.id for s in self._sequences.values() if s.deadline is not None} != self.deadlines.ids:
+            yield f"deadlines are set for the sequences {sorted(self.deadlines.ids)}, not for all that have one"
 
     def check_integrity(self) -> None:
         """Run the whole audit. For tests."""
         for _ in self.audit():
             pass
+
+    def _check_admission(self, request: Request, account: Account, now: float) -> DroppedRequest | None:
+        """Return the request that must leave the queue for a new one, with its error; None if there is space.
+
+        account: of the request's client.
+
+        Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
+        """
+        check_size(request, self.blocks.capacity, self._max_model_len)
+        if request.prior.accepted:
+            return None
+        num_samples = request.samples - request.index
+        if request.client_limit and account.live + num_samples > request.client_limit:
+            samples = f"; the call needs {num_samples} more" if request.samples > 1 else ""
+            raise QueueFull(
+                f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
+                f"{account.live} requests of this client have not ended{samples}",
+                self._estimator.retry_seconds(now, account.live, account), "client_limit")
+        if request.deadline is not None:
+            self._check_deadline(request, account, request.deadline - now)
+        if self.num_running + self.num_waiting + self.num_paused < self._max_num_seqs + self._max_queue:
+            return None
+        retry_seconds = self._estimator.retry_seconds(now, self.num_running)
+        outside = itertools.chain(self._samples, self._compiling.values())
+        displaced = self._queue.displaced_by(account, outside)
+        if displaced is None:
+            raise QueueFull(
+                f"queue full: max_queue is {self._max_queue}, and {self.num_waiting} requests wait", retry_seconds)
+        reason = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
+        return DroppedRequest(displaced, QueueFull(reason, retry_seconds, "displaced"))
+
+    def _check_deadline(self, request: Request, account: Account, seconds_left: float) -> None:
+        """Raise DeadlineExceeded if a new request's first token is not expected in `seconds_left`, less the margin."""
+        wait = self._first_token_seconds(request, account)
+        if wait + self._estimator.margin > seconds_left:
+            raise DeadlineExceeded(
+                f"deadline: in {max(0.0, seconds_left):.3f} s; the first token would take about {wait:.3f} s, and the "
+                f"margin before a deadline is {self._estimator.margin:.3f} s")
+
+    def _first_token_seconds(self, request: Request, account: Account) -> float:
+        """Estimate the time to a new request's first token.
+
+        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
+        prompts before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits
+        for the followers before it, too, and computes only the part of the prompt that it does not share.
+        """
+        running = self.num_running
+        followers, num_shared_tokens = self._samples.sharing(request)
+        num_own_tokens = len(request.prompt_ids) + len(request.output_ids) - num_shared_tokens
+        requests, tokens = self._queue.ahead(account, request.priority, self._estimator.answer_tokens)
+        requests += followers
+        paused_blocks = sum(len(sequence.block_ids) for sequence in self._paused.values())
+        free_blocks = max(0, self.blocks.num_available + paused_blocks - running)  # one is left to each running
+        free_slots = self._max_num_seqs - running
+
+        def drain_seconds(slots: int, blocks: int) -> float:
+            positions = blocks * self.blocks.block_size
+            fitting = min(slots, (requests + 1) * positions / (tokens + num_own_tokens))
+            return self._estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
+
+        drain = drain_seconds(free_slots, free_blocks)
+        if drain:
+            share = self._preemption.share(account)
+            drain = min(drain, drain_seconds(free_slots + share.slots, free_blocks + share.blocks))
+        prefill_tokens = sum(n for sequence in self._running if (n := sequence.num_uncomputed_tokens) > 1)
+        prefill = self._estimator.prefill_seconds(tokens + prefill_tokens)
+        return max(drain, prefill) + self._estimator.prefill_seconds(num_own_tokens)
 
     def _preempt_outside_quarantine(self) -> list[Sequence]:
         """Preempt the requests that may not run beside those in quarantine. Return the ones with steps in flight."""
@@ -314,11 +467,11 @@ class Scheduler:
             steps in flight.
         """
         self._has_forced = False
-        leaving, blocks = list(leaving), self.blocks
+        leaving = list(leaving)
         others = [sequence for sequence in self._running if sequence not in leaving]
         while True:
-            missing = sum(blocks.missing(s.blocks, s.num_tokens) for s in others if s.needs_row)
-            if missing <= blocks.num_available + blocks.released(s.blocks for s in leaving):
+            missing = sum(self.blocks.missing(s.blocks, s.num_tokens) for s in others if s.needs_row)
+            if missing <= self.blocks.num_available + self.blocks.released(s.blocks for s in leaving):
                 return leaving
             victim = self._preemption.paused_victim(leaving) or self._preemption.shortage_victim(others)
             if victim.num_steps_in_flight:
@@ -348,8 +501,8 @@ class Scheduler:
             uncomputed = 0 if sequence.is_preparing else sequence.num_uncomputed_tokens
             if uncomputed > 1 or (uncomputed == 1 and sequence.can_sample):
                 tokens = sequence.num_tokens
-                if (blocks.covers(sequence.blocks, tokens) or blocks.allocate(sequence.blocks, tokens)) and (
-                        uncomputed == 1):
+                has_blocks = blocks.covers(sequence.blocks, tokens) or blocks.allocate(sequence.blocks, tokens)
+                if has_blocks and uncomputed == 1:
                     plan.add_row(sequence, 1)
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
@@ -393,7 +546,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Run a request from the queue, with blocks for all its tokens. False if there are not enough blocks."""
-        table, prior, uses_cache = sequence.blocks, sequence.request.prior, sequence.uses_prefix_cache
+        table = sequence.blocks
+        uses_cache = sequence.uses_prefix_cache
         prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
         while not self.blocks.allocate(table, sequence.num_tokens, prefix, spare=len(self._running)):
             paused = self._preemption.paused_victim()
@@ -401,9 +555,10 @@ class Scheduler:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
             prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
-        is_new, cached = not sequence.was_admitted and prior.cached_tokens is None, len(prefix) * self.blocks.block_size
-        self._queue.admit(sequence, sequence.num_tokens - cached)
-        sequence.admit(cached, now)
+        is_new = not sequence.was_admitted and sequence.request.prior.cached_tokens is None
+        num_cached_tokens = len(prefix) * self.blocks.block_size
+        self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
+        sequence.admit(num_cached_tokens, now)
         if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.cached_tokens

@@ -1,7 +1,8 @@
-"""State of one request in the scheduler: its tokens, the number of computed ones, its blocks and its timing."""
+"""State of one request in the scheduler: its tokens, the number of computed ones, and its blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,9 +10,10 @@ import msgspec
 
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
-from npuserve.service.ipc.messages import Finish, FinishReason, Request, Timing
+from npuserve.service.ipc.messages import Finish, FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.constraint import AnswerMatcher
+from npuserve.service.scheduling.phase_timer import PhaseTimer
 
 
 class State(Enum):
@@ -99,25 +101,23 @@ class Sequence:
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
     num_tokens_at_yield: tokens that were known when the request was last preempted for another client; 0: never.
-
-    The seconds since the request's arrival are divided into disjoint phases. Each phase ends at `clock`:
-
-        arrival ──queue──► admitted ──chunk──►│──chunk──►│──decode──►│ preempted ──queue──► admitted ──chunk──► ...
-                                           (each │ is the end of a step with a row of the request)
-
-    The phases of a continued request begin with those in Request.prior. `unshared` is the part of its computing time
-    whose division between device and host is unknown.
+    timer: phases of its time.
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "clock", "deadline", "decode", "device", "id", "is_deferred",
-        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
-        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin",
-        "prefill_chunks", "queue", "queue_key", "request", "state", "token_ids", "unshared", "was_admitted",
+        "account", "age_key", "blocks", "cached_tokens", "deadline", "id", "is_deferred", "matcher",
+        "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
+        "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key", "request", "state",
+        "timer", "token_ids", "was_admitted",
     )
 
     def __init__(
-        self, id: int, origin: tuple[bytes, int], request: Request, aging_seconds: float, account: Account,
+        self,
+        id: int,
+        origin: tuple[bytes, int],
+        request: Request,
+        aging_seconds: float,
+        account: Account,
         scope: int = 0,
     ) -> None:
         self.id = id
@@ -143,13 +143,7 @@ class Sequence:
         self.was_admitted = False
         self.num_steps_in_flight = 0
         self.is_deferred = False
-        timing = prior.timing or Timing(0.0, [], 0.0, 0.0, 0.0, request.arrival)
-        self.clock = timing.last_step_end
-        self.queue = timing.queue
-        self.prefill_chunks = list(timing.prefill_chunks)
-        self.decode = timing.decode
-        self.device = timing.device
-        self.unshared = sum(timing.prefill_chunks) + timing.decode - timing.device - timing.host
+        self.timer = PhaseTimer(request.arrival, prior.timing)
 
     @property
     def is_queued(self) -> bool:
@@ -266,8 +260,7 @@ class Sequence:
         self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens
         self.num_prefill_tokens = len(self.token_ids)
-        self.queue += now - self.clock
-        self.clock = now
+        self.timer.end_queue(now)
 
     def preempt(self) -> None:
         """Mark all tokens as not computed, after the blocks were freed. The tokens stay."""
@@ -291,8 +284,7 @@ class Sequence:
         """Run the request again with its blocks. The time of the pause counts as queue, unless a step is in flight."""
         self.state = State.RUNNING
         if not self.num_steps_in_flight:
-            self.queue += now - self.clock
-            self.clock = now
+            self.timer.end_queue(now)
 
     def end(self) -> None:
         self.state = State.ENDED
@@ -309,12 +301,14 @@ class Sequence:
     def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:
         """Take in the result of the request's row in the oldest step, which ended `now`. None if nothing is new."""
         self.num_steps_in_flight -= 1
-        self.end_step(row.start, result.device_seconds, now)
+        self.timer.end_step(row.start < self.num_prefill_tokens, result.device_seconds, now)
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
             reports = self.take_reports(reports, row.start)
-        is_deferred, self.is_deferred = self.is_deferred and row.samples, self.is_deferred and not row.samples
-        if is_deferred or not row.samples:
+        is_discarded = not row.samples or self.is_deferred
+        if row.samples:
+            self.is_deferred = False
+        if is_discarded:
             return Progress(self, [], prompt_logprobs=reports) if reports else None
         if row.start + len(row.token_ids) < len(self.token_ids):
             return None  # forced tokens were appended while the step was in flight: its token is the first of them
@@ -328,13 +322,13 @@ class Sequence:
         logprobs = result.logprobs.get(row.request_id)
         return Progress(self, [token], self.finish_reason(), [logprobs] if logprobs else None, reports)
 
-    def append_forced(self, least: int) -> list[int]:
-        """Append the run of forced tokens that follows, if it has at least `least`, and return it. The next row
+    def append_forced(self, min_tokens: int) -> list[int]:
+        """Append the run of forced tokens that follows, if it has at least `min_tokens`, and return it. The next row
         computes it. If a step in flight samples the next token, the mask for it would allow the first of the run alone.
         """
         if self.matcher is None or not self.can_append_forced:
             return []
-        if run := self.matcher.take_forced(least, self.request.max_tokens - self.num_generated_tokens):
+        if run := self.matcher.take_forced(min_tokens, self.request.max_tokens - self.num_generated_tokens):
             self.token_ids += run
             self.num_pending_tokens = 0
         return run
@@ -348,20 +342,11 @@ class Sequence:
         self.num_reported_tokens += len(new)
         return new
 
-    def end_step(self, start: int, device_seconds: float, now: float) -> None:
-        """Close the phase of a step that ended `now`, and had a row of the request from position `start` on."""
-        elapsed = now - self.clock
-        self.clock = now
-        self.device += min(device_seconds, elapsed)
-        if start < self.num_prefill_tokens:
-            self.prefill_chunks.append(elapsed)
-        else:
-            self.decode += elapsed
-
     def finish_reason(self) -> FinishReason | None:
         """Return the reason for which the last token ends the request, or None. min_tokens does not extend an answer
         that its constraint ends."""
-        request, generated = self.request, self.num_generated_tokens
+        request = self.request
+        generated = self.num_generated_tokens
         if self.matcher is not None and self.matcher.has_ended:
             return "stop_token" if self.token_ids[-1] in request.stop_token_ids else "eos"
         if generated >= request.sampling.min_tokens:
@@ -371,23 +356,6 @@ class Sequence:
                 return "stop_token"
         return "length" if generated >= request.max_tokens else None
 
-    @property
-    def computing_seconds(self) -> float:
-        """Seconds of the steps so far that had rows of the request."""
-        return sum(self.prefill_chunks) + self.decode
-
-    @property
-    def timing(self) -> Timing:
-        """Phases up to the end of the last step; the time since then is not included.
-
-        queue + sum(prefill_chunks) + decode == last_step_end - arrival, and
-        device + host == sum(prefill_chunks) + decode - unshared.
-        """
-        return Timing(
-            queue=self.queue, prefill_chunks=list(self.prefill_chunks), decode=self.decode, device=self.device,
-            host=max(0.0, self.computing_seconds - self.device - self.unshared), last_step_end=self.clock,
-        )
-
     def finish(self, reason: FinishReason, keep: int | None = None) -> Finish:
         """Return the end of the request.
 
@@ -396,7 +364,24 @@ class Sequence:
         """
         generated = self.num_generated_tokens if keep is None else keep
         is_complete = keep is None and self.matcher is not None and self.matcher.is_complete
-        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timing, is_complete)
+        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timer.timing, is_complete)
+
+
+    def faults(self, block_size: int) -> Iterator[str]:
+        """Yield contradictions between the state and the counts, for integrity checks."""
+        name = f"sequence {self.id} is {self.state.value}"
+        if self.is_queued and self.was_admitted != (self.state is State.PREEMPTED):
+            yield f"{name}, and was_admitted is {self.was_admitted}"
+        if not self.is_paused and self.needs_matcher != (self.state is State.COMPILING):
+            yield f"{name}, and its matcher is {'missing' if self.needs_matcher else 'there'}"
+        if not self.holds_blocks:
+            if self.block_ids or self.num_computed_tokens or self.num_steps_in_flight:
+                yield f"{name}, but holds blocks or has rows in flight"
+            return
+        num_slots = len(self.block_ids) * block_size
+        if self.num_computed_tokens > min(num_slots, self.num_tokens):
+            computed = f"{self.num_computed_tokens} tokens computed of {self.num_tokens}"
+            yield f"{name}: {computed}, with blocks for {num_slots}"
 
 
 class Progress(msgspec.Struct, frozen=True):

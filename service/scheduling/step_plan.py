@@ -56,8 +56,10 @@ class StepBuilder:
 
     def add_row(self, sequence: Sequence, max_tokens: int) -> None:
         """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them."""
-        start, tokens, block_ids = sequence.num_computed_tokens, sequence.token_ids, sequence.blocks.block_ids
-        end, planned = start + max_tokens, len(tokens) + sequence.num_pending_tokens
+        start = sequence.num_computed_tokens
+        tokens = sequence.token_ids
+        end = start + max_tokens
+        planned = len(tokens) + sequence.num_pending_tokens
         samples = end >= planned
         is_constrained = False
         if samples:
@@ -71,10 +73,19 @@ class StepBuilder:
         sequence.account.virtual_time += end - start
         sequence.num_steps_in_flight += 1
         self.budget -= end - start
-        self.rows.append(Row(
-            sequence.id, tokens[start:end] or [PENDING], start,
-            block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks], samples, sequence.blocks.version,
-            is_constrained))
+        block_ids = sequence.blocks.block_ids
+        if len(block_ids) > num_blocks:
+            block_ids = block_ids[:num_blocks]
+        row = Row(
+            sequence.id,
+            tokens[start:end] or [PENDING],
+            start,
+            block_ids,
+            samples,
+            sequence.blocks.version,
+            is_constrained,
+        )
+        self.rows.append(row)
 
     def add_new(self, sequence: Sequence) -> None:
         """Announce a sequence to the runner."""

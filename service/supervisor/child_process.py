@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from npuserve.service import logs
-from npuserve.service.ipc.child import HEARTBEAT
+from npuserve.service.processes.child import HEARTBEAT
 
 log = logging.getLogger("npuserve.service.supervisor.supervisor")
 

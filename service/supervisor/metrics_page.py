@@ -25,7 +25,7 @@ from pathlib import Path
 
 from npuserve.service import logs, probe
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
-from npuserve.service.ipc import process_control
+from npuserve.service.processes import process_control
 from npuserve.service.supervisor.metrics_server import MetricsServer
 
 log = logging.getLogger(__name__)

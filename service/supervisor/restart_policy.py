@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE, is_transient
+from npuserve.service.processes.child import EXIT_NODE_FAULT, UNUSABLE, is_transient
 
 Why = Literal["died", "hung", "unusable", "not_started"]
 """Why a run ended: it exited or was killed by a signal; the supervisor killed it for hanging; exit code 2; the system

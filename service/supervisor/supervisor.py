@@ -5,8 +5,8 @@
    and never forks. A further process downloads a model from the hub. Front ends answer health checks meanwhile; they
    and the engine then get its folder.
 2. Each child reads one JSON line on stdin, which stays open for orders, and reports events as JSON lines on stdout
-   (ipc/child.py). Front ends report their port, and all children report that they are ready. When the supervisor dies,
-   the kernel kills the children.
+   (processes/child.py). Front ends report their port, and all children report that they are ready. When the supervisor
+   dies, the kernel kills the children.
 3. A child that dies is restarted after a growing pause (restart_policy.py). The watchdog (watchdog.py) kills a child
    whose main loop sends no heartbeat for hang_seconds, and an engine that reloads for longer than `load_limit`. A
    restarted engine reuses the weights in shared memory if possible (npu/execution/load.py). Exit code 4 is a
@@ -34,8 +34,8 @@ from typing import Any
 
 from npuserve.service import clock, logs, probe
 from npuserve.service.config import ConfigError, ServerConfig, endpoint
-from npuserve.service.ipc import process_control
-from npuserve.service.ipc.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
+from npuserve.service.processes import process_control
+from npuserve.service.processes.child import EXIT_NODE_FAULT, FRONTEND_STOP_SECONDS, UNUSABLE
 from npuserve.service.ranks.host import MAX_MEMORY_REUSES, Host
 from npuserve.service.ranks.processes import create_shared_memory
 from npuserve.service.ranks.world import join_seconds, local_ranks, read_world

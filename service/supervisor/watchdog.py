@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from npuserve.service import logs
 from npuserve.service.config import ServerConfig
-from npuserve.service.ipc import process_control
+from npuserve.service.processes import process_control
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage, cpu_seconds, resident_bytes
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from npuserve.service.errors import TokenizerLimit, Unavailable
-from npuserve.service.ipc import process_control
+from npuserve.service.processes import process_control
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The library's threads would share the texts of a batch, which is one text here. If the system has no thread at the

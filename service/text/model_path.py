@@ -17,7 +17,7 @@ from npuserve.npu import storyteller
 from npuserve.npu.model.folder import EXAMPLE
 from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
-from npuserve.service.ipc import child, process_control
+from npuserve.service.processes import child, process_control
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
 

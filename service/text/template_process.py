@@ -36,7 +36,7 @@ import msgspec
 
 from npuserve.service.config import ConfigError
 from npuserve.service.errors import InvalidField, Unavailable
-from npuserve.service.ipc import process_control
+from npuserve.service.processes import process_control
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.chat_template import ChatTemplate, TemplateFiles, load_chat_template, read_templates
 

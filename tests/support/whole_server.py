@@ -18,9 +18,9 @@ from npuserve.service.config import ServerConfig
 from npuserve.service.engine.loop import Engine
 from npuserve.service.frontend.process import Frontend, FrontendArgs
 from npuserve.service.ipc.engine_socket import EngineSocket
-from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.streams.records import Records
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.support.counting_runner import FakeRunner
 from tests.support.fake_engine import CYCLE, INFO, make_folder, until

@@ -29,10 +29,10 @@ from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.engine.request_registry import RequestRegistry
 from npuserve.service.errors import EngineKiller
 from npuserve.service.ipc.messages import Request
-from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.quarantine import QUARANTINE_TOKENS
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.streams.records import Records
 from tests.service.scheduling.reference import FakeDevice
 
 ANSWER = 24

@@ -21,7 +21,7 @@ from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
-from npuserve.service.ipc.resumable_streams import Records
+from npuserve.service.streams.records import Records
 from tests.service.engine.test_loop import MODEL, Peer, Running, until
 from tests.support.fake_grammar import FakeCompiler, FakeMatcher, first_allowed
 

@@ -17,7 +17,7 @@ from npuserve.service.engine.loop import Engine
 from npuserve.service.errors import QueueFull, ServeError
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
-from npuserve.service.ipc.resumable_streams import Records
+from npuserve.service.streams.records import Records
 from tests.service.engine.test_loop import MODEL, Peer, Running, until
 
 

@@ -25,9 +25,9 @@ from npuserve.service.errors import (
     Unavailable,
 )
 from npuserve.service.ipc import messages as m
-from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.streams.engine_client import EngineClient
 from tests.service.engine.test_loop import Peer, running, until
 from tests.support.counting_runner import FakeRunner
 from tests.support.fake_engine import until as async_until

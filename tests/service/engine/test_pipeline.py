@@ -113,4 +113,4 @@ def test_pipeline_times_are_those_of_its_clock() -> None:
     done = pipeline.advance()
     assert done
     assert (done.planned, done.launched, done.collected) == (5.0, 6.0, 7.0)
-    assert done.progress[0].sequence.timing.last_step_end == 7.0
+    assert done.progress[0].sequence.timer.timing.last_step_end == 7.0

@@ -15,7 +15,7 @@ from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine import process
 from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, load_streams, open_profiler
-from npuserve.service.ipc.resumable_streams import FILE
+from npuserve.service.streams.records import FILE
 from tests.support.counting_runner import ServedRunner
 from tests.support.fake_engine import INFO
 

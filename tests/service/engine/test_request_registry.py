@@ -9,9 +9,9 @@ from npuserve.service.engine.grammars import Grammars
 from npuserve.service.engine.request_registry import RequestRegistry
 from npuserve.service.errors import DuplicateRequest, EngineKiller
 from npuserve.service.ipc.messages import Request, Resume
-from npuserve.service.ipc.resumable_streams import Records
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.streams.records import Records
 
 
 def new_registry(crashes: CrashTracker) -> RequestRegistry:

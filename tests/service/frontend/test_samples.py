@@ -13,15 +13,15 @@ import msgspec
 import pytest
 
 from npuserve.service.frontend import samples
-from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import Cancel, Output, Record, Submit
+from npuserve.service.streams.stream import Stream
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.frontend.test_inference import metric, stream
 from tests.service.frontend.test_response import joined
 from tests.service.frontend.test_slow_reader import SMALL_WINDOW, codes, text
-from tests.service.ipc.test_engine_client import request
-from tests.service.ipc.test_engine_stream import FakeClient
+from tests.service.streams.test_engine_client import request
+from tests.service.streams.test_stream import FakeClient
 from tests.support.fake_engine import EOS, until
 from tests.support.front_end import ask, running
 from tests.support.whole_server import whole_server

@@ -9,7 +9,7 @@ import pytest
 
 from npuserve.service.config import ServerConfig
 from npuserve.service.gateway import info
-from npuserve.service.ipc.engine_client import EngineClient
+from npuserve.service.streams.engine_client import EngineClient
 
 
 async def test_server_info_before_the_model_is_loaded(tmp_path: Path) -> None:

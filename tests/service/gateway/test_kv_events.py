@@ -21,9 +21,9 @@ from npuserve.service.engine import kv_event_stream
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend import process
 from npuserve.service.gateway import kv_events
-from npuserve.service.ipc.engine_client import EngineClient
 from npuserve.service.ipc.kv_events import AllBlocksCleared, Batch, BlockStored, KvEvents, SnapshotPart, encode_batch
 from npuserve.service.ipc.messages import Load, Request
+from npuserve.service.streams.engine_client import EngineClient
 from tests.service.engine.test_loop_kv_events import FIRST, RunningKv
 from tests.support.fake_engine import until
 

@@ -11,7 +11,7 @@ import pytest
 from npuserve.npu import backends
 from npuserve.npu.backends.base import CaptureError, Fault
 from npuserve.service.config import ServerConfig
-from npuserve.service.ipc import child
+from npuserve.service.processes import child
 from npuserve.service.ranks import faults, processes
 
 

@@ -41,7 +41,7 @@ def test_schedule_budget_splits_prompts_after_decodes() -> None:
     ]
     harness.finish()
     harness.check_answer(long)
-    assert len(long.timing.prefill_chunks) == 3
+    assert len(long.timer.timing.prefill_chunks) == 3
 
 
 def test_schedule_chunk_rows_have_only_the_blocks_up_to_their_end() -> None:

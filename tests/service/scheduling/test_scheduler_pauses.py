@@ -138,7 +138,7 @@ def test_pause_counts_as_queue_time() -> None:
     harness.unpause(slow)
     harness.finish()
     harness.check_answer(slow)
-    assert slow.timing.queue >= 50
+    assert slow.timer.timing.queue >= 50
     assert harness.scheduler._estimator.answer_seconds < 1
     assert harness.scheduler._estimator.token_gap < 1
 

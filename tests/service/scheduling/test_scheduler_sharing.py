@@ -41,7 +41,7 @@ def test_cached_prompt_computes_at_least_one_token() -> None:
     step = harness.tick()
     assert [(r.start, r.token_ids, r.samples) for r in step.rows] == [(4, [6], True)]
     harness.finish()
-    assert len(second.timing.prefill_chunks) == 1
+    assert len(second.timer.timing.prefill_chunks) == 1
 
 
 def test_answer_is_shared_as_a_prefix() -> None:

@@ -27,34 +27,6 @@ def test_age_key_is_age_and_queue_key_adds_priority() -> None:
     assert make(priority=-3, arrival=45.0).queue_key > make(arrival=10.0).queue_key
 
 
-def test_timing_phases_are_disjoint_and_add_up() -> None:
-    sequence = make()
-    sequence.admit(0, 10.5)
-    sequence.end_step(0, 0.125, 10.75)
-    sequence.end_step(2, 0.125, 11.0)  # the last token of the prompt, alone: still a chunk
-    sequence.token_ids.append(4)
-    sequence.end_step(3, 0.25, 12.0)
-    assert sequence.timing == Timing(0.5, [0.25, 0.25], 1.0, 0.5, 1.0, 12.0)
-    sequence.token_ids.append(5)
-    sequence.preempt()
-    sequence.admit(0, 15.0)
-    sequence.end_step(0, 0.5, 15.5)  # computes prompt and answer again: chunks
-    sequence.end_step(4, 0.5, 16.0)
-    sequence.token_ids.append(6)
-    sequence.end_step(5, 0.5, 17.0)
-    timing = sequence.timing
-    assert timing == Timing(3.5, [0.25, 0.25, 0.5, 0.5], 2.0, 2.0, 1.5, 17.0)
-    assert timing.queue + sum(timing.prefill_chunks) + timing.decode == timing.last_step_end - 10.0
-    assert timing.device + timing.host == sum(timing.prefill_chunks) + timing.decode
-
-
-def test_timing_device_is_at_most_the_elapsed_time() -> None:
-    sequence = make()
-    sequence.admit(0, 10.0)
-    sequence.end_step(0, 99.0, 10.5)
-    assert (sequence.timing.device, sequence.timing.host) == (0.5, 0.0)
-
-
 def test_finish_of_a_request_that_never_ran() -> None:
     assert make().finish("aborted") == Finish("aborted", 3, 0, 0, Timing(0.0, [], 0.0, 0.0, 0.0, 10.0))
 

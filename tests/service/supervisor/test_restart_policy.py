@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from npuserve.service.ipc.child import EXIT_NODE_FAULT, UNUSABLE
+from npuserve.service.processes.child import EXIT_NODE_FAULT, UNUSABLE
 from npuserve.service.supervisor.restart_policy import RestartPolicy, Restarts, RunEnd
 
 RESTARTS = Restarts(

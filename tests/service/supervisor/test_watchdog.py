@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from npuserve.service.config import ServerConfig
-from npuserve.service.ipc import process_control
-from npuserve.service.ipc.child import EXIT_NODE_FAULT
+from npuserve.service.processes import process_control
+from npuserve.service.processes.child import EXIT_NODE_FAULT
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
 from npuserve.service.supervisor.supervisor import Supervisor

@@ -17,7 +17,7 @@ import pytest
 
 from npuserve.service.config import ConfigError
 from npuserve.service.errors import InvalidField, Unavailable
-from npuserve.service.ipc.process_control import KEPT_VARIABLES
+from npuserve.service.processes.process_control import KEPT_VARIABLES
 from npuserve.service.text import template_process
 from npuserve.service.text.chat_template import ChatTemplate, read_templates
 from npuserve.service.text.template_process import TemplateProcess, load_template_process

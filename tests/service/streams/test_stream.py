@@ -14,10 +14,6 @@ from hypothesis import strategies as st
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service import metrics
 from npuserve.service.errors import QueueFull, TakenOver, Unavailable
-from npuserve.service.ipc import engine_client as client_module
-from npuserve.service.ipc import engine_stream as stream_module
-from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     Cancel,
     Finish,
@@ -30,7 +26,11 @@ from npuserve.service.ipc.messages import (
     Timing,
     Unpause,
 )
-from tests.service.ipc.test_engine_client import connected, request
+from npuserve.service.streams import engine_client as client_module
+from npuserve.service.streams import stream as stream_module
+from npuserve.service.streams.engine_client import EngineClient
+from npuserve.service.streams.stream import Stream
+from tests.service.streams.test_engine_client import connected, request
 from tests.support.fake_engine import FakeEngine, until
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.frontend import response_options
-from npuserve.service.ipc import resumable_streams as module
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     Constraint,
@@ -31,7 +30,8 @@ from npuserve.service.ipc.messages import (
     decode_to_engine,
     encode,
 )
-from npuserve.service.ipc.resumable_streams import (
+from npuserve.service.streams import records as module
+from npuserve.service.streams.records import (
     FILE,
     FILE_VERSION,
     Records,

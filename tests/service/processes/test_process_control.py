@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.ipc import process_control
-from npuserve.service.ipc.process_control import SLICE_ATTRIBUTES, SLICE_SECONDS, request_slice
+from npuserve.service.processes import process_control
+from npuserve.service.processes.process_control import SLICE_ATTRIBUTES, SLICE_SECONDS, request_slice
 from tests.support.processes import is_running, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -24,12 +24,12 @@ GET_ATTRIBUTES = {"x86_64": 315, "aarch64": 275}
 
 
 def run(script: str) -> str:
-    return subprocess.run([sys.executable, "-c", f"from npuserve.service.ipc.process_control import *\n{script}"],
+    return subprocess.run([sys.executable, "-c", f"from npuserve.service.processes.process_control import *\n{script}"],
                           capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def test_die_with_parent_kills_stopped_child() -> None:
-    child = ("from npuserve.service.ipc.process_control import *; import time; die_with_parent(); "
+    child = ("from npuserve.service.processes.process_control import *; import time; die_with_parent(); "
              "print(os.getpid(), flush=True); time.sleep(600)")
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:

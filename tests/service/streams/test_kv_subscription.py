@@ -19,7 +19,7 @@ from npuserve.service.ipc.kv_events import (
     ToEngineKv,
     UnsubscribeKvEvents,
 )
-from npuserve.service.ipc.kv_subscription import MAX_SUBSCRIPTIONS, KvSubscription, KvSubscriptions
+from npuserve.service.streams.kv_subscription import MAX_SUBSCRIPTIONS, KvSubscription, KvSubscriptions
 
 
 class Front:

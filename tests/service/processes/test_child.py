@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from npuserve.service.ipc import child
-from npuserve.service.ipc.child import Heartbeat, is_transient
+from npuserve.service.processes import child
+from npuserve.service.processes.child import Heartbeat, is_transient
 
 CHILD = """
 import threading
-from npuserve.service.ipc import child
+from npuserve.service.processes import child
 print(child.read_arguments(dict), flush=True)
 child.listen(lambda order: print(order, flush=True))
 threading.Event().wait()
@@ -35,7 +35,7 @@ def test_child_dead_parent_ends_child(sent: bytes, said: bytes) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_child_asks_the_kernel_to_die_with_its_parent() -> None:
-    script = ("import ctypes; from npuserve.service.ipc import child; child.read_arguments(dict); "
+    script = ("import ctypes; from npuserve.service.processes import child; child.read_arguments(dict); "
               "found = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(found)); print(found.value)")
     done = subprocess.run([sys.executable, "-c", script], input=b"{}\n", capture_output=True, timeout=60, check=True)
     assert int(done.stdout) == signal.SIGKILL

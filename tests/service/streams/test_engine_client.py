@@ -12,9 +12,9 @@ import pytest
 
 from npuserve.service import metrics
 from npuserve.service.errors import InternalError, QueueFull, StreamNotFound, Unavailable
-from npuserve.service.ipc import engine_client as module
-from npuserve.service.ipc.engine_client import EngineClient, Stream
 from npuserve.service.ipc.messages import Cancel, Hello, Load, Output, Outputs, Request, Restore, Started, Submit
+from npuserve.service.streams import engine_client as module
+from npuserve.service.streams.engine_client import EngineClient, Stream
 from tests.support import fake_engine
 from tests.support.fake_engine import INFO, FakeEngine, until
 

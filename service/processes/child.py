@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from npuserve.service.ipc import process_control
+from npuserve.service.processes import process_control
 
 Arguments = TypeVar("Arguments")
 

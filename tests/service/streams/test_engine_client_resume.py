@@ -13,8 +13,6 @@ import msgspec
 import pytest
 
 from npuserve.service.errors import StreamNotFound, Unavailable
-from npuserve.service.ipc.engine_client import EngineClient
-from npuserve.service.ipc.engine_stream import Stream
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     Cancel,
@@ -30,9 +28,11 @@ from npuserve.service.ipc.messages import (
     Submit,
     encode,
 )
-from npuserve.service.ipc.resumable_streams import Records
-from tests.service.ipc.test_engine_client import connected, ids_of, request
-from tests.service.ipc.test_engine_stream import build_request, restart_engine
+from npuserve.service.streams.engine_client import EngineClient
+from npuserve.service.streams.records import Records
+from npuserve.service.streams.stream import Stream
+from tests.service.streams.test_engine_client import connected, ids_of, request
+from tests.service.streams.test_stream import build_request, restart_engine
 from tests.support import fake_engine
 from tests.support.fake_engine import until
 

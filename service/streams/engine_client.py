@@ -26,12 +26,12 @@ from npuserve.service import logs, metrics
 from npuserve.service.errors import ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_connection import EngineConnection
-from npuserve.service.ipc.engine_stream import Stream, StreamLimit
 from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
-from npuserve.service.ipc.kv_subscription import KvSubscriptions
 from npuserve.service.ipc.messages import Abort, FlushPrefixCache, Load, ModelInfo, Outputs, Record, Request
 from npuserve.service.ipc.profiles import ProfileCalls, ProfileReply
-from npuserve.service.ipc.resumable_streams import Records, restore_messages
+from npuserve.service.streams.kv_subscription import KvSubscriptions
+from npuserve.service.streams.records import Records, restore_messages
+from npuserve.service.streams.stream import Stream, StreamLimit
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class EngineClient:
     kv_events, profiles: subscriptions to KV events, and calls about profiles.
     stall_seconds: time without a message after which the engine counts as stalled.
     resume_seconds: time for which ended streams are kept for the next engine.
-    max_buffered_tokens, slow_reader_seconds, stream_interval: see engine_stream.py.
+    max_buffered_tokens, slow_reader_seconds, stream_interval: see stream.py.
     has_kv_events, profile_dir: what the engine offers, see KvSubscriptions and ProfileCalls.
     """
 
