@@ -235,7 +235,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "ranks": config.tensor_parallel_size,
         "kv_cache_tokens": plan.num_blocks * plan.block_size,
-        "bytes": {part: getattr(plan, part) for part in ("weights", "kv_cache", "activations", "logits", "base")},
+        "bytes": {part: getattr(plan, part)
+                  for part in ("weights", "kv_cache", "fixed_state", "activations", "logits", "base")},
         "peak_bytes": plan.peak,
         "available_bytes": plan.available,
         "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,

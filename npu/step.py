@@ -69,7 +69,8 @@ class Row(msgspec.Struct, frozen=True):
     samples: the step samples the next token. `token_ids` then end with the request's last token so far.
     is_constrained: the next token is sampled under a mask, which `Runner.sample` gets.
     state_slot: slot of the request's fixed state; -1 if the model has none. A row that starts at 0 begins with a state
-        of zeros. Other rows continue the state of their slot: no step may compute a position twice.
+        of zeros. Other rows continue the state in the slot, so a position may not be computed twice.
+    state_source: slot of the state that the row continues instead; it stays as it is. -1: `state_slot`.
     block_version: version of block_ids; 0 if unknown. Rows with the same version differ only in the length of
         block_ids. A runner may reuse the block ids that it has copied.
     """
@@ -82,6 +83,7 @@ class Row(msgspec.Struct, frozen=True):
     block_version: int = 0
     is_constrained: bool = False
     state_slot: int = -1
+    state_source: int = -1
 
     @property
     def is_decode(self) -> bool:
@@ -93,15 +95,12 @@ class Row(msgspec.Struct, frozen=True):
 class Step:
     """One iteration. The runner forgets the `ended` requests, adds the `new` ones, and computes the rows.
 
-    slot_copies: (source, target) slots of fixed state, copied in order after the previous step and before the rows.
-
     Steps are computed in the order of their launch, so a step may be launched while the one before it runs.
     """
 
     rows: list[Row]
     new: list[NewRequest] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    slot_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

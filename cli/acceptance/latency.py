@@ -23,6 +23,7 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.state_slots import StateSlots
 
 BATCHES, STEPS = (1, 16, 64), 32
 """Rows of the timed decode steps, and number of steps for each."""
@@ -137,7 +138,7 @@ class LatencyCheck:
         runner = loaded.runner
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
         scheduler = Scheduler(blocks, max_num_seqs=BATCHES[-1], max_num_batched_tokens=budget, max_queue=0,
-                              aging_seconds=1.0)
+                              aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
         bench = Bench(runner, scheduler, budget, 2, [])
         for rows in BATCHES if self.bytes_per_second else ():
             name, length = f"decode step, batch {rows}", row_length(rows, context, budget, steps)

@@ -57,7 +57,8 @@ def load(
     weights = load_weights(folder, config, getattr(torch, plan.dtype), backend)
     runner = Runner(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype)
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+        num_slots=plan.num_slots)
     cos_sin = cos_sin_table(config.rope, config.rotary_dim, plan.max_model_len, backend.device)
     return Loaded(runner, Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend)
 

@@ -22,6 +22,7 @@ from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.text.model_folder import open_folder
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def answers(
     """
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
-        max_queue=0, aging_seconds=1.0)
+        max_queue=0, aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
     pipeline = StepPipeline(scheduler, runner, depth)
     made = Answers([[] for _ in prompts], logprobs=[[] for _ in prompts], prompt_logprobs=[[] for _ in prompts])
     greedy = SamplingParams(temperature=0.0)

@@ -37,6 +37,7 @@ from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankProcesses
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.text.model_path import resolve
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Bench:
                 f"cache holds {runner.num_blocks}; see kv_cache_memory")
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
-            aging_seconds=config.priority_aging_seconds)
+            aging_seconds=config.priority_aging_seconds, slots=StateSlots.of(runner.num_slots))
         return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls, ranks=ranks)
 
     def decode_bytes(self, context: int) -> int:

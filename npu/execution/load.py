@@ -109,7 +109,7 @@ def load_runner(
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen, ranks=ranks)
+        cpu_kernels=chosen, ranks=ranks, num_slots=plan.num_slots)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
@@ -141,8 +141,8 @@ def _completed(
         plan.require_fit()
     if group is None:
         return plan
-    num_blocks, max_model_len = group.minimum(plan.num_blocks, plan.max_model_len)
-    return plan.shrunk(num_blocks, max_model_len, block)
+    num_blocks, max_model_len, num_slots = group.minimum(plan.num_blocks, plan.max_model_len, plan.num_slots)
+    return replace(plan.shrunk(num_blocks, max_model_len, block), num_slots=num_slots)
 
 
 def _choose_kernels(

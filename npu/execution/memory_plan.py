@@ -18,7 +18,7 @@ from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.execution.host_prefill import staging_bytes
 from npuserve.npu.execution.sampling_state import penalties_bytes
-from npuserve.npu.execution.state_store import block_bytes
+from npuserve.npu.execution.state_store import block_bytes, slot_bytes
 from npuserve.npu.model import storage
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.storage import StoredMatrix, check_schemes, stored_bytes
@@ -73,6 +73,7 @@ class MemoryPlan:
 
     dtype, kv_cache_dtype, max_model_len, block_size: settings of the engine.
     host: plan of the prompts, if the host computes them.
+    fixed_state: num_slots slots of the layers' fixed state; 0 for a model without.
     """
 
     weights: int
@@ -87,11 +88,13 @@ class MemoryPlan:
     block_size: int
     max_model_len: int
     host: HostPlan | None = None
+    fixed_state: int = 0
+    num_slots: int = 0
 
     @property
     def peak(self) -> int:
         """Peak memory of the engine process in bytes."""
-        return self.weights + self.kv_cache + self.activations + self.logits + self.base
+        return self.weights + self.kv_cache + self.fixed_state + self.activations + self.logits + self.base
 
     @property
     def fits(self) -> bool:
@@ -123,8 +126,8 @@ class MemoryPlan:
         if needed <= self.available and self.host:
             plan, needed, last = self.host, self.host.needed, "staging"
             what = f"computing prompts on {plan.backend}"
-        parts = ("weights", "kv_cache", "activations", last)
-        listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts)
+        parts = ("weights", "kv_cache", *(("fixed_state",) if self.fixed_state else ()), "activations", last)
+        listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts if hasattr(plan, part))
         raise ModelError(
             f"{what} needs {mib(needed)} of memory ({listed}), and {mib(plan.available)} is available; a smaller "
             "kv_cache_memory, max_num_batched_tokens or dtype takes less")
@@ -165,11 +168,13 @@ def predict(
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
     mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
-    free_blocks = backend.kv_cache_share(max(available - weights - activations - logits, 0)) // block
+    free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
+    num_slots, fixed_state = _slots(config, backend, made, max_num_seqs, kv_cache_memory or free)
+    free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
-        num_blocks = _given_blocks(kv_cache_memory, block, block_size, max_model_len)
+        num_blocks = _given_blocks(kv_cache_memory - fixed_state, block, block_size, max_model_len)
     else:
         per_request = -(-length // block_size)
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
@@ -187,7 +192,34 @@ def predict(
         block_size=block_size,
         max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored),
+        fixed_state=fixed_state,
+        num_slots=num_slots,
     )
+
+
+MAX_STATE_SHARE = 0.5
+"""Largest share of the cache's memory that slots of fixed state take."""
+
+
+def _slots(
+    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, memory: int
+) -> tuple[int, int]:
+    """Return the number of slots of fixed state and their bytes; 0 for a model without.
+
+    There are two for each request: its state, and a checkpoint or the state before a constrained row. If half of
+    `memory` does not hold as many, there are fewer, and fewer requests run at a time.
+
+    Raises ModelError if it holds less than the two slots of one request.
+    """
+    if not config.has_fixed_state:
+        return 0, 0
+    slot = slot_bytes(config, dtype)
+    padding = 1 if backend.padding_blocks else 0
+    num_slots = min(2 * max_num_seqs, int(memory * MAX_STATE_SHARE) // slot - padding)
+    if num_slots < 2:
+        raise ModelError(f"kv_cache_memory: {mib(memory)} holds the state of no request; the least is "
+                         f"{mib(int((2 + padding) * slot / MAX_STATE_SHARE))}")
+    return num_slots, (num_slots + padding) * slot
 
 
 def _checked(

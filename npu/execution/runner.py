@@ -173,10 +173,10 @@ class Runner:
             self._sampler.add(request)
             if request.sampling.prompt_logprobs is not None:
                 self._prompts[request.request_id] = request
-        if step.slot_copies:
-            self.backend.enqueue(partial(self._store.copy_slots, list(step.slot_copies)))
         if not step.rows:
             return LaunchedStep([], self._ids[0][:0])
+        if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:
+            self.backend.enqueue(partial(self._store.copy_slots, copies))
         staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
         works: list[Work] = []
         requests: list[int] = []

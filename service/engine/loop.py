@@ -314,7 +314,7 @@ class Engine:
                     self._end(sequence, sequence.finish("aborted"))
                 self._send(frontend, Reply(self._epoch, call, len(calls)))
             case FlushPrefixCache(call=call):
-                self._send(frontend, Reply(self._epoch, call, self._scheduler.blocks.flush_prefix_cache()))
+                self._send(frontend, Reply(self._epoch, call, self._scheduler.flush_prefix_cache()))
             case SubscribeKvEvents() | ReadKvEvents() | UnsubscribeKvEvents():
                 if self._kv_events:
                     self._kv_events.handle(frontend, message, self._send)

@@ -41,6 +41,7 @@ from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.streams.records import Records, check_folder, load, save
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def build_engine(
     scheduler = Scheduler(
         blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, max_model_len=length,
-        min_forced=runner.min_forced)
+        min_forced=runner.min_forced, slots=StateSlots.of(runner.num_slots))
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
         max_model_len=length, dtype=runner.dtype_name,

@@ -136,6 +136,10 @@ class BlockManager:
                 prefix.append(block)
         return prefix
 
+    def digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:
+        """Return the digests of the first `count` blocks of tokens, which are full."""
+        return self._compute_digests(table, token_ids, count)[:count]
+
     def is_shared(self, table: BlockTable) -> bool:
         """Return whether the full computed blocks of a table can be found after it is freed."""
         return self.prefix_cache or table.scope != 0

@@ -39,6 +39,7 @@ from npuserve.service.scheduling.preemption import Preemption
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
+from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
 from npuserve.service.scheduling.step_plan import Plan, StepBuilder
 
 _age_key = attrgetter("age_key")
@@ -69,6 +70,7 @@ class Scheduler:
     aging_seconds: waiting time that is worth one unit of priority.
     max_model_len: maximum tokens of a prompt and its answer; None: what the KV cache holds.
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
+    slots: slots of fixed state; None for a model without.
 
     All times are seconds of the clock of Request.arrival.
 
@@ -86,8 +88,10 @@ class Scheduler:
         aging_seconds: float,
         max_model_len: int | None = None,
         min_forced: int = 0,
+        slots: StateSlots | None = None,
     ) -> None:
         self.blocks = blocks
+        self.slots = slots
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -235,7 +239,7 @@ class Scheduler:
             leaving = self._secure_blocks(leaving)
         if leaving:
             running = [sequence for sequence in running if sequence not in leaving]
-        plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size)
+        plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots)
         self._plan_decodes(plan, running)
         decodes = len(plan.rows)
         self._plan_chunks(plan, running, now)
@@ -256,7 +260,11 @@ class Scheduler:
                 continue
             is_deferred = sequence.is_deferred and row.samples
             num_computed_tokens = row.start + len(row.token_ids) - is_deferred
+            if is_deferred and sequence.slots:
+                num_computed_tokens = row.start
             self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
+            if self.slots is not None:
+                self._register_checkpoint(sequence, num_computed_tokens)
             if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
             increment = sequence.apply(row, result, now)
@@ -266,6 +274,17 @@ class Scheduler:
                 progress.append(increment)
                 self._end_complete(increment)
         return progress
+
+    def _register_checkpoint(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Make the state that was taken at a block boundary a checkpoint, once its row is applied."""
+        assert self.slots is not None
+        if (taken := sequence.slots.taken) is not None and taken[0] <= num_computed_tokens:
+            self.slots.register(sequence.slots, self._digest(sequence, taken[0]))
+
+    def _digest(self, sequence: Sequence, position: int) -> bytes:
+        """Return the digest of the block that ends at a position."""
+        count = position // self.blocks.block_size
+        return self.blocks.digests(sequence.blocks, sequence.token_ids, count)[-1]
 
     def append_forced(self, progress: Progress) -> Progress:
         """Append the run of forced tokens that follows the progress of a step. Return the progress with them."""
@@ -306,7 +325,7 @@ class Scheduler:
         - the clients' counts of running sequences are right,
         - samples that wait for a prompt have a leader that computes it,
         - deadlines are set for exactly the sequences that have one,
-        - the used blocks belong to exactly the sequences whose state holds blocks.
+        - the used blocks belong to exactly the sequences whose state holds blocks, and each slot has one holder.
         """
         for fault in self._count_faults():
             raise IntegrityError(fault)
@@ -316,6 +335,9 @@ class Scheduler:
         for sequence in self._sequences.values():
             for fault in sequence.faults(self.blocks.block_size):
                 raise IntegrityError(fault)
+        yield
+        if self.slots is not None:
+            self.slots.check_integrity(sequence.slots for sequence in self._sequences.values())
         yield
         yield from self.blocks.audit(s.blocks for s in self._sequences.values() if s.holds_blocks)
 
@@ -548,22 +570,69 @@ class Scheduler:
         """Run a request from the queue, with blocks for all its tokens. False if there are not enough blocks."""
         table = sequence.blocks
         uses_cache = sequence.uses_prefix_cache
-        prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
-        while not self.blocks.allocate(table, sequence.num_tokens, prefix, spare=len(self._running)):
+        prefix, checkpoint = self._find_prefix(sequence)
+        while not self._allocate(sequence, prefix, checkpoint):
             paused = self._preemption.paused_victim()
             if paused is None or paused.num_steps_in_flight:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
-            prefix = self.blocks.find_prefix(table, sequence.token_ids) if uses_cache else []
+            prefix, checkpoint = self._find_prefix(sequence)
         is_new = not sequence.was_admitted and sequence.request.prior.cached_tokens is None
         num_cached_tokens = len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
         sequence.admit(num_cached_tokens, now)
+        self._plan_checkpoint(sequence)
         if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.cached_tokens
         self._add_running(sequence)
         return True
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Return the blocks of the longest cached prefix, and the slot of the checkpoint at its end.
+
+        A model with fixed state continues only at a checkpoint, so its prefix ends at the last one.
+        """
+        if not sequence.uses_prefix_cache:
+            return [], NO_SLOT
+        prefix = self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        if self.slots is None:
+            return prefix, NO_SLOT
+        digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
+        count, slot = self.slots.longest(digests)
+        return prefix[:count], slot
+
+    def _allocate(self, sequence: Sequence, prefix: list[int], checkpoint: int) -> bool:
+        """Give a request blocks for all its tokens, and slots. Return False, and change nothing, if there are too few."""
+        if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=len(self._running)):
+            return False
+        has_spare = sequence.request.constraint is not None
+        if self.slots is None or self.slots.allocate(sequence.slots, checkpoint, has_spare=has_spare):
+            return True
+        self.blocks.free(sequence.blocks)
+        return False
+
+    def _plan_checkpoint(self, sequence: Sequence) -> None:
+        """Let a chunk of an admitted request end at the last block boundary of its prompt, for a checkpoint there."""
+        sequence.checkpoint_position = 0
+        if self.slots is None or not self.blocks.is_shared(sequence.blocks):
+            return
+        size = self.blocks.block_size
+        position = (sequence.num_prompt_tokens - 1) // size * size
+        if position > sequence.num_computed_tokens and not self.slots.has(self._digest(sequence, position)):
+            sequence.checkpoint_position = position
+
+    def _free(self, sequence: Sequence) -> None:
+        """Free the blocks and slots of a request."""
+        self.blocks.free(sequence.blocks)
+        if self.slots is not None:
+            self.slots.free(sequence.slots)
+
+    def flush_prefix_cache(self) -> int:
+        """Free all cached blocks and checkpoints. Return the number of blocks."""
+        if self.slots is not None:
+            self.slots.clear()
+        return self.blocks.flush_prefix_cache()
 
     def _add_running(self, sequence: Sequence) -> None:
         insort(self._running, sequence, key=_age_key)
@@ -573,7 +642,7 @@ class Scheduler:
         """Free the blocks of a request, which must have no step in flight. It is queued again unless it is paused."""
         if not sequence.is_paused:
             self._take_out(sequence)
-        self.blocks.free(sequence.blocks)
+        self._free(sequence)
         sequence.preempt()
         self.preemptions += 1
         if sequence.is_queued:
@@ -606,7 +675,7 @@ class Scheduler:
         self._queue.remove_live(sequence.account)
         del self._sequences[sequence.id]
         self.quarantine.release(sequence.id)
-        self.blocks.free(sequence.blocks)
+        self._free(sequence)
         self._samples.end(sequence)
         if sequence.was_admitted:
             self._ended.append(sequence.id)

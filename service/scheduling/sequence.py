@@ -13,6 +13,7 @@ from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.constraint import AnswerMatcher
+from npuserve.service.scheduling.state_slots import SlotTable
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 
 
@@ -89,6 +90,8 @@ class Sequence:
         constant; see fair_queue.py.
     account: account of the request's client.
     scope: scope of its blocks, see BlockTable.
+    slots: slots of its fixed state.
+    checkpoint_position: block boundary of the prompt at which a row ends, so that its state becomes a checkpoint; 0: none.
     matcher: matcher of its constraint, advanced over the answer; None without a constraint, and until it is compiled.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
     num_pending_tokens: tokens that the steps in flight sample, without a forced one that is in token_ids already.
@@ -105,10 +108,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "deadline", "id", "is_deferred", "matcher",
+        "account", "age_key", "blocks", "cached_tokens", "checkpoint_position", "deadline", "id", "is_deferred", "matcher",
         "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
-        "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key", "request", "state",
-        "timer", "token_ids", "was_admitted",
+        "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key", "request", "slots",
+        "state",         "timer", "token_ids", "was_admitted",
     )
 
     def __init__(
@@ -138,6 +141,8 @@ class Sequence:
         self.num_reported_tokens = 1 + prior.num_reported
         self.cached_tokens = prior.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt, scope)
+        self.slots = SlotTable()
+        self.checkpoint_position = 0
         self.matcher: AnswerMatcher | None = None
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
@@ -292,10 +297,13 @@ class Sequence:
             self.matcher.discard()
 
     def defer(self) -> None:
-        """Discard what the step launched last samples, for want of a mask. A later step computes the last token again,
-        and writes to its block, which is not shared: `Scheduler.apply` does not count this token."""
+        """Discard what the step launched last samples, for want of a mask.
+
+        A later step computes the last token again, and writes to its block, which is not shared: `Scheduler.apply` does
+        not count this token. With a fixed state it computes the whole row again, from the state before it.
+        """
         self.num_pending_tokens -= 1
-        self.num_computed_tokens -= 1
+        self.num_computed_tokens = self.slots.retract() if self.slots else self.num_computed_tokens - 1
         self.is_deferred = True
 
     def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:

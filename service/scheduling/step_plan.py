@@ -22,6 +22,7 @@ from typing import NamedTuple
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
 
 
 class Plan(NamedTuple):
@@ -40,30 +41,33 @@ class StepBuilder:
     """Builder of a step's rows under a token budget. The sequences are updated as their rows are added.
 
     budget: tokens that further rows may compute.
+    slots: slots of fixed state; None for a model without.
     rows, new: as in Step.
     dropped, constrained: as in Plan.
     """
 
-    __slots__ = ("_block_size", "budget", "constrained", "dropped", "new", "rows")
+    __slots__ = ("_block_size", "_slots", "budget", "constrained", "dropped", "new", "rows")
 
-    def __init__(self, budget: int, block_size: int):
+    def __init__(self, budget: int, block_size: int, slots: StateSlots | None = None):
         self.budget = budget
         self.rows: list[Row] = []
         self.new: list[NewRequest] = []
         self.dropped: list[DroppedRequest] = []
         self.constrained: list[Sequence] = []
         self._block_size = block_size
+        self._slots = slots
 
     def add_row(self, sequence: Sequence, max_tokens: int) -> None:
         """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them."""
         start = sequence.num_computed_tokens
         tokens = sequence.token_ids
-        end = start + max_tokens
         planned = len(tokens) + sequence.num_pending_tokens
-        samples = end >= planned
+        end = min(start + max_tokens, planned)
+        if start < sequence.checkpoint_position < end:
+            end = sequence.checkpoint_position
+        samples = end == planned
         is_constrained = False
         if samples:
-            end = planned
             sequence.num_pending_tokens += 1
             if sequence.matcher is not None:
                 is_constrained = True
@@ -76,6 +80,11 @@ class StepBuilder:
         block_ids = sequence.blocks.block_ids
         if len(block_ids) > num_blocks:
             block_ids = block_ids[:num_blocks]
+        state_source, state_slot = NO_SLOT, NO_SLOT
+        if self._slots is not None:
+            state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
+            if end == sequence.checkpoint_position:
+                self._slots.take(sequence.slots, end)
         row = Row(
             sequence.id,
             tokens[start:end] or [PENDING],
@@ -84,6 +93,8 @@ class StepBuilder:
             samples,
             sequence.blocks.version,
             is_constrained,
+            state_slot,
+            state_source,
         )
         self.rows.append(row)
 
