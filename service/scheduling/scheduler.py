@@ -603,7 +603,7 @@ class Scheduler:
         return prefix[:count], slot
 
     def _allocate(self, sequence: Sequence, prefix: list[int], checkpoint: int) -> bool:
-        """Give a request blocks for all its tokens, and slots. Return False, and change nothing, if there are too few."""
+        """Give a request blocks for all its tokens, and slots. Return False, and change nothing, if any are lacking."""
         if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=len(self._running)):
             return False
         has_spare = sequence.request.constraint is not None

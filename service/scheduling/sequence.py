@@ -13,8 +13,8 @@ from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.constraint import AnswerMatcher
-from npuserve.service.scheduling.state_slots import SlotTable
 from npuserve.service.scheduling.phase_timer import PhaseTimer
+from npuserve.service.scheduling.state_slots import SlotTable
 
 
 class State(Enum):
