@@ -190,7 +190,7 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
     # Rows with one query each are split if there are too few heads to occupy all threads.
     items = min(rows, -(-CONSTANTS["ATTENTION_UNITS_PER_THREAD"] * native.library().threads // kv_heads))
     splits = -(-stride * block_size // CONSTANTS["ATTENTION_SPLIT"])
-    plan = native.kept(rows + 2, dtype=torch.int32)
+    plan = torch.empty(rows + 2, dtype=torch.int32)  # written before the calls of a program run
     partial = native.empty(items * splits * q_heads * (-(-dim // LANES) + 1) * LANES, dtype=torch.float32)
     merged = [metadata.context_lens, metadata.cu_seqlens_q, out, plan, partial]
     p = [q, keys, values, metadata.block_tables, *merged, *scales]

@@ -56,9 +56,13 @@ class Host:
         return
 
     def record(self, calls: Callable[[], torch.Tensor]) -> Callable[[], object] | None:
-        if native.available() and len((program := native.record(calls))._ops):
-            return lambda: program.replay(-1)
-        return None
+        if not native.available():
+            return None
+        try:
+            program = native.record(calls)
+        except native.NotRecordable:
+            return None
+        return (lambda: program.replay(-1)) if program._ops else None
 
 
 HOST = Host()

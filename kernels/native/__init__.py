@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from npuserve.kernels.native.arena import Arena
 from npuserve.kernels.native.binding import CONSTANTS, LANES
-from npuserve.kernels.native.program import Call, Program, call, empty, kept, record
+from npuserve.kernels.native.program import Call, NotRecordable, Program, call, empty, record
 from npuserve.kernels.native.shared_library import Library, available, library, using
 from npuserve.kernels.registry import Kernel
 
@@ -34,12 +34,12 @@ __all__ = [
     "Arena",
     "Call",
     "Library",
+    "NotRecordable",
     "Program",
     "available",
     "call",
     "empty",
     "implementation",
-    "kept",
     "library",
     "record",
     "using",

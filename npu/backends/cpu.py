@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Generic
 
 import torch
 
-from npuserve.kernels.native import LANES, Arena, Program, layout, library, record
+from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout, library, record
 from npuserve.kernels.native import available as built
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu import control_group
-from npuserve.npu.backends.base import Backend, BackendError, Captured, Event, Pending, T
+from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError, Event, Pending, T
 
 _TORCH_THREADS = torch.get_num_threads()
 """torch's default, read before anything sets it: environment variables may define it."""
@@ -299,7 +299,12 @@ class CpuBackend(Backend):
         self.enqueue(lambda: None).wait()
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        return CapturedProgram(record(lambda: step(largest)), largest) if self._arena is not None else None
+        if self._arena is None:
+            return None
+        try:
+            return CapturedProgram(record(lambda: step(largest)), largest)
+        except NotRecordable as error:
+            raise CaptureError(f"the step cannot be recorded: {error}") from error
 
 
 BACKEND = CpuBackend

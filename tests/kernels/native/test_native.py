@@ -1,4 +1,4 @@
-"""Programs of recorded calls, threads, and their memory."""
+"""The library's threads, packed weights, and memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from npuserve.kernels import native
-from npuserve.kernels.linear import linear
 from npuserve.kernels.native.packed import PackedWeight
 from tests.kernels.comparison import randn
+from tests.kernels.native.test_program import chain
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
@@ -27,75 +27,6 @@ def lib():
     threads = library.threads
     yield library
     library.set_threads(threads)
-
-
-def chain(x: torch.Tensor, weights: list[PackedWeight]) -> torch.Tensor:
-    apply = linear.implementations["cpu"].function
-    for weight in weights:
-        x = apply(x, weight, None)
-    return x
-
-
-def test_program_replay_equals_calls_for_any_rows(lib):
-    weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(20)]
-    x = torch.zeros(50, 64)
-    program = native.record(lambda: chain(x, weights))
-    for rows in (50, 1, 13):
-        x[:rows] = randn(rows, 64, seed=rows)
-        assert torch.equal(program.replay(rows), chain(x[:rows], weights))
-    output, calls = program.replay_timed(13)
-    assert torch.equal(output, chain(x[:13], weights))
-    assert [name for name, _ in calls] == ["linear"] * 20
-    assert all(seconds >= 0 for _, seconds in calls)
-
-
-def test_program_dropped_outputs_share_memory(lib):
-    weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(20)]
-    x = torch.zeros(50, 64)
-    places = []
-
-    def step() -> torch.Tensor:
-        y = x
-        for weight in weights:
-            y = chain(y, [weight])
-            places.append(y.data_ptr())
-        return y
-
-    native.record(step)
-    assert len(set(places)) == 2  # one for the input, one for the output
-
-
-def test_record_nested_raises(lib):
-    with pytest.raises(RuntimeError, match="already"):
-        native.record(lambda: native.record(lambda: torch.zeros(1)).replay(1))
-    assert native.empty(2, dtype=torch.float32).shape == (2,)
-
-
-def test_record_ignores_calls_of_other_threads(lib):
-    """Each of two threads records while the other one calls and records."""
-    weights = [PackedWeight.pack(randn(64, 64, seed=i) / 8) for i in range(3)]
-    x = randn(5, 64)
-    expected = chain(x, weights)
-    programs: list[native.Program] = []
-    called: list[torch.Tensor] = []
-
-    def record_another() -> None:
-        called.append(chain(x, weights))
-        programs.append(native.record(lambda: chain(x, weights)))
-        called.append(chain(x, weights))
-
-    def step() -> torch.Tensor:
-        between = chain(x, weights[:1])
-        other = threading.Thread(target=record_another)
-        other.start()
-        other.join()
-        return chain(between, weights[1:])
-
-    programs.append(native.record(step))
-    for program in programs:
-        assert torch.equal(program.replay(5), expected)
-        assert len(program.replay_timed(5)[1]) == 3
-    assert [torch.equal(result, expected) for result in called] == [True, True]
 
 
 def test_run_concurrent_callers_and_changing_threads(lib):

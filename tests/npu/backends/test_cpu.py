@@ -360,9 +360,9 @@ def test_cpu_fetch_copies_result_of_previous_work(cpu):
 
 
 def test_cpu_captured_step_replays_any_rows(cpu):
-    x = torch.arange(1.0, 7.0).view(6, 1)
+    x, gamma = torch.arange(1.0, 7.0).view(6, 1), torch.ones(1)
     captured = cpu.capture(lambda rows: KERNELS["rms_norm"].implementations["cpu"].function(
-        x[:rows], torch.ones(1), 0.0), 6, decode=True)
+        x[:rows], gamma, 0.0), 6, decode=True)
     if cpu.kernels == GOLDEN:
         assert captured is None
         return
