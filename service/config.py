@@ -128,7 +128,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     hang_seconds: float = 60.0
     load_seconds: float = 0.0
     resume_seconds: float = 60.0
-    state_folder: str = ""
     health_port: int = 0
     log_format: Literal["auto", "text", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

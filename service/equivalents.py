@@ -1,4 +1,4 @@
-"""Flags of other servers and of their clients, and what to write here in their place.
+"""Flags of other servers, of their clients and of earlier versions, and what to write here in their place.
 
 `SERVERS` is the source of the tables in docs/configuration.md. `{name}` stands for a setting, which an error names as
 its source does: a flag, a variable, or a key of a file.
@@ -80,6 +80,11 @@ OTHERS: dict[tuple[str, ...], str] = {
     ("-t",): "{threads}",
 }
 SERVERS = VLLM | OTHERS
+REMOVED: dict[tuple[str, ...], str] = {
+    ("--state-folder",): (
+        "removed: a stream ends with its server. Leave the setting out; clients send such a request again"),
+}
+"""Settings of earlier versions."""
 
 CLIENTS: dict[tuple[str, ...], str] = {
     ("--model", "-m"): "leave it out: a server has one model",
@@ -105,12 +110,12 @@ VALUES = {
 
 
 def setting_for(name: str, show: Callable[[str], str]) -> str | None:
-    """Return the end of a sentence: what to write in place of a flag, a key or a variable of another server.
+    """Return the end of a sentence: what to write in place of a flag, a key or a variable of another server or version.
 
     name: as on its command line, with dashes or underscores, or without a prefix.
     show: returns how a setting is to be named.
     """
-    text = _find(SERVERS, name)
+    text = _find(SERVERS | REMOVED, name)
     return text and _ending(text.format_map(_Shown(show)))
 
 
@@ -130,7 +135,7 @@ class _Shown(dict[str, str]):
 
 
 def _ending(text: str) -> str:
-    if text.startswith("leave it out"):
+    if text.startswith(("leave it out", "removed: ")):
         return f"; {text}"
     if text.startswith("none: "):
         return f"; there is none here: {text.removeprefix('none: ')}"

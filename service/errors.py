@@ -46,6 +46,11 @@ class ServeError(Exception):
         super().__init__(message)
         self.message = message
 
+    @classmethod
+    def received(cls, message: str, retry_seconds: float) -> ServeError:
+        """Return the error of a message from another process. retry_seconds: 0 if the error is not retryable."""
+        return cls(message)
+
     @property
     def logged(self) -> str:
         """Return the text for logs and traces. It contains nothing that a client wrote."""
@@ -90,6 +95,11 @@ class InvalidField(ServeError):
         self.field = kept[0][0]
         listed = "; ".join(f"{path}: {text}" for path, text in self.violations)
         super().__init__(listed + (f"; and {omitted} more" if omitted else ""))
+
+    @classmethod
+    def received(cls, message: str, retry_seconds: float) -> InvalidField:
+        field, _, text = message.partition(": ")
+        return cls(field, text)
 
     def converted(self, convert: Callable[[str, str], tuple[str, str]]) -> InvalidField:
         """Return the error with other texts. convert: returns (path, description) of a bad field, given both."""
@@ -218,6 +228,10 @@ class Reserved(ServeError):
     def __init__(self, field: str):
         super().__init__(f"{field}: reserved, not implemented in this version")
 
+    @classmethod
+    def received(cls, message: str, retry_seconds: float) -> Reserved:
+        return cls(message.rpartition(": ")[0])
+
 
 class TurnedOff(ServeError):
     """A setting of the server turns this call off."""
@@ -266,6 +280,10 @@ class Retryable(ServeError):
         super().__init__(message)
         if retry_seconds is not None:
             self.retry_seconds = retry_seconds
+
+    @classmethod
+    def received(cls, message: str, retry_seconds: float) -> Retryable:
+        return cls(message, retry_seconds)
 
     def details(self) -> list[Message]:
         delay = duration_pb2.Duration()
@@ -328,18 +346,17 @@ def to_wire(error: ServeError) -> WireError:
 
 
 def from_wire(wire: WireError) -> ServeError:
-    """Convert the form sent between processes to an error; InternalError for an unknown class."""
+    """Convert the form sent between processes to an error; InternalError for a class that this process lacks."""
     name, message, retry_seconds = wire
-    if name == "InvalidField":
-        field, _, text = message.partition(": ")
-        return InvalidField(field, text)
-    for retryable in (QueueFull, Unavailable):
-        if name == retryable.__name__:
-            return retryable(message, retry_seconds)
-    plain: dict[str, type[ServeError]] = {
-        kind.__name__: kind for kind in (
-            DuplicateRequest, DeadlineExceeded, EngineKiller, NoTokenizer, ProfileRefused, StreamNotFound, TakenOver)}
-    return plain.get(name, InternalError)(message)
+    classes = {kind.__name__: kind for kind in _subclasses(ServeError)}
+    return classes.get(name, InternalError).received(message, retry_seconds)
+
+
+def _subclasses(kind: type[ServeError]) -> Iterator[type[ServeError]]:
+    """Yield the class and all classes derived from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _subclasses(derived)
 
 
 def _header_bytes(path: str, description: str) -> int:

@@ -23,100 +23,120 @@ from npuserve.service.toml_file import read_toml
 PREFIX = "NPUSERVE_"
 LISTED = "; docs/configuration.md lists them"
 
-# Fields of ServerConfig by group, in the order of --help.
+# Fields of ServerConfig by what a user wants to do, in the order of --help. The last group is for developers and for
+# unusual loads.
 SETTINGS: dict[str, dict[str, str]] = {
-    "model": {
+    "choose the model": {
         "model": "folder or hub name; none: the built-in model",
         "served_name": "model name for clients; none: the folder's name",
-        "device": "device of the model; auto takes the first available of npu, cuda, cpu",
-        "emulate": "run the device's code on an emulated device: checks calls and numbers, not speed",
-        "emulate_relax": "what the emulated device accepts beyond the real one, as a list of fp32, small_heads",
+        "max_model_len": "maximum tokens of prompt and answer together; 0: the model's limit",
         "dtype": "type of weights and activations; auto follows the checkpoint and the device",
         "lm_head_dtype": "type of the LM head and a tied embedding; int8: quantized when loaded; auto: the model's",
-        "max_model_len": "maximum tokens of prompt and answer together; 0: the model's limit",
     },
-    "network": {
+    "choose the device": {
+        "device": "device of the model; auto takes the first available of npu, cuda, cpu",
+        "tensor_parallel_size": "ranks that share the model, a process each, on GPUs and NPUs with a device each",
+        "threads": "CPU threads of the engine, or of each rank; 0: one per core",
+        "prefill_device": "device of prefill: same as the model's, or the host's cpu",
+    },
+    "reach the server": {
         "host": "address on which gRPC and metrics listen",
         "port": "port of gRPC; 0: a free one",
         "metrics_host": "address on which metrics listen; none: host",
         "metrics_port": "port of /metrics; 0: a free one",
+        "health_port": "port of health checks without TLS, for probes that do not support TLS; 0: none",
         "frontends": "front-end processes, which share the port, tokenize and stream",
         "max_connections": "maximum open connections per front end; above it, idle ones are closed for new ones",
         "max_message_size": "maximum size of a request, in bytes or as 4MiB; 0: what a request of this model can need",
-        "max_connection_age_seconds": "age after which a client must reconnect for further calls; 0: no limit",
-        "drain_seconds": "grace period of running requests after SIGTERM",
-        "resume_seconds": "time for which a stream can be resumed after its end or a lost connection; 0: never",
-        "state_folder": "folder that keeps unfinished streams across a restart of the server; none: they are lost",
-        "hang_seconds": "time without a heartbeat after which a process is killed and restarted",
-        "load_seconds": "time after which a reloading engine is killed; 0: 3 times the first load, at least 60 s",
-        "health_port": "port of health checks without TLS, for probes that do not support TLS; 0: none",
     },
-    "batching": {
+    "trade memory, throughput and latency": {
         "max_num_seqs": "maximum requests in a batch; capped by max_num_batched_tokens",
         "max_num_batched_tokens": "maximum tokens in a step: the budget of chunked prefill",
-        "decode_buckets": "row counts of captured decode steps, as in 1,2,4,8, on devices with graphs; none: automatic",
+        "kv_cache_memory": "size of the KV cache, in bytes or as 4GiB; 0: derived from the free memory",
+        "kv_cache_dtype": "type of the KV cache; auto: that of the activations; int8, fp8: twice the tokens in the "
+                          "same memory; fp8 on CUDA",
+        "block_size": "tokens per block of the KV cache, a power of two; 0: the backend's choice",
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
                    "as auto, without the sampler; off: never",
-        "capture_chunks": "capture steps with chunks of prompts too, up to 512 tokens, on devices with graphs",
+        "stream_interval": "tokens per stream message, except the first and last message",
+    },
+    "share the server between clients": {
         "max_queue": "maximum waiting requests; more are refused",
         "max_requests_per_client": "maximum requests at once per client (API key, certificate or address); 0: no limit",
-        "max_preparing": "maximum requests waiting to be tokenized, per front end and size class",
-        "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: no limit",
-        "max_buffered_tokens": "unread tokens of a stream at which its request pauses",
-        "slow_reader_seconds": "time after which a stream is cancelled if its client reads nothing",
-        "stream_interval": "tokens per stream message, except the first and last message",
-        "priority_aging_seconds": "waiting time that raises a request by one priority level",
         "min_priority": "lowest priority value that a request may have, unless its API key sets one; lower is earlier",
         "max_priority": "highest priority value that a request may have, unless its API key sets one",
-        "double_buffering": "launch a step before the tokens of the previous step are on the host",
-        "prefill_device": "device of prefill: same as the model's, or the host's cpu",
+        "slow_reader_seconds": "time after which a stream is cancelled if its client reads nothing",
+        "plain_content": "default for chats: special tokens in message text are plain text",
     },
-    "KV cache": {
-        "block_size": "tokens per block, a power of two; 0: the backend's choice",
-        "kv_cache_dtype": "auto: type of the activations; int8, fp8: twice the tokens in the same memory; fp8 on CUDA",
-        "kv_cache_memory": "size in bytes or as 4GiB; 0: derived from the free memory",
+    "reuse prefixes": {
         "prefix_cache": "reuse the blocks of equal prefixes",
-        "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with all, "
-                              "callers can probe what others have sent",
+        "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with "
+                              "all, callers can probe what others have sent",
         "kv_events": "publish changes of the prefix cache, with token ids: over gRPC (SubscribeKvEvents), or over "
                      "ZeroMQ too; needs pip install 'npuserve[gateway]'",
         "kv_events_endpoint": "ZeroMQ address of KV events; bound if its host is *, else connected to",
         "kv_events_replay_endpoint": "ZeroMQ address that replays kept KV events; none: no replays",
-        "kv_events_buffer": "number of batches of KV events that are kept for subscribers that missed them",
     },
-    "machine": {
-        "threads": "CPU threads of the engine, or of each rank; 0: one per core",
-        "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or fma after widening to fp32; auto: measured",
-        "cpu_weights": "bfloat16 weights on the CPU: compact is 12.25 bits per weight; auto: the faster measured",
-        "cpu_binding": "bind the engine's threads to processors near the device, where that is known; off: never",
-        "tensor_parallel_size": "ranks that share the model, a process each, on GPUs and NPUs with a device each",
-        "kernel_sampling": "time each kernel on every N-th step; 0: never",
-        "profile_dir": "folder for traces of profiles (npuserve profile); none: profiles are refused",
+    "stop, restart and resume": {
+        "drain_seconds": "grace period of running requests after SIGTERM",
+        "resume_seconds": "time for which a stream can be resumed after its end or a lost connection; 0: never",
+        "hang_seconds": "time without a heartbeat after which a process is killed and restarted",
     },
-    "metrics and traces": {
-        "metrics_vllm_aliases": "export metrics under vLLM's names too",
-        "target_ttft_seconds": "maximum time to first token of an answer that counts as goodput",
-        "target_itl_seconds": "maximum mean gap between tokens of an answer that counts as goodput",
-        "otlp_endpoint": "OTLP endpoint of traces, as http://host:4317 (pip install 'npuserve[otel]'); none: no traces",
-    },
-    "logs": {
-        "log_format": "auto: text on a terminal, JSON otherwise",
-        "log_level": "minimum level of log lines",
-        "log_prompts": "log the prompt of each request",
-        "debuggable": "allow core files and debuggers, which expose prompts",
-    },
-    "security": {
+    "secure the server": {
         "tls_cert": "PEM file of the server's certificate chain; none: no TLS",
         "tls_key": "PEM file of the certificate's key",
         "tls_client_ca": "PEM file of the CAs that sign client certificates; none: clients need no certificate",
         "api_keys": "file of API keys, written by npuserve keys; none: clients need no key",
         "admin_certificates": "comma-separated names of client certificates that may call AdminService",
-        "plain_content": "default for chats: special tokens in message text are plain text",
+    },
+    "watch the server": {
+        "log_format": "auto: text on a terminal, JSON otherwise",
+        "log_level": "minimum level of log lines",
+        "log_prompts": "log the prompt of each request",
+        "metrics_vllm_aliases": "export metrics under vLLM's names too",
+        "target_ttft_seconds": "maximum time to first token of an answer that counts as goodput",
+        "target_itl_seconds": "maximum mean gap between tokens of an answer that counts as goodput",
+        "otlp_endpoint": "OTLP endpoint of traces, as http://host:4317 (pip install 'npuserve[otel]'); none: no traces",
+        "profile_dir": "folder for traces of profiles (npuserve profile); none: profiles are refused",
+    },
+    "advanced": {
+        "emulate": "run the device's code on an emulated device: checks calls and numbers, not speed",
+        "emulate_relax": "what the emulated device accepts beyond the real one, as a list of fp32, small_heads",
+        "decode_buckets": "row counts of captured decode steps, as in 1,2,4,8, on devices with graphs; none: automatic",
+        "capture_chunks": "capture steps with chunks of prompts too, up to 512 tokens, on devices with graphs",
+        "double_buffering": "launch a step before the tokens of the previous step are on the host",
+        "cpu_gemm": "bfloat16 GEMM on the CPU: amx or bf16 instructions, or fma after widening to fp32; auto: measured",
+        "cpu_weights": "bfloat16 weights on the CPU: compact is 12.25 bits per weight; auto: the faster measured",
+        "cpu_binding": "bind the engine's threads to processors near the device, where that is known; off: never",
+        "kernel_sampling": "time each kernel on every N-th step; 0: never",
+        "priority_aging_seconds": "waiting time that raises a request by one priority level",
+        "max_preparing": "maximum requests waiting to be tokenized, per front end and size class",
+        "max_refusals_per_second": "maximum refusals per second of an address, per front end; more wait; 0: no limit",
+        "max_buffered_tokens": "unread tokens of a stream at which its request pauses",
+        "kv_events_buffer": "number of batches of KV events that are kept for subscribers that missed them",
+        "load_seconds": "time after which a reloading engine is killed; 0: 3 times the first load, at least 60 s",
+        "max_connection_age_seconds": "age after which a client must reconnect for further calls; 0: no limit",
+        "debuggable": "allow core files and debuggers, which expose prompts",
     },
 }
 
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
 _SIZES = {"kv_cache_memory", "max_message_size"}
+_METAVARS = {
+    "MODEL": ("model",),
+    "NAME": ("served_name",),
+    "NAME,...": ("admin_certificates",),
+    "HOST": ("host", "metrics_host"),
+    "PORT": ("port", "metrics_port", "health_port"),
+    "URL": ("otlp_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint"),
+    "FILE": ("tls_cert", "tls_key", "tls_client_ca", "api_keys"),
+    "FOLDER": ("profile_dir",),
+    "SIZE": tuple(_SIZES),
+    "TOKENS": ("max_model_len", "max_num_batched_tokens", "block_size", "stream_interval", "max_buffered_tokens"),
+    "ROWS,...": ("decode_buckets",),
+    "WORD,...": ("emulate_relax",),
+}
+"""What stands for a setting's value in --help: the settings that need another word than their type's."""
 _SIZE = re.compile(r"(\d{1,1000}(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)?", re.IGNORECASE)
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # Variables that Kubernetes sets in every container for a service named npuserve or npuserve-something.
@@ -282,6 +302,7 @@ def _metavar(name: str) -> str:
     kind = _FIELDS[name].type
     if get_origin(kind) is Literal:
         return "{" + ",".join(get_args(kind)) + "}"
-    if name in _SIZES:
-        return "SIZE"
-    return {int: "N", float: "SECONDS", str: "MODEL" if name == "model" else "TEXT"}[kind]
+    for metavar, names in _METAVARS.items():
+        if name in names:
+            return metavar
+    return {bool: "", int: "N", float: "SECONDS"}[kind]

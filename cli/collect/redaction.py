@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SECRET_SETTINGS = frozenset(
-    {"tls_cert", "tls_key", "tls_client_ca", "api_keys", "admin_certificates", "state_folder"})
+    {"tls_cert", "tls_key", "tls_client_ca", "api_keys", "admin_certificates"})
 """Settings that are paths of secrets, or names of persons."""
 REMOVED = "removed"
 

@@ -42,7 +42,7 @@ from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
-from npuserve.service.streams.records import Records, check_folder, load, save
+from npuserve.service.streams.records import Records
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
@@ -122,7 +122,6 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
 
     Raises the errors of `load_model`, ConfigError and TorchError.
     """
-    check_state_folder(args)  # first, since it may be impossible
     publisher = open_publisher(args)
     import_torch()
     import_large("npuserve.npu.execution.load")
@@ -184,11 +183,10 @@ def build_engine(
     socket = EngineSocket(args.address)
     lead = LeadRunner(runner, ranks.group) if ranks else runner
     profiler = open_profiler(args, runner, socket)
-    # SIGTERM may not end this process between the load of the streams, which removes their file, and the loop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    records = load_streams(config, model, args.folder)
     engine = Engine(scheduler, lead, socket, model, args.epoch, config.double_buffering,
-                    child.Heartbeat(args.heartbeat), records, frontends=config.frontends if args.epoch > 1 else 0,
+                    child.Heartbeat(args.heartbeat), Records(config.resume_seconds),
+                    frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
                     profiler=profiler, on_idle=ranks.check if ranks else None)
@@ -276,44 +274,6 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
     return found
 
 
-def check_state_folder(args: EngineArgs) -> None:
-    """Create the folder for `save_streams` at the server's start. Raises ConfigError if it is unusable."""
-    folder = args.config.state_folder
-    if not folder or args.epoch > 1:
-        return
-    try:
-        check_folder(Path(folder))
-    except OSError as error:
-        raise ConfigError(f"state_folder: {folder} cannot be used: {error.strerror or error}") from None
-
-
-def load_streams(config: ServerConfig, model: ModelInfo, folder: str) -> Records:
-    """Load the streams that the server kept when it stopped, so that they may be resumed."""
-    records = Records(config.resume_seconds)
-    if config.state_folder:
-        try:
-            count = load(Path(config.state_folder), model, folder, records)
-        except Exception as error:  # no content of the file prevents the start
-            logs.event(log, "the streams that were kept are lost", level=logging.ERROR,
-                       error=f"{type(error).__name__}: {error}")
-        else:
-            if count:
-                logs.event(log, "streams of the previous run can be resumed", streams=count)
-    return records
-
-
-def save_streams(engine: Engine, args: EngineArgs) -> None:
-    """Save the streams for `load_streams`, after the engine has ended."""
-    if args.config.state_folder:
-        try:
-            count = save(Path(args.config.state_folder), engine.model, args.folder, engine.registry.records)
-        except OSError as error:
-            logs.event(log, "the streams cannot be kept", level=logging.ERROR, error=str(error))
-        else:
-            if count:
-                logs.event(log, "streams are kept for the next start", streams=count)
-
-
 def main() -> int:
     args = child.read_arguments(EngineArgs)
     process_control.set_dumpable(args.config.debuggable)
@@ -344,7 +304,6 @@ def serve(args: EngineArgs, stop_order: StopOrder) -> int:
     process_control.request_slice()  # for this thread; the compute threads exist already
     gc.freeze()  # these objects stay: garbage collections between two steps skip them
     engine.run()
-    save_streams(engine, args)  # first: the rest may take longer than the supervisor waits
     if ranks:
         ranks.stop()
     engine.profiles.close()

@@ -162,12 +162,11 @@ class Frontend:
         self._health.drain()
         self._engine.kv_events.close(Unavailable("the server is draining"))
         await drain.wait()
-        is_kept = self._config.state_folder and self._engine.state == "ready"  # it keeps the streams
-        rest = "resume it with x-resume-token after the next start" if is_kept else "its output is lost"
         self._preparation.fail_all(
             Unavailable("the server shut down before the request was prepared, at the end of drain_seconds"))
         self._engine.fail_all(
-            Unavailable(f"the server shut down before the end of the answer, at the end of drain_seconds; {rest}"))
+            Unavailable("the server shut down before the end of the answer, at the end of drain_seconds; its output is "
+                        "lost"))
         await self._engine.close()
         await drain.stop()
         self._beating.cancel()

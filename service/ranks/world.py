@@ -41,7 +41,7 @@ JOIN_SECONDS = 600.0
 RESOLVE_SECONDS = 1.0
 """Pause between two attempts to resolve the address of the first host."""
 LOCAL_SETTINGS = ("host", "port", "metrics_host", "metrics_port", "health_port", "threads", "log_format", "log_level",
-                  "served_name", "model", "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys")
+                  "served_name", "model", "tls_cert", "tls_key", "tls_client_ca", "api_keys")
 """Settings that may differ between hosts."""
 
 

@@ -1,6 +1,6 @@
 """Slots of fixed state: their owners, and checkpoints by which prefix hits and samples continue a state.
 
-A model with layers of fixed state (npu/model/layers) keeps one state per request in a slot. A row reads the state of one
+A model with layers of fixed state (npu/model/layers) keeps one state per request in a slot. A row reads the state of a
 slot and writes that of another, or of the same one:
 
     in place            slot ──row──► slot           the usual case
@@ -8,7 +8,8 @@ slot and writes that of another, or of the same one:
     retractable         slot ──row──► spare          a constrained row: if its result is discarded, the state before it
                                                      is still in `slot`, and the row is computed again
 
-So a state is never advanced twice over a token, and nothing is copied but at these rows. A row at position 0 reads none.
+So a state is never advanced twice over a token, and nothing is copied but at these rows. A row at position 0 reads no
+state.
 
 A checkpoint is the state at a block boundary, under the digest of the block that ends there (block_manager.py). It is
 useful as long as that block is cached. The least recently used one is evicted when slots run out.

@@ -1,4 +1,4 @@
-"""Store of resumable streams, and the file that keeps them across a restart of the server.
+"""Store of resumable streams.
 
 The engine holds a record of each stream from its start. A front end holds the records of streams that ended, to send
 them to the next engine. A resume token is random, cannot be guessed, and contains nothing of the request.
@@ -6,28 +6,18 @@ them to the next engine. A resume token is random, cannot be guessed, and contai
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
 import secrets
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 
-from npuserve.service.ipc.messages import MAX_RESTORE_BYTES, EndedRecord, ModelInfo, Record, Request, Restore
+from npuserve.service.ipc.messages import MAX_RESTORE_BYTES, EndedRecord, Record, Request, Restore
 
 MAX_RECORDS = 4096
 MAX_BYTES = 64 << 20
 """Limits of the ended records, whatever resume_seconds is. The oldest are dropped first."""
 MAX_RECORD_BYTES = 8 << 20
 """Maximum size of one record. A stream whose record may exceed it gets no resume token."""
-FILE = "streams.msgpack"
-FILE_VERSION = 1
-"""Version of the file's content, to be raised with each change of Record, of a type within it, or of Request.options.
-The arrays have no names of fields: another version could mistake a field for another, or drop one."""
 # Largest msgpack encodings: token id, floating-point number, head of a list or string.
 _ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
 _RECORD_BYTES = 4096
@@ -191,107 +181,3 @@ def _memory(kept: EndedRecord) -> int:
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
-
-
-_DIGEST_BYTES = 32
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-
-
-class _Version(msgspec.Struct, array_like=True):
-    """Beginning of the content of each version."""
-
-    version: int
-
-
-class _File(_Version, array_like=True):
-    """Content of the file, behind its digest.
-
-    model: identity of the model, whose token ids the records hold.
-    records: encoded Records.
-    """
-
-    model: str
-    records: list[msgspec.Raw]
-
-
-def check_folder(folder: Path) -> None:
-    """Create the folder of `save`. Raises OSError if it cannot be created or written."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError("not writable")
-
-
-def save(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
-    """Write all records to the folder atomically and return their number. Nothing is written for 0.
-
-    name: name of the model's folder.
-
-    The file is readable by its owner only, because it holds prompts. Raises OSError; no partial file remains.
-    """
-    now = time.monotonic()
-    for record in list(records.live.values()):
-        records.end(record, now)
-    kept = records.ended(now)
-    if not kept:
-        return 0
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    data = [msgspec.Raw(one.data) for one in kept]
-    content = msgspec.msgpack.encode(_File(FILE_VERSION, _identity(model, name), data))
-    handle, path = tempfile.mkstemp(dir=folder, prefix=f".{FILE}-")  # mode 0600
-    try:
-        with open(handle, "wb") as file:
-            file.write(_digest(content) + content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path, folder / FILE)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-    return len(kept)
-
-
-def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
-    """Read the saved records into `records`, valid for `seconds` from now, remove the file, and return their number.
-
-    Partial files of a `save` that was killed are removed too: they hold prompts.
-
-    Returns 0 if there is no file. Raises OSError if the file cannot be read or removed. An altered file, one of another
-    model and one of another version are removed and raise ValueError.
-    """
-    path = folder / FILE
-    for partial in folder.glob(f".{FILE}-*"):
-        with contextlib.suppress(OSError):
-            partial.unlink()
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return 0
-    path.unlink()
-    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if digest != _digest(content):
-        raise ValueError("its checksum is wrong")
-    try:
-        version = msgspec.msgpack.decode(content, type=_Version).version
-    except msgspec.MsgspecError:  # before there were versions
-        version = 0
-    if version != FILE_VERSION:
-        raise ValueError("they are of another version of this server")
-    saved = msgspec.msgpack.decode(content, type=_File)
-    if saved.model != _identity(model, name):
-        raise ValueError(f"they are of another model: {saved.model}")
-    now = time.monotonic()
-    for record in [_decode(data) for data in saved.records]:
-        if record.request.arrival > now:  # after a reboot the clock starts at 0
-            record.request = msgspec.structs.replace(record.request, arrival=now)
-            record.timing = None
-        records.end(record, now)
-    return len(saved.records)
-
-
-def _identity(model: ModelInfo, name: str) -> str:
-    """Return a text that identifies the model."""
-    return f"{name} {model.family} {model.vocabulary_size} {model.parameters}"

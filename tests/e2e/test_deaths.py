@@ -1,4 +1,4 @@
-"""Streams survive the death of engines, front ends and connections, and a restart of the server."""
+"""Streams survive the death of engines, front ends and connections."""
 
 from __future__ import annotations
 
@@ -271,35 +271,3 @@ def connections(server: Server) -> dict[int, set[str]]:
             with contextlib.suppress(FileNotFoundError):
                 found[pid] |= {os.readlink(descriptor)} & established
     return found
-
-
-def test_streams_outlast_a_stop_if_their_state_is_kept(
-    kills: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = ("--state-folder", str(tmp_path / "state"), "--drain-seconds", "0")
-    slow = tmp_path / "slow"
-    monkeypatch.setenv(brittle.SLOW, str(slow))
-    ask = kills.asks(7, 400, seed=8)[6]
-    ask.stopping.max_tokens, ask.stopping.ignore_eos = 330, True
-    with serving(*flags, **COUNTING) as server:
-        alone = kills.stream(server.stub, ask)
-        slow.touch()  # the stream does not end before the server stops
-        reader = Reader(kills, server.target)
-        call = reader.begin(ask)
-        read(reader.answer, call, 3)
-        assert server.stop() == 0
-        with pytest.raises(grpc.RpcError) as left:
-            read(reader.answer, call)
-        assert left.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(left.value.trailing_metadata())["x-resume-token"] == reader.token
-    slow.unlink()
-    (kept,) = (tmp_path / "state").iterdir()
-    assert kept.stat().st_mode & 0o777 == 0o600
-    with serving(*flags, **COUNTING) as server:
-        assert list((tmp_path / "state").iterdir()) == []
-        other = Reader(kills, server.target)
-        other.answer, other.token = reader.answer, reader.token
-        read(other.answer, other.resume())
-        assert other.answer.same(alone)
-        other.close()
-    reader.close()

@@ -44,16 +44,11 @@ FLAGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--max-num-batch
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def server(state: Path) -> Iterator[Server]:
+def server() -> Iterator[Server]:
     """Server without any relaxation, shared by the first tests."""
     if reason := missing():
         pytest.skip(reason)
-    with serving(*FLAGS, "--state-folder", str(state)) as running:
+    with serving(*FLAGS) as running:
         yield running
 
 
@@ -83,7 +78,7 @@ def test_every_kernel_of_a_default_request_has_its_latency(server: Server) -> No
 
 
 def test_collect_beside_a_server_that_logs_prompts_holds_no_prompt(
-    server: Server, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompt, answer and chat are nowhere in the archive, compressed or not."""
     marker = "zebrafinch"
@@ -97,7 +92,7 @@ def test_collect_beside_a_server_that_logs_prompts_holds_no_prompt(
     until(lambda: marker in server.log, server)  # lines go through a queue
     log, path = tmp_path / "server.txt", tmp_path / "a.tar.gz"
     log.write_text(server.log)
-    assert main(["collect", "--output", str(path), "--log", str(log), *FLAGS, "--state-folder", str(state)]) == 0
+    assert main(["collect", "--output", str(path), "--log", str(log), *FLAGS]) == 0
     found = members(path)
     lines = found["server.log"].decode().splitlines()
     assert len(lines) >= 5

@@ -77,7 +77,6 @@ def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), [
-    (("--state-folder", "/dev/null/streams"), "state_folder: /dev/null/streams cannot be used: Not a directory"),
     (("--tensor-parallel-size", "64"), "tensor_parallel_size: 64 does not divide the model's 4 attention heads"),
 ])
 def test_serve_with_an_impossible_setting_ends_before_the_model_is_loaded(

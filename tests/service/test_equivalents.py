@@ -40,6 +40,8 @@ def test_no_flag_is_one_of_ours_and_none_stands_twice() -> None:
     ("SERVED_MODEL_NAME", "; here it is <served_name>, one name"),
     ("-c", "; here it is <max_model_len>"),
     ("--trust-remote-code", "; there is none here: code of a checkpoint is never run"),
+    ("state_folder",
+     "; removed: a stream ends with its server. Leave the setting out; clients send such a request again"),
     ("c", None), ("--banana", None), ("", None),
 ])
 def test_setting_for_names_it_as_its_source(name: str, ending: str | None) -> None:

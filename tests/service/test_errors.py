@@ -98,3 +98,19 @@ def test_clients_page_lists_every_reason_with_its_status() -> None:
     raised = kinds(errors.ServeError) - {errors.Retryable}
     assert len(listed) == len(raised)
     assert dict(listed) == {kind.reason(): code_pb2.Code.Name(kind.code) for kind in raised}
+
+
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ServeError)]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_from_wire_every_class_keeps_its_status(kind: type[errors.ServeError]) -> None:
+    error = kind("a", "must be 1, got 0") if issubclass(kind, InvalidField) else kind("a: must be 1, got 0")
+    if isinstance(error, errors.Retryable):
+        error.retry_seconds = 2.5
+    assert errors.to_status(errors.from_wire(errors.to_wire(error))) == errors.to_status(error)
+
+
+def test_from_wire_unknown_class_is_internal() -> None:
+    error = errors.from_wire(("NoSuchError", "why", 0.0))
+    assert (type(error), error.message) == (errors.InternalError, "why")

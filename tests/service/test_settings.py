@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from npuserve.cli.main import main
 from npuserve.service import settings
 from npuserve.service.config import ConfigError, ServerConfig
 
@@ -137,6 +138,44 @@ def test_load_error_names_source(flags: str, environ: dict[str, str], message: s
     pattern = re.escape(message).replace(devices, "auto, .*")
     with pytest.raises(ConfigError, match=f"^{pattern}"):
         load(flags, environ)
+
+
+@pytest.mark.parametrize("source", ["variable", "file", "flag"])
+def test_load_removed_setting_is_refused_with_what_to_do(
+    tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('state_folder = "/s"' if source == "file" else "")
+    environ = {"NPUSERVE_STATE_FOLDER": "/s"} if source == "variable" else {}
+    try:
+        load(f"--config {file}", environ) if source != "flag" else main(["serve", "--state-folder", "/s"])
+    except ConfigError as error:
+        message = str(error)
+    except SystemExit:
+        message = capsys.readouterr().err
+    assert "removed: a stream ends with its server. Leave the setting out" in message
+
+
+def test_settings_of_the_page_have_the_groups_and_order_of_help() -> None:
+    section = DOCUMENT.read_text().split("\n## Settings\n")[1].split("\n## ")[0]
+    tables = {group.partition("\n")[0].lower(): re.findall(r"^\| `(\w+)` \|", group, re.MULTILINE)
+              for group in section.split("\n### ")[1:]}
+    assert list(tables.items()) == [(group.lower(), list(names)) for group, names in settings.SETTINGS.items()]
+    assert list(tables)[-1] == "advanced"
+
+
+@pytest.mark.parametrize(("name", "metavar"), [
+    ("tls_cert", "FILE"), ("profile_dir", "FOLDER"), ("drain_seconds", "SECONDS"), ("kv_cache_memory", "SIZE"),
+    ("port", "PORT"), ("max_model_len", "TOKENS"), ("max_queue", "N"), ("log_level", "{debug,info,warning,error}"),
+])
+def test_metavar_names_what_a_value_is(name: str, metavar: str) -> None:
+    assert settings._metavar(name) == metavar
+
+
+def test_metavar_of_no_setting_is_unknown() -> None:
+    """Every text needs a word of its own."""
+    for field in msgspec.structs.fields(ServerConfig):
+        assert settings._metavar(field.name) or field.type is bool
 
 
 @pytest.mark.parametrize(("toml", "message"), [

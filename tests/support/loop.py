@@ -15,6 +15,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.state_slots import StateSlots
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ def serve(
 
     matcher: of a request with a constraint, after its output. min_forced, mask_seconds: of the scheduler, pipeline."""
     blocks = BlockManager(pool, runner.block_size)
+    slots = StateSlots.of(runner.num_slots)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
-                          min_forced=min_forced)
+                          min_forced=min_forced, slots=slots)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), runner.config.vocab_size, mask_seconds)
@@ -91,6 +93,7 @@ def serve(
             break
     assert not live, "requests never end"
     assert blocks.counts.used == 0, "blocks leaked"
+    assert slots is None or slots.num_used == 0, "slots leaked"
     runner.launch(Step([], ended=scheduler.take_ended()))
     assert not runner._sampler._states
     assert (pending > 0) <= (depth == 2)

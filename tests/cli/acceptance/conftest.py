@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from npuserve.cli.acceptance import command, latency
+from npuserve.cli.acceptance import kernels, latency, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.kernels import native
@@ -37,8 +37,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_large_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatencyCheck, "kernels", lambda *_: iter(()))
-    for name in ("check_sizes", "check_variants"):
-        monkeypatch.setattr(command, name, lambda *_, **__: iter(()))
+    monkeypatch.setattr(kernels, "check_sizes", lambda *_, **__: iter(()))
+    monkeypatch.setattr(variants, "check_variants", lambda *_, **__: iter(()))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from npuserve.cli import main as cli
-from npuserve.cli.acceptance import captures, command, latency, model
+from npuserve.cli.acceptance import captures, kernels, latency, model, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.kernels import ascend, registry
@@ -99,9 +99,9 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     with (
         mock.patch.object(latency, "BATCHES", (1, 8)), few_tokens(),
         mock.patch.object(latency, "READ_BYTES", 1 << 20), mock.patch.object(NativeLengths, "put", off),
-        mock.patch.object(command, "check_kernels", return_value=[]),
-        mock.patch.object(command, "check_sizes", return_value=[]),
-        mock.patch.object(command, "check_variants", return_value=[]),
+        mock.patch.object(kernels, "check_kernels", return_value=[]),
+        mock.patch.object(kernels, "check_sizes", return_value=[]),
+        mock.patch.object(variants, "check_variants", return_value=[]),
         mock.patch.object(model, "check_sampling", return_value=[]),
         mock.patch.object(model, "check_contexts", return_value=[]),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from npuserve.cli import main as cli
-from npuserve.cli.acceptance import command, model
+from npuserve.cli.acceptance import command, kernels, model
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.cli.acceptance.report import Finding
@@ -76,10 +76,10 @@ def test_findings_fatal_fault_ends_the_check(folder: Path, capsys: Capture, monk
         yield Finding("kernels", "linear", "", True)
         raise RuntimeError("the device is gone\nwhere: here")
 
-    monkeypatch.setattr(command, "check_kernels", lost)
+    monkeypatch.setattr(kernels, "check_kernels", lost)
     for fault, more in ((Fault.NODE, 0), (Fault.ENGINE, 0), (Fault.RETRYABLE, 1), (None, 1)):
         monkeypatch.setattr("npuserve.npu.backends.fault", lambda _, fault=fault: fault)
-        monkeypatch.setattr(command, "check_model", lambda *_, **__: iter([Finding("model", "it", "continued", True)]))
+        monkeypatch.setattr(model, "check_model", lambda *_, **__: iter([Finding("model", "it", "continued", True)]))
         monkeypatch.setattr(LatencyCheck, "kernels", lambda *_: iter(()))
         code, report = accepted(capsys, str(folder))
         assert code == 1
@@ -96,7 +96,7 @@ def test_check_accept_interrupt_reports_findings_so_far(
         yield Finding("kernels", "linear", "right", True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "check_kernels", interrupted)
+    monkeypatch.setattr(kernels, "check_kernels", interrupted)
     code = cli.main(["check", str(folder), "--accept", "--device", "cpu", "--threads", "1",
                      *(["--json"] if json_wanted else [])])
     out = capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_findings_failed_step_names_part_and_dtype_and_the_check_continues(
         raise RuntimeError("refused")
         yield
 
-    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: iter(()))
     for name in ("check_sampling", "check_contexts"):
         monkeypatch.setattr(model, name, lambda *_, **__: broken())
     code, report = accepted(capsys, str(folder), "--dtype", "bfloat16", "--block-size", "16")
@@ -141,7 +141,7 @@ def test_findings_failed_step_names_part_and_dtype_and_the_check_continues(
 @built
 @pytest.mark.usefixtures("no_large_cases")
 def test_soak_without_capture_is_reported(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((command, "check_kernels"), (model, "check_tokens"), (model, "check_sampling")):
+    for module, name in ((kernels, "check_kernels"), (model, "check_tokens"), (model, "check_sampling")):
         monkeypatch.setattr(module, name, lambda *_: iter(()))
     code, report = accepted(capsys, str(folder), "--capture", "off", "--soak", "1", "--block-size", "16")
     assert code == 0
@@ -154,7 +154,7 @@ def test_findings_no_bandwidth_skips_latency(folder: Path, capsys: Capture, monk
         raise TypeError("copy_() takes no such argument")
 
     monkeypatch.setattr("npuserve.cli.acceptance.latency.bandwidth", broken)
-    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: iter(()))
     code, report = accepted(capsys, str(folder))
     assert code == 1
     assert part_of(report, "memory")["error"]["said"] == "TypeError: copy_() takes no such argument"

@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 
-from npuserve.cli.acceptance import model, reference, replays, sampling, sizes, variants
+from npuserve.cli.acceptance import kernels, model, reference, replays, sampling, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
+from npuserve.cli.acceptance.kernels import check_sizes
 from npuserve.cli.acceptance.reference import Loaded
 from npuserve.cli.acceptance.replays import check_contexts, check_soak, crossing
 from npuserve.cli.acceptance.report import Finding
 from npuserve.cli.acceptance.sampling import check_sampling
-from npuserve.cli.acceptance.sizes import check_sizes
 from npuserve.cli.acceptance.variants import check_variants
 from npuserve.npu import emulator, storyteller
 from npuserve.npu.backends import select
@@ -108,12 +108,12 @@ SIZED = {
 @pytest.mark.parametrize("defect", SIZED)
 @emulated(relax=RELAX)
 def test_sizes_fail_with_each_defect(defect: str) -> None:
-    backend, (name, kernels) = started(), SIZED[defect]
-    size = next(size for size in sizes.SIZES if size.name == name)
+    backend, (name, failing) = started(), SIZED[defect]
+    size = next(size for size in kernels.SIZES if size.name == name)
     if defect == "top_k":
         size = replace(size, kernels=("sample",), wanted=lambda name: "top_k 20" in name)
-    with narrow_lm_heads(), mock.patch.object(sizes, "SIZES", (size,)), emulator.defects(defect):
-        assert failed(check_sizes(backend, quick=True)) == [f"{name}, {kernel}" for kernel in kernels]
+    with narrow_lm_heads(), mock.patch.object(kernels, "SIZES", (size,)), emulator.defects(defect):
+        assert failed(check_sizes(backend, quick=True)) == [f"{name}, {kernel}" for kernel in failing]
 
 
 @emulated(relax=RELAX)

@@ -6,7 +6,6 @@ import pytest
 
 from npuserve.cli.acceptance import latency
 from npuserve.cli.acceptance.latency import LatencyCheck
-from npuserve.kernels import registry
 from npuserve.kernels.registry import KERNELS, Implementation, KnownSpan, Span
 from npuserve.npu.backends.cpu import CpuBackend
 from tests.cli.acceptance.running import built
@@ -36,7 +35,7 @@ def test_latency_samplers_are_timed_and_judged(monkeypatch: pytest.MonkeyPatch) 
 
 @built
 def test_latency_kernels_are_compared_with_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "KERNELS", {"swiglu": KERNELS["swiglu"]})
+    monkeypatch.setattr(latency, "KERNELS", {"swiglu": KERNELS["swiglu"]})
     backend = CpuBackend()
     found = list(LatencyCheck(False, 0.0, bytes_per_second=1.0).kernels(backend))
     assert [x.name for x in found] == [f"swiglu {c.name}" for c in KERNELS["swiglu"].cases if c.benchmark]

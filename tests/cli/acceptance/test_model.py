@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.cli.acceptance import command
+from npuserve.cli.acceptance import kernels
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.model import MIN_EQUAL_SHARE, min_equal_share
 from npuserve.npu import backends
@@ -39,7 +39,7 @@ def test_check_tokens_corrupt_overlap_fails(folder: Path, capsys: Capture, monke
 
     monkeypatch.setattr(Runner, "launch", launched)
     monkeypatch.setattr(Runner, "collect", collected)
-    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: iter(()))
     code, report = accepted(capsys, str(folder))
     assert code == 1
     found = part_of(report, "tokens")["overlapped and not, float32"]
@@ -60,7 +60,7 @@ def test_check_tokens_verdict_is_the_same_on_both_sides_of_the_minimum(
         return dataclasses.replace(real(*arguments), positions=1000, equal=next(equal))
 
     monkeypatch.setattr(accept_tokens, "agreement", agreement)
-    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: iter(()))
     _, report = accepted(capsys, str(folder), "--dtype", "bfloat16")
     found = part_of(report, "tokens")["beside the CPU, bfloat16"]
     assert (found["figures"]["equal_argmax"], found["passed"]) == (0.989, True)
@@ -82,7 +82,7 @@ def test_check_tokens_float8_in_float32_is_judged_as_bfloat16(
 
     monkeypatch.setattr(backends, "_emulated", {"cpu": GoldenCpu})
     monkeypatch.setattr(accept_tokens, "agreement", agreement)
-    monkeypatch.setattr(command, "check_kernels", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: iter(()))
     _, report = accepted(capsys, str(folder))
     found = part_of(report, "tokens")["beside the CPU, float32"]
     assert (found["figures"]["equal_argmax_of_the_cpu"], found["passed"]) == (own / 1000, passes)

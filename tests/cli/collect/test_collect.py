@@ -242,7 +242,7 @@ def test_collect_output_that_cannot_be_written_is_an_error(home: Path, capsys: p
 
 def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
     config = ServerConfig(tls_cert="/c", tls_key="/k", tls_client_ca="/a", api_keys="/f", admin_certificates="ada",
-                          state_folder="/s", served_name="shown")
+                          served_name="shown")
     found = redaction.settings(msgspec.to_builtins(config))
     assert {name for name, value in found.items() if value == redaction.REMOVED} == redaction.SECRET_SETTINGS
     assert found["served_name"] == "shown"

@@ -1,8 +1,7 @@
-"""Parts of the engine process: the order to stop, the streams that a server kept when it stopped, and the profiler."""
+"""Parts of the engine process: the order to stop and the profiler."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from pathlib import Path
@@ -14,12 +13,8 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine import process
-from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, load_streams, open_profiler
-from npuserve.service.streams.records import FILE
+from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, open_profiler
 from tests.support.counting_runner import ServedRunner
-from tests.support.fake_engine import INFO
-
-NO_UTF8 = b"\x92\xa2\xff\xff\x90"
 
 
 @pytest.mark.parametrize("steps", [("give", "attach"), ("attach", "give")])
@@ -33,38 +28,21 @@ def test_stop_order_before_or_after_the_load_stops_the_engine(steps: tuple[str, 
     assert stops == ["stopped"]
 
 
-def test_streams_are_saved_before_anything_that_may_hang_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-
-    def ends(name: str, method: str = "close") -> Any:
-        return SimpleNamespace(**{method: lambda *_: order.append(name)})
-
-    engine = SimpleNamespace(run=lambda: order.append("loop"), profiles=ends("profiles"), grammars=ends("grammars"))
-    monkeypatch.setattr(process, "build", lambda _: (engine, ends("ranks", "stop")))
-    monkeypatch.setattr(process, "save_streams", lambda *_: order.append("streams"))
-    monkeypatch.setattr(process.gc, "freeze", lambda: None)
-    monkeypatch.setattr(process.process_control, "request_slice", lambda: None)
-    assert process.serve(Any, StopOrder()) == 0  # type: ignore[arg-type]
-    assert order[:2] == ["loop", "streams"]
-    assert sorted(order[2:]) == ["grammars", "profiles", "ranks"]
-
-
 @pytest.mark.parametrize(("epoch", "frontends"), [(1, 0), (2, 3)])
-def test_kept_streams_are_loaded_once_the_start_can_no_longer_fail(
+def test_restarted_engine_waits_for_the_front_ends_with_sigterm_ignored(
     monkeypatch: pytest.MonkeyPatch, epoch: int, frontends: int
 ) -> None:
-    """Their file is removed then. A restarted engine also waits for the front ends."""
     order: list[str] = []
 
     def spied(name: str) -> Any:
         return lambda *_, **options: order.append(f"{name} {options.get('frontends', '')}")
 
     monkeypatch.setattr(process.signal, "signal", lambda *call: order.append(f"{call[0].name} {call[1].name}"))
-    for name in ("load_streams", "CrashTracker", "EngineSocket", "open_profiler", "Engine"):
+    for name in ("CrashTracker", "EngineSocket", "open_profiler", "Engine"):
         monkeypatch.setattr(process, name, spied(name))
     runner: Any = ServedRunner(storyteller.FOLDER, 0.0)
     build_engine(EngineArgs(ServerConfig(frontends=3), "", "", epoch), runner, None, 0.0)
-    assert order[-3:] == ["SIGTERM SIG_IGN", "load_streams ", f"Engine {frontends}"]
+    assert order[-2:] == ["SIGTERM SIG_IGN", f"Engine {frontends}"]
 
 
 def test_engine_date_does_not_go_back_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,19 +55,6 @@ def test_engine_date_does_not_go_back_with_the_clock(monkeypatch: pytest.MonkeyP
         assert EngineArgs(ServerConfig(), "", "", 1).date == now
     assert dates == sorted(dates)
     assert all(60 <= date - 1.6e9 < 600 for date in dates)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"damaged", NO_UTF8, hashlib.blake2b(NO_UTF8, digest_size=32).digest() + NO_UTF8])
-def test_load_streams_damaged_file_is_logged_and_dropped(
-    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / FILE).write_bytes(content)
-    with caplog.at_level(logging.ERROR):
-        records = load_streams(ServerConfig(state_folder=str(tmp_path), resume_seconds=60.0), INFO, "/m")
-    assert records.ended(0.0) == []
-    assert [record.getMessage() for record in caplog.records] == ["the streams that were kept are lost"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_profile_dir_that_is_unusable_at_a_restart_turns_profiles_off(

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
-import stat
-import time
-import typing
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams, TokenLogprobs
-from npuserve.service.frontend import response_options
 from npuserve.service.ipc.messages import (
     MAX_RESTORE_BYTES,
     Constraint,
@@ -30,19 +22,13 @@ from npuserve.service.ipc.messages import (
     decode_to_engine,
     encode,
 )
-from npuserve.service.streams import records as module
 from npuserve.service.streams.records import (
-    FILE,
-    FILE_VERSION,
     Records,
     is_resumable,
-    load,
     max_size,
     new_token,
     restore_messages,
-    save,
 )
-from tests.support.fake_engine import INFO
 
 TIMING = Timing(0.5, [1.0], 2.0, 1.5, 0.5, 4.0)
 
@@ -247,140 +233,6 @@ def test_records_of_several_front_ends_expire_by_age() -> None:
     assert [one.token for one in limited.ended(1000.0)] == ["new"]
     assert kept.find("old", "me", 1006.0) is None
     assert kept.find("new", "me", 1006.0)
-
-
-def test_load_restores_saved_records_once(tmp_path: Path) -> None:
-    folder, kept = tmp_path / "deep" / "state", Records(10.0)
-    kept.begin(record("live", 4))
-    kept.end(record("done", 2, finish=True), time.monotonic())
-    assert save(folder, INFO, "/m", kept) == 2
-    (file,) = folder.iterdir()
-    assert (file.name, stat.S_IMODE(file.stat().st_mode)) == (FILE, 0o600)
-    fresh = Records(10.0)
-    assert load(folder, INFO, "/m", fresh) == 2
-    now = time.monotonic()
-    live, done = fresh.find("live", "me", now), fresh.find("done", "me", now)
-    assert live
-    assert done
-    assert (live.token_ids, live.finish, done.finish) == ([0, 1, 2, 3], None, Finish("length", 3, 0, 2, TIMING))
-    assert load(folder, INFO, "/m", Records(10.0)) == 0
-    assert list(folder.iterdir()) == []
-
-
-def test_load_of_another_model_drops_records_and_raises(tmp_path: Path) -> None:
-    for name, model in (("/other", INFO), ("/m", msgspec.structs.replace(INFO, vocabulary_size=5))):
-        kept = Records(10.0)
-        kept.end(record("t"), time.monotonic())
-        save(tmp_path, INFO, "/m", kept)
-        fresh = Records(10.0)
-        with pytest.raises(ValueError, match="they are of another model: /m "):
-            load(tmp_path, model, name, fresh)
-        assert not fresh.ended(time.monotonic())
-        assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("head", [[], [FILE_VERSION - 1], [FILE_VERSION + 1]])
-def test_load_of_another_version_drops_records_and_raises(tmp_path: Path, head: list[int]) -> None:
-    """The first versions had no number."""
-    kept = Records(10.0)
-    kept.end(record("t"), time.monotonic())
-    save(tmp_path, INFO, "/m", kept)
-    for rest in (msgspec.msgpack.decode((tmp_path / FILE).read_bytes()[32:])[1:], ["other"]):
-        other = msgspec.msgpack.encode([*head, *rest])
-        (tmp_path / FILE).write_bytes(hashlib.blake2b(other, digest_size=32).digest() + other)
-        with pytest.raises(ValueError, match="they are of another version of this server"):
-            load(tmp_path, INFO, "/m", fresh := Records(10.0))
-        assert not fresh.ended(time.monotonic())
-
-
-def test_file_version_is_that_of_the_types_in_the_file() -> None:
-    """After a change of a type, raise FILE_VERSION and write its new digest here."""
-    layouts = dict[str, str]()
-
-    def add(kind: Any) -> None:
-        for part in typing.get_args(kind):
-            add(part)
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__name__ not in layouts:
-            layouts[kind.__name__] = f"{kind.__struct_config__.array_like} {kind.__annotations__}"
-            for field in typing.get_type_hints(kind).values():
-                add(field)
-
-    add(tuple[Record, response_options._Options])
-    digest = hashlib.sha256(repr(sorted(layouts.items())).encode()).hexdigest()[:16]
-    assert (FILE_VERSION, digest) == (1, "bc8c6090e2a4b2fa")
-
-
-def test_save_without_records_writes_no_file(tmp_path: Path) -> None:
-    assert save(tmp_path / "state", INFO, "/m", Records(10.0)) == 0
-    assert not (tmp_path / "state").exists()
-
-
-def test_load_altered_file_is_removed_and_raises(tmp_path: Path) -> None:
-    """No altered bit is loaded as good, also where the file would still be valid msgpack."""
-    kept = Records(10.0)
-    kept.end(record("t"), time.monotonic())
-    save(tmp_path, INFO, "/m", kept)
-    good = (tmp_path / FILE).read_bytes()
-    altered = [good[:index] + bytes([good[index] ^ 1]) + good[index + 1 :] for index in range(len(good))]
-    for content in [*altered, b"", good[:20], good[: len(good) // 2], good + b"x"]:
-        (tmp_path / FILE).write_bytes(content)
-        fresh = Records(10.0)
-        with pytest.raises(ValueError, match="checksum"):
-            load(tmp_path, INFO, "/m", fresh)
-        assert not fresh.ended(time.monotonic())
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_save_full_disk_keeps_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Records(10.0)
-    kept.end(record("t"), time.monotonic())
-    save(tmp_path, INFO, "/m", kept)
-    before = (tmp_path / FILE).read_bytes()
-
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module.os, "fsync", full)
-    kept.end(record("u"), time.monotonic())
-    with pytest.raises(OSError, match="space"):
-        save(tmp_path, INFO, "/m", kept)
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
-    assert (tmp_path / FILE).read_bytes() == before
-
-
-def test_load_removes_partial_files_of_a_killed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save_streams() -> None:
-        kept = Records(10.0)
-        kept.end(record("t"), time.monotonic())
-        save(tmp_path, INFO, "/m", kept)
-
-    def kill(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", kill)
-        patch.setattr(os, "unlink", lambda _: None)  # a killed process removes nothing
-        with pytest.raises(KeyboardInterrupt):
-            save_streams()
-    assert [path.name.startswith(f".{FILE}-") for path in tmp_path.iterdir()] == [True]
-    save_streams()
-    assert load(tmp_path, INFO, "/m", Records(10.0)) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_load_after_reboot_resets_clocks(tmp_path: Path) -> None:
-    kept = Records(10.0)
-    one = record("t")
-    one.request = msgspec.structs.replace(one.request, arrival=time.monotonic() + 1e6)
-    one.timing = TIMING
-    kept.end(one, time.monotonic())
-    save(tmp_path, INFO, "/m", kept)
-    fresh = Records(10.0)
-    load(tmp_path, INFO, "/m", fresh)
-    found = fresh.find("t", "me", time.monotonic())
-    assert found
-    assert found.request.arrival <= time.monotonic()
-    assert found.timing is None
 
 
 def test_record_rest_of_request() -> None:
