@@ -109,9 +109,9 @@ class Sequence:
 
     __slots__ = (
         "account", "age_key", "blocks", "cached_tokens", "checkpoint_position", "deadline", "id", "is_deferred",
-        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens",
-        "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key", "request", "slots",
-        "state",         "timer", "token_ids", "was_admitted",
+        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
+        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key",
+        "request", "slots", "state", "timer", "token_ids", "was_admitted",
     )
 
     def __init__(

@@ -68,7 +68,7 @@ def serve(
     for tick in range(2000):
         while order and all_asks[order[0]].tick <= tick:
             index = order.pop(0)
-            request = Request(f"r{index}", arrival=float(index), **all_asks[index].fields)  # type: ignore[arg-type]
+            request = Request(**{"request_id": f"r{index}", "arrival": float(index)} | all_asks[index].fields)  # type: ignore[arg-type]
             sequence = scheduler.add(request, (b"", 0), float(tick)).sequence
             if request.constraint and matcher:
                 scheduler.constrain(sequence, matcher(request))

@@ -1,4 +1,4 @@
-"""Two families that no checkpoint has: one whose third layer has no attention, and one whose layers sum up their inputs.
+"""Two families that no checkpoint has: one whose third layer has no attention, and one with layers that sum up.
 
 Importing this module adds them to FAMILIES.
 """
@@ -85,5 +85,5 @@ def summing(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     return tuple((mixer, *layer[1:]) if index % 2 else layer for index, layer in enumerate(attention_and_mlp(data)))
 
 
-for family in (Family("gapped", "GappedForCausalLM", 512, gapped), Family("summing", "SummingForCausalLM", 512, summing)):
-    FAMILIES[family.architecture] = family
+FAMILIES["GappedForCausalLM"] = Family("gapped", "GappedForCausalLM", 512, gapped)
+FAMILIES["SummingForCausalLM"] = Family("summing", "SummingForCausalLM", 512, summing)
