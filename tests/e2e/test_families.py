@@ -1,0 +1,60 @@
+"""A family with a fixed state, served by gRPC: samples, prefix hits, and the death of its engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import engine_of
+from tests.e2e.server import Server, request, serving
+from tests.npu.model.test_layers import Oracle, prompts, save
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Oracle]]:
+    """Server whose processes import the toy families."""
+    folder, hooks = (tmp_path_factory.mktemp(name) for name in ("model", "hooks"))
+    oracle = Oracle("SummingForCausalLM", save(folder, "SummingForCausalLM"))
+    (hooks / "sitecustomize.py").write_text("import tests.support.toy_families\n")
+    environment = {**os.environ, "PYTHONPATH": f"{hooks}{os.pathsep}{ROOT}"}
+    arguments = (str(folder), "--dtype", "float32", "--kv-cache-memory", "8MiB", "--max-num-batched-tokens", "32",
+                 "--block-size", "16")
+    with serving(*arguments, process={"env": environment}) as server:
+        yield server, oracle
+
+
+def test_tokens_equal_plain_torch_while_the_engine_is_killed(served: tuple[Server, Oracle]) -> None:
+    server, oracle = served
+    asks = prompts(8, seed=3)
+
+    def ids(index: int) -> list[int]:
+        received: list[int] = []
+        for part in server.stub.StreamGenerate(request(asks[index], 150, ignore_eos=True), timeout=60):
+            received += part.token_ids
+            if index == 0 and len(received) == 2:
+                os.kill(engine_of(server), signal.SIGKILL)
+        return received
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(ids, range(8)))
+    assert found == [oracle.answer(tuple(prompt), 150) for prompt in asks]
+    assert server.metric("npuserve_engine_restarts_total") == 1
+
+
+def test_samples_and_prefix_hits_continue_a_copied_state(served: tuple[Server, Oracle]) -> None:
+    server, oracle = served
+    prompt = [token for part in prompts(3, seed=4) for token in part]
+    expected = oracle.answer(tuple(prompt), 20)
+    several, one = (server.stub.Generate(request(prompt, 20, ignore_eos=True, n=n), timeout=60) for n in (3, 1))
+    assert [list(sample.token_ids) for sample in several.samples] == [expected] * 3
+    assert list(one.token_ids) == expected
+    assert one.finish.usage.cached_tokens > 0
