@@ -193,7 +193,7 @@ def _checked(
 ) -> tuple[torch.dtype, torch.dtype, int]:
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
-    backend.check_heads(config.head_dim)
+    backend.check_heads(config.head_dim, config.rope.rotary_dim(config.head_dim))
     check_schemes(config, backend)
     if prefill:
         try:

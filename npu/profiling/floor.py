@@ -129,7 +129,8 @@ class MetaModel:
         ids = meta(starts[-1], dtype=torch.int64)
         kernels: Any = recorder
         batch: Any = SimpleNamespace(ids=ids, positions=ids, slot_mapping=ids, attention=metadata)
-        cos_sin = meta(self.config.context_length, self.config.head_dim, dtype=torch.float32)
+        rotary_dim = self.config.rope.rotary_dim(self.config.head_dim)
+        cos_sin = meta(self.config.context_length, rotary_dim, dtype=torch.float32)
         model = Model(self.config, self.weights, cos_sin, kernels)
         cache: Any = SimpleNamespace(layers=[(self.layer_cache, self.layer_cache)] * self.config.num_layers)
         hidden = model.hidden(batch, cache)

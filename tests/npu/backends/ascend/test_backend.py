@@ -380,9 +380,14 @@ def test_ascend_properties(tmp_path: Path) -> None:
         assert backend.resolve_dtype(asked, checkpoint) == dtype
     with pytest.raises(BackendError, match="dtype: 'float32' is not one of auto, bfloat16, float16"):
         backend.resolve_dtype("float32", "float32")
-    for size in (48, 100, 160, 192, 256):
-        with pytest.raises(BackendError, match=f"heads have {size} dimensions; npu takes multiples of 32 up to 128"):
+    assert backend.cache_shapes(5, 128, 2, 160, torch.bfloat16) == ((5, 128, 2, 256),) * 2
+    assert backend.cache_shapes(5, 128, 2, 256, torch.int8) == ((5, 2, 128, 256),) * 2
+    backend.check_heads(256, 64)
+    for size in (48, 100, 264, 288, 512):
+        with pytest.raises(BackendError, match=f"heads have {size} dimensions; npu takes multiples of 32 up to 256"):
             backend.check_heads(size)
+    with pytest.raises(BackendError, match=r"rotary embeddings cover 48 dimensions .* takes multiples of 32"):
+        backend.check_heads(96, 48)
 
 
 def test_default_buckets() -> None:
