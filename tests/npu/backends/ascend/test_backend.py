@@ -82,11 +82,21 @@ def test_ascend_sampled_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any
     equal_to_the_cpu(tmp_path, sampling)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@emulated(relax=RELAX, poison=True)
+def test_ascend_tokens_of_heads_of_256_equal_cpu(tmp_path: Path) -> None:
+    """Captured decode steps and chunks, over a cache whose heads have 256 dimensions."""
+    saved(tmp_path, head_dim=256)
+    got, results = answers(load(tmp_path), asks(5, 8))
+    expected, _ = answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(5, 8))
+    assert got == expected
+    assert sum(result.captured_decodes for result in results) > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 32), ("float16", 32), ("bfloat16", 256)])
 @emulated()
-def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str) -> None:
+def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str, head_dim: int) -> None:
     """Heads of 32 dimensions are padded to a size that attention supports. Logits are near the CPU's in float32."""
-    saved(tmp_path)
+    saved(tmp_path, head_dim=head_dim)
     npu, cpu = load(tmp_path, dtype=dtype), load(tmp_path, "cpu", threads=1)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     reports = []
