@@ -86,8 +86,10 @@ def test_ascend_sampled_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any
 def test_ascend_tokens_of_heads_of_256_equal_cpu(tmp_path: Path) -> None:
     """Captured decode steps and chunks, over a cache whose heads have 256 dimensions."""
     saved(tmp_path, head_dim=256)
-    got, results = answers(load(tmp_path), asks(5, 8))
-    expected, _ = answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(5, 8))
+    npu = load(tmp_path, kv_cache_memory=64 << 20)
+    cpu = load(tmp_path, "cpu", kv_cache_memory=64 << 20, block_size=128, threads=1)
+    got, results = answers(npu, asks(5, 8))
+    expected, _ = answers(cpu, asks(5, 8))
     assert got == expected
     assert sum(result.captured_decodes for result in results) > 0
 
