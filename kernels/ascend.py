@@ -61,9 +61,21 @@ torch_npu: Any = _Module("torch_npu")
 HEAD_DIM = 128
 """Size of a head in the KV cache, to which smaller heads are padded with zeros.
 
-Fused attention over a paged cache supports only this size of keys and values (documentation of
-FusedInferAttentionScore, layout TND). Zeros change neither scores nor sums.
+In the layout TND fused attention over a paged cache supports this size with any numbers of heads (documentation of
+FusedInferAttentionScore). Zeros change neither scores nor sums.
 """
+
+MAX_HEAD_DIM = 256
+"""Size of a head in the KV cache for heads above `HEAD_DIM`, which are padded to it.
+
+Fused attention in the layout TND supports sizes up to 256 since CANN 8.5, with more query heads than KV heads and a
+cache of (blocks, block size, heads * head size) (docs/ascend-audit.md, heads of 256).
+"""
+
+
+def stored_head_dim(head_dim: int) -> int:
+    """Return the size of a head in the KV cache for a model's heads of `head_dim`."""
+    return HEAD_DIM if head_dim <= HEAD_DIM else MAX_HEAD_DIM
 
 
 def padded(heads: Tensor, head_dim: int) -> Tensor:
@@ -83,10 +95,10 @@ def causal_mask(device: torch.device) -> Tensor:
 def by_head(cache: Quantized) -> Quantized:
     """Copy an int8 cache [B, block_size, Hkv, D] to the layout of the device: heads before tokens, scales in float32.
 
-    values: [B, Hkv, block_size, `HEAD_DIM`]. scale: [B, Hkv, block_size], as antiquant mode 5 of fused
+    values: [B, Hkv, block_size, `stored_head_dim`]. scale: [B, Hkv, block_size], as antiquant mode 5 of fused
     attention reads it.
     """
-    values = padded(cache.values, HEAD_DIM)
+    values = padded(cache.values, stored_head_dim(cache.values.shape[-1]))
     return Quantized(values.transpose(1, 2).contiguous(), cache.scale.float().transpose(1, 2).contiguous())
 
 

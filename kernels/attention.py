@@ -108,7 +108,12 @@ def _case(
         _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64),
         _case([(1, 700)], 4, 1, 16),
         _case([(1, 130), (5, 40), (1, 7)], 4, 2, 128),
+        _case([(1, 130), (5, 40), (1, 7)], 8, 2, 256),
+        _case([(33, 290), (1, 300)], 6, 1, 256),
+        _case([(1, 70), (2, 9)], 2, 2, 256),
         *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True) for rows in (1, 8, 32)),
+        *(_case([(1, 512)] * rows, 16, 4, 256, benchmark=True) for rows in (1, 32)),
+        _case([(512, 4096)], 16, 4, 256, benchmark=True),
         _case([(512, 512)], 16, 8, 128, benchmark=True),
         _case([(512, 4096)], 16, 8, 128, benchmark=True),
         _case([(1, 8192)], 16, 8, 128, 128, benchmark=True),
@@ -118,6 +123,8 @@ def _case(
             _case([(70, 70), (1, 300), (33, 290)], 6, 3, 64, cached=cached),
             _case([(1, 700)], 4, 1, 16, cached=cached),
             _case([(1, 130), (5, 40), (1, 7)], 4, 2, 128, cached=cached),
+            _case([(1, 130), (5, 40), (1, 7)], 8, 2, 256, cached=cached),
+            _case([(1, 70), (2, 9)], 2, 2, 256, cached=cached),
             *(_case([(1, 512)] * rows, 16, 8, 128, benchmark=True, cached=cached) for rows in (1, 32)),
             _case([(512, 4096)], 16, 8, 128, benchmark=True, cached=cached),
             _case([(1, 8192)], 16, 8, 128, 128, benchmark=True, cached=cached))),
@@ -216,7 +223,7 @@ def _in_large_blocks(args: tuple[Any, ...]) -> tuple[Any, ...]:
         regroup = in_rows if size % ascend.BLOCK else lambda cache: cache
         if isinstance(cache, Quantized):
             return ascend.by_head(Quantized(regroup(cache.values), regroup(cache.scale)))
-        return ascend.padded(regroup(cache), ascend.HEAD_DIM)
+        return ascend.padded(regroup(cache), ascend.stored_head_dim(cache.shape[-1]))
 
     caches = on_device(keys), on_device(values)
     if size % ascend.BLOCK:
@@ -240,7 +247,7 @@ def _with_own_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Run fused attention in its variable-length layout (TND): one call for decode rows and chunks.
 
-    k_cache, v_cache: [B, block_size, Hkv, `ascend.HEAD_DIM`], block_size a multiple of `ascend.BLOCK`; or
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.stored_head_dim`], block_size a multiple of `ascend.BLOCK`; or
         int8 as by `ascend.by_head`, which `_attend_int8` serves.
 
     The operator takes the lengths from the host. A captured graph keeps the lengths of its capture until
@@ -267,9 +274,15 @@ def _attend_rows(
 ) -> Tensor:
     """Attend with q [T, Hq, D], whose rows end at `ends`.
 
-    keys, values: [B, block_size, Hkv D] or [B, Hkv, block_size, D].
+    keys, values: [B, block_size, Hkv D], or [B, Hkv, block_size, D] for a D of `ascend.HEAD_DIM`.
     tables: [R, maxB] int32.
+
+    Heads above `ascend.HEAD_DIM` are supported only with more query heads than KV heads. Where there are as many,
+    each query head is given twice.
     """
+    if q.shape[2] > ascend.HEAD_DIM and q.shape[1] == kv_heads:
+        twice = q.repeat_interleave(2, dim=1)
+        return _attend_rows(twice, keys, values, tables, ends, contexts, scale, kv_heads)[:, ::2]
     out, _ = torch_npu.npu_fused_infer_attention_score(
         q,
         keys,
@@ -322,6 +335,8 @@ def _attend_int8(
     for first, last, width in _groups(contexts, singles, size):
         ids = metadata.block_tables[first:last, :width].flatten()
         keys, values = (_dequantized(cache, ids, q.dtype) for cache in (k_cache, v_cache))
+        if dim > ascend.HEAD_DIM:
+            keys, values = (blocks.transpose(1, 2).flatten(2) for blocks in (keys, values))
         tables = torch.arange(len(ids), dtype=torch.int32, device=q.device).view(last - first, width)
         ends = [end - starts[first] for end in starts[first + 1 : last + 1]]
         parts.append(_attend_rows(

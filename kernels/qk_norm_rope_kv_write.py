@@ -30,13 +30,16 @@ from npuserve.kernels.registry import Case, kernel, to_host
 
 def _case(
     tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = True, benchmark: bool = False,
-    cached: str = "",
+    cached: str = "", rotary_dim: int = 0,
 ) -> Case:
+    """Return a case. rotary_dim: numbers of a head that are rotated; 0 for all."""
+    rotary_dim = rotary_dim or head_dim
+
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Cache | float | None, ...]:
         blocks, block_size, max_positions = -(-tokens // 16) + 2, 16, max(64, tokens)
         qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
         gammas = [torch.rand(head_dim, generator=generator).add(0.5).to(dtype) if norm else None for _ in "qk"]
-        angles = torch.arange(max_positions)[:, None] * 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angles = torch.arange(max_positions)[:, None] * 1e4 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
         positions = torch.randint(max_positions, (tokens,), generator=generator)
         slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
@@ -45,7 +48,8 @@ def _case(
         k_cache, v_cache = quantized_as(cached, caches)
         return qkv, *gammas, 1e-6, cos_sin, positions, slots, k_cache, v_cache, q_heads
 
-    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{'' if norm else ' no norm'}{cached and f' {cached}'}"
+    rotated = "" if rotary_dim == head_dim else f" rotary {rotary_dim}"
+    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{rotated}{'' if norm else ' no norm'}{cached and f' {cached}'}"
     return Case(name, make, benchmark, head_dim, QUANTIZED.get(cached))
 
 
@@ -56,12 +60,20 @@ def _case(
         _case(7, 3, 1, 10, norm=False),
         _case(33, 6, 3, 16),
         _case(5, 4, 2, 128),
+        _case(5, 4, 1, 256),
+        _case(18, 6, 2, 256, rotary_dim=64),
+        _case(7, 3, 1, 16, rotary_dim=6),
+        _case(1, 4, 2, 64, norm=False, rotary_dim=32),
         *(_case(t, 16, 8, 128, benchmark=True) for t in (1, 32, 512)),
+        *(_case(t, 16, 4, 256, benchmark=True, rotary_dim=64) for t in (1, 512)),
         *(case for cached in QUANTIZED for case in (
             _case(7, 3, 1, 10, norm=False, cached=cached),
             _case(33, 6, 3, 16, cached=cached),
             _case(5, 4, 2, 64, cached=cached),
             _case(5, 4, 2, 128, cached=cached),
+            _case(5, 4, 1, 256, cached=cached),
+            _case(18, 6, 2, 256, rotary_dim=64, cached=cached),
+            _case(7, 3, 1, 16, norm=False, rotary_dim=6, cached=cached),
             *(_case(t, 16, 8, 128, benchmark=True, cached=cached) for t in (1, 512)))),
     ],
 )
@@ -81,19 +93,19 @@ def qk_norm_rope_kv_write(
 
     qkv: [T, (Hq + 2 Hkv) D].
     q_gamma, k_gamma: [D], or None for models without this norm.
-    cos_sin: [P, D] float32, cosines in the first half.
+    cos_sin: [P, R] float32, R <= D even, cosines in the first half. The first R numbers of a head are rotated, the
+        others are not.
 
     positions: [T] int64 below P.
     slot_mapping: [T] int64, block * block_size + offset, each at most once. Negative slots are not written.
     k_cache, v_cache: [B, block_size, Hkv, D], contiguous, written in place. For a quantized cache, `quantize_heads`
         quantizes the rounded values.
 
-    Returns q [T, Hq, D]. Rotary embedding covers the whole head in rotate-half form, as in GPT-NeoX (Su et al. 2021,
-    arXiv:2104.09864). It is computed in float32 and rounded once.
+    Returns q [T, Hq, D]. Rotary embedding is in rotate-half form, as in GPT-NeoX (Su et al. 2021, arXiv:2104.09864). It
+    is computed in float32 and rounded once.
     """
-    head_dim = cos_sin.shape[-1]
-    kv_heads = (qkv.shape[1] // head_dim - num_q_heads) // 2
-    heads = qkv.view(len(qkv), num_q_heads + 2 * kv_heads, head_dim)
+    kv_heads = (k_cache.values if isinstance(k_cache, Quantized) else k_cache).shape[2]
+    heads = qkv.view(len(qkv), num_q_heads + 2 * kv_heads, -1)
     q, k, v = torch.split(heads, [num_q_heads, kv_heads, kv_heads], dim=1)
     if q_gamma is not None:
         q = normalize(q, q_gamma, eps)
@@ -109,9 +121,18 @@ def qk_norm_rope_kv_write(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [..., D] by cos and sin [..., D / 2], which are broadcast; in the wider dtype of x and cos."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    """Rotate the first R numbers of heads x [..., D] by cos and sin [..., R / 2], which are broadcast.
+
+    Computes in the wider dtype of x and cos.
+    """
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+
+def head_dim_of(qkv: Tensor, num_q_heads: int, kv_heads: int) -> int:
+    """Return D of qkv [T, (Hq + 2 Hkv) D]."""
+    return qkv.shape[1] // (num_q_heads + 2 * kv_heads)
 
 
 def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -119,8 +140,9 @@ def _pack(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    head_dim = args[4].shape[-1]
-    return *args[:7], unpack_keys(args[7]), unpack_values(args[8], head_dim), args[9]
+    keys = unpack_keys(args[7])
+    head_dim = (keys.values if isinstance(keys, Quantized) else keys).shape[-1]
+    return *args[:7], keys, unpack_values(args[8], head_dim), args[9]
 
 
 @native.implementation(qk_norm_rope_kv_write, adapt=_pack, restore=_unpack)
@@ -138,13 +160,14 @@ def _(
 ) -> Tensor:
     """Write to k_cache and v_cache in the layout of `layout`."""
     kind, (keys, values), scales = native_parts(k_cache, v_cache)
-    kv_heads, dim = keys.shape[1], cos_sin.shape[1]
+    kv_heads = keys.shape[1]
+    dim = head_dim_of(qkv, num_q_heads, kv_heads)
     q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
     native.call(
         "qk_norm_rope_kv_write",
         (f"qk_norm_rope_kv_write{kind}", qkv.dtype,
          [qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, keys, values, q, *scales],
-         [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(keys)], [eps]))
+         [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(keys), cos_sin.shape[1]], [eps]))
     return q
 
 
@@ -159,7 +182,7 @@ def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     def on_device(cache: Cache) -> Cache:
         if isinstance(cache, Quantized):
             return ascend.by_head(Quantized(grown(cache.values), grown(cache.scale)))
-        return ascend.padded(grown(cache), ascend.HEAD_DIM)
+        return ascend.padded(grown(cache), ascend.stored_head_dim(cache.shape[-1]))
 
     slots = torch.where(slots < 0, padding + torch.arange(len(slots)), slots)
     return ascend.to_device((*others, slots, on_device(keys), on_device(values), heads))
@@ -168,10 +191,10 @@ def _with_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Undo `_with_padding`. Exact scales of an int8 cache are rounded up as by `quantize_heads`, and 0 becomes 1."""
     *others, slots, keys, values, heads = to_host(args)
-    head_dim = args[4].shape[1]
 
     def as_given(cache: Cache) -> Cache:
         made = ascend.by_token(cache) if isinstance(cache, Quantized) else cache
+        head_dim = head_dim_of(args[0], heads, (made.values if isinstance(made, Quantized) else made).shape[2])
         kept = len(made) - -(-len(slots) // block_size(made))
         if isinstance(made, Quantized):
             scale = torch.where(made.scale > 0, rounded_up(made.scale), 1.0)
@@ -197,17 +220,19 @@ def _(
 ) -> Tensor:
     """Launch one Triton kernel where there is one, else the operators of torch_npu.
 
-    The operators round cosines and sines to qkv's dtype, as transformers does. One token takes five operators. For more
+    npu_mrope rotates as many numbers of a head as the table has columns. The operators round cosines and sines to qkv's
+    dtype, as transformers does. One token takes five operators. For more
     tokens the values are copied to be contiguous, and each norm covers all heads. Only npu_mrope reads the heads of its
     argument in place, by the stride of the rows
     (https://gitcode.com/cann/ops-transformer/blob/master/posembedding/rope_with_sin_cos_cache/op_host/op_api/aclnn_rope_with_sin_cos_cache.cpp).
     Any other operator copies them first.
 
     slot_mapping: not negative. Values to discard are written to a block that no request reads.
-    k_cache, v_cache: [B, block_size, Hkv, `ascend.HEAD_DIM`], or int8 as by `ascend.by_head`.
+    k_cache, v_cache: [B, block_size, Hkv, `ascend.stored_head_dim`], or int8 as by `ascend.by_head`.
     """
-    tokens, dim = len(qkv), cos_sin.shape[1]
-    kv_heads = (qkv.shape[1] // dim - num_q_heads) // 2
+    tokens = len(qkv)
+    kv_heads = k_cache.values.shape[1] if isinstance(k_cache, Quantized) else k_cache.shape[2]
+    dim = head_dim_of(qkv, num_q_heads, kv_heads)
     if (ascend.fused_heads is not None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
             and dim == k_cache.shape[-1]):
         return ascend.fused_heads(
@@ -229,7 +254,7 @@ def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) 
     For an int8 cache each token's head is a row of npu_dynamic_quant, whose scale is the largest magnitude divided by
     127, and is written as a token of one head.
     """
-    wide = ascend.HEAD_DIM
+    wide = ascend.stored_head_dim(k.shape[-1])
     k, v = ascend.padded(k, wide), ascend.padded(v, wide)
     if isinstance(k_cache, Quantized) and isinstance(v_cache, Quantized):
         places = ascend.head_slots(slots, k_cache)

@@ -104,7 +104,7 @@ class Bench:
         config = ModelConfig.from_folder(self.folders[format.checkpoint], format.lm_head)  # type: ignore[arg-type]
         weights = load_weights(self.folders[format.checkpoint], config, getattr(torch, format.dtype), backend,
                                lambda *_: None)
-        cos_sin = cos_sin_table(config.rope, config.rotary_dim, max(map(len, sequences)), backend.device)
+        cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max(map(len, sequences)), backend.device)
         model = Model(config, weights, cos_sin, KernelSet(backend.kernels))
         cache = torch.int8 if format.kv_cache == "int8" else None
         yield from forced_logits(model, backend, sequences, self.budget, cache_dtype=cache)

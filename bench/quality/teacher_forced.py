@@ -41,7 +41,7 @@ def served_logits(folder: Path, sequences: list[list[int]], dtype: str, budget: 
     """Return [tokens, vocabulary] float32 logits of each sequence, computed as in the engine."""
     backend, config = select("cpu"), ModelConfig.from_folder(folder)
     weights = load_weights(folder, config, getattr(torch, dtype), backend, lambda *_: None)
-    cos_sin = cos_sin_table(config.rope, config.rotary_dim, max(map(len, sequences)), backend.device)
+    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max(map(len, sequences)), backend.device)
     model = Model(config, weights, cos_sin, KernelSet(backend.kernels))
     return list(forced_logits(model, backend, sequences, budget, BLOCK))
 

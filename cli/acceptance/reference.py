@@ -59,7 +59,7 @@ def load(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         num_slots=plan.num_slots)
-    cos_sin = cos_sin_table(config.rope, config.rotary_dim, plan.max_model_len, backend.device)
+    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, plan.max_model_len, backend.device)
     return Loaded(runner, Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend)
 
 
@@ -81,7 +81,7 @@ def load_reference(
     backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
-    cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, backend.device)
+    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, backend.device)
     return Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend
 
 

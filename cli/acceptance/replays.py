@@ -259,7 +259,7 @@ def shortened(loaded: Loaded, longest: int) -> Model:
     count = min(LAYERS, model.config.num_layers)
     config = model.config.first_layers(count)
     weights = replace(model.weights, layers=model.weights.layers[:count])
-    cos_sin = cos_sin_table(config.rope, config.rotary_dim, longest, loaded.backend.device)
+    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, longest, loaded.backend.device)
     return Model(config, weights, cos_sin, model.kernels)
 
 

@@ -266,6 +266,6 @@ def load(
     return Model(
         config.first_layers(layers),
         dataclasses.replace(weights, layers=weights.layers[:layers]),
-        cos_sin_table(config.rope, config.rotary_dim, max_model_len or config.context_length, device.device),
+        cos_sin_table(config.rope, config.attention.head_dim, max_model_len or config.context_length, device.device),
         KernelSet(device.kernels, fuse=False),
     ), device

@@ -131,9 +131,8 @@ def _linear_argmax_shard(
 
 def _qk_norm_rope_kv_write(qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, eps: float, cos_sin: Tensor,
                            positions: Tensor, slots: Tensor, keys: Cache, values: Cache, q_heads: int) -> Cost:
-    tokens, dim = len(qkv), cos_sin.shape[1]
-    kv_heads = (qkv.shape[1] // dim - q_heads) // 2
-    turned = tokens * dim * (q_heads + kv_heads)
+    tokens, (kv_heads, dim) = len(qkv), (keys.values if isinstance(keys, Quantized) else keys).shape[2:]
+    turned = tokens * cos_sin.shape[1] * (q_heads + kv_heads)
     normed = tokens * dim * ((q_gamma is not None) * q_heads + (k_gamma is not None) * kv_heads)
     written = tokens * (q_heads * dim * qkv.itemsize + _token_bytes(keys) + _token_bytes(values))
     moved = qkv.nbytes + written + tokens * cos_sin[:1].nbytes + nbytes(q_gamma, k_gamma, positions, slots)
@@ -165,7 +164,7 @@ def _decoder_layers(
     moved, operations = 2 * residual.nbytes, 0
     kind: Peak = "bf16"
     for layer, (keys, values) in zip(layers, caches, strict=True):
-        q = residual.new_empty(len(residual), heads, cos_sin.shape[1])
+        q = residual.new_empty(len(residual), heads, layer.o.weight.shape[1] // heads)
         attention = _paged_attention(q, keys, values, metadata, scale)
         moved += nbytes(layer) + attention.nbytes
         operations += attention.operations

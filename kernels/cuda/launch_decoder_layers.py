@@ -79,15 +79,17 @@ def form_of(weights: Sequence[Weight]) -> int | None:
 
 
 def constants_of(
-    rows: int, layers: Sequence[LayerWeights], keys: Cache, head_dim: int, heads: int, blocks: int, shared: int
+    rows: int, layers: Sequence[LayerWeights], keys: Cache, rotary_dim: int, heads: int, blocks: int, shared: int
 ) -> dict[str, int] | None:
     """Return the constants of a compilation; None if the kernel does not take such a model or number of rows.
 
+    rotary_dim: rotated numbers of a head. The kernel rotates whole heads.
     blocks: multiprocessors of the device. shared: bytes of shared memory that a block may have.
     """
-    if rows not in ROWS or head_dim not in (64, 128):
+    if rows not in ROWS or not isinstance(keys, Tensor) or keys.dtype != torch.bfloat16:
         return None
-    if not isinstance(keys, Tensor) or keys.dtype != torch.bfloat16 or keys.shape[3] != head_dim:
+    head_dim = keys.shape[3]
+    if head_dim not in (64, 128) or rotary_dim != head_dim:
         return None
     linears = [linear for x in layers for linear in x.linears]
     form = form_of([linear.weight for linear in linears])

@@ -41,6 +41,18 @@ def check(
                          f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}")
 
 
+def rotary_dim(name: str, cos_sin: Tensor, head_dim: int, device: torch.device) -> int:
+    """Return the columns of a table of cosines and sines.
+
+    Raises ValueError unless it is contiguous in float32 on `device` and its columns are even, from 2 to `head_dim`.
+    """
+    columns = cos_sin.shape[-1]
+    if cos_sin.dim() != 2 or columns % 2 or not 2 <= columns <= head_dim:
+        raise ValueError(f"{name}: {list(cos_sin.shape)} is not [positions, an even number of at most {head_dim}]")
+    check(name, cos_sin, tuple(cos_sin.shape), (torch.float32,), device)
+    return columns
+
+
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 

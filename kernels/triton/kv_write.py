@@ -15,16 +15,18 @@ from npuserve.kernels.triton.qk_norm_rope_kv_write import scaled
 def kv_write_kernel(
     qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, k_scale, v_scale, q_out,
     eps, qkv_stride: tl.int64,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Run the kernel qk_norm_rope_kv_write.
 
     k_scale, v_scale: [B, block_size, KV_HEADS] bfloat16 of quantized caches, or None.
-    HALF: half the size of a head. HALF_BLOCK: the smallest power of two that is at least HALF.
+    HALF: half of the rotated numbers of a head. REST: its other numbers.
+    HALF_BLOCK, REST_BLOCK: the smallest powers of two that are at least HALF and REST.
     HEADS: a power of two. A program processes HEADS heads of a token. The programs of a token process its queries,
         then its keys, then its values.
     """
+    DIM: tl.constexpr = 2 * HALF + REST
     Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     KV_GROUPS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0) // (Q_GROUPS + 2 * KV_GROUPS)
@@ -41,63 +43,94 @@ def kv_write_kernel(
 
     source = qkv + token * qkv_stride
     if group < Q_GROUPS:
-        a, b, offsets, inside = _rotated_heads(
-            source, q_gamma, eps, cos, sin, group * HEADS, Q_HEADS, HALF, HALF_BLOCK, HEADS)
-        target = q_out + token.to(tl.int64) * (Q_HEADS * 2 * HALF) + offsets
-        tl.store(target, a.to(q_out.dtype.element_ty), mask=inside)
-        tl.store(target + HALF, b.to(q_out.dtype.element_ty), mask=inside)
+        first = group * HEADS
+        a, b, rest = _rotated_heads(
+            source, q_gamma, eps, cos, sin, first, Q_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
+        target = q_out + token.to(tl.int64) * (Q_HEADS * DIM)
+        offsets, inside = _head_offsets(first, Q_HEADS, DIM, HALF, HALF_BLOCK, HEADS)
+        tl.store(target + offsets, a.to(q_out.dtype.element_ty), mask=inside)
+        tl.store(target + offsets + HALF, b.to(q_out.dtype.element_ty), mask=inside)
+        if REST > 0:
+            offsets, inside = _head_offsets(first, Q_HEADS, DIM, REST, REST_BLOCK, HEADS)
+            tl.store(target + offsets + 2 * HALF, rest.to(q_out.dtype.element_ty), mask=inside)
     elif slot >= 0:
         if group < Q_GROUPS + KV_GROUPS:
             first = (group - Q_GROUPS) * HEADS
-            a, b, offsets, inside = _rotated_heads(
-                source + Q_HEADS * 2 * HALF, k_gamma, eps, cos, sin, first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
-            _store(a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty), offsets, inside, k_cache, k_scale, slot,
-                  first, KV_HEADS, HALF, HEADS)
+            a, b, rest = _rotated_heads(
+                source + Q_HEADS * DIM, k_gamma, eps, cos, sin, first, KV_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK,
+                HEADS)
+            dtype = qkv.dtype.element_ty
+            _store(a.to(dtype), b.to(dtype), rest.to(dtype), k_cache, k_scale, slot, first, KV_HEADS, HALF, HALF_BLOCK,
+                   REST, REST_BLOCK, HEADS)
         else:
             first = (group - Q_GROUPS - KV_GROUPS) * HEADS
-            offsets, inside = _head_offsets(first, KV_HEADS, HALF, HALF_BLOCK, HEADS)
-            values = source + (Q_HEADS + KV_HEADS) * 2 * HALF + offsets
-            _store(tl.load(values, mask=inside, other=0.0), tl.load(values + HALF, mask=inside, other=0.0), offsets,
-                  inside, v_cache, v_scale, slot, first, KV_HEADS, HALF, HEADS)
+            a, b, rest = _heads(
+                source + (Q_HEADS + KV_HEADS) * DIM, first, KV_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
+            _store(a, b, rest, v_cache, v_scale, slot, first, KV_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
 
 
 @triton.jit
-def _head_offsets(first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr):
-    """Return the offsets [HEADS, HALF_BLOCK] of the first halves of heads from `first` on, and their mask."""
+def _head_offsets(
+    first, COUNT: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):
+    """Return the offsets [HEADS, BLOCK] of the first SIZE numbers of heads from `first` on, and their mask."""
     heads = first + tl.arange(0, HEADS)
-    places = tl.arange(0, HALF_BLOCK)
-    return heads[:, None] * (2 * HALF) + places[None, :], (heads[:, None] < COUNT) & (places[None, :] < HALF)
+    places = tl.arange(0, BLOCK)
+    return heads[:, None] * DIM + places[None, :], (heads[:, None] < COUNT) & (places[None, :] < SIZE)
+
+
+@triton.jit
+def _heads(
+    source, first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+):
+    """Load both halves of the rotated numbers of heads, and the others; REST 0: any numbers for these."""
+    offsets, inside = _head_offsets(first, COUNT, 2 * HALF + REST, HALF, HALF_BLOCK, HEADS)
+    a = tl.load(source + offsets, mask=inside, other=0.0)
+    b = tl.load(source + HALF + offsets, mask=inside, other=0.0)
+    rest = a
+    if REST > 0:
+        offsets, inside = _head_offsets(first, COUNT, 2 * HALF + REST, REST, REST_BLOCK, HEADS)
+        rest = tl.load(source + 2 * HALF + offsets, mask=inside, other=0.0)
+    return a, b, rest
 
 
 @triton.jit
 def _rotated_heads(
     source, gamma, eps, cos, sin, first,
-    COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Return both halves of the heads in float32, normalized if there is a gamma, and rotated."""
-    offsets, inside = _head_offsets(first, COUNT, HALF, HALF_BLOCK, HEADS)
-    a = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
+    """Return the heads as `_heads` in float32, normalized if there is a gamma, and rotated."""
+    a, b, rest = _heads(source, first, COUNT, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
+    a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
     if gamma is not None:
         places = tl.arange(0, HALF_BLOCK)
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / (2 * HALF + REST) + eps)
         a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
         b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
-    return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], offsets, inside
+        if REST > 0:
+            others = tl.arange(0, REST_BLOCK)
+            rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0))
+    return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], rest
 
 
 @triton.jit
 def _store(
-    a, b, offsets, inside, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    a, b, rest, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    REST: tl.constexpr, REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Write both halves to the cache. Quantization is bit-identical to `quantize_heads`."""
-    target = cache + slot * (KV_HEADS * 2 * HALF) + offsets
-    if scales is None:
-        tl.store(target, a, mask=inside)
-        tl.store(target + HALF, b, mask=inside)
-    else:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+    """Write heads as of `_heads` to the cache. Quantization is bit-identical to `quantize_heads`."""
+    DIM: tl.constexpr = 2 * HALF + REST
+    target = cache + slot * (KV_HEADS * DIM)
+    if scales is not None:
+        a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        if REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
         INT8: tl.constexpr = cache.dtype.element_ty == tl.int8
         LARGEST: tl.constexpr = 127.0 if INT8 else 448.0
         exact = tl.div_rn(largest, tl.full((HEADS,), LARGEST, tl.float32))
@@ -105,8 +138,15 @@ def _store(
         scale = tl.where(exact > 0, above.to(tl.float32, bitcast=True), 1.0)
         heads = first + tl.arange(0, HEADS)
         tl.store(scales + slot * KV_HEADS + heads, scale.to(tl.bfloat16), mask=heads < KV_HEADS)
-        tl.store(target, _rounded(a, scale, INT8).to(cache.dtype.element_ty), mask=inside)
-        tl.store(target + HALF, _rounded(b, scale, INT8).to(cache.dtype.element_ty), mask=inside)
+        a, b = _rounded(a, scale, INT8), _rounded(b, scale, INT8)
+        if REST > 0:
+            rest = _rounded(rest, scale, INT8)
+    offsets, inside = _head_offsets(first, KV_HEADS, DIM, HALF, HALF_BLOCK, HEADS)
+    tl.store(target + offsets, a.to(cache.dtype.element_ty), mask=inside)
+    tl.store(target + offsets + HALF, b.to(cache.dtype.element_ty), mask=inside)
+    if REST > 0:
+        offsets, inside = _head_offsets(first, KV_HEADS, DIM, REST, REST_BLOCK, HEADS)
+        tl.store(target + offsets + 2 * HALF, rest.to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit

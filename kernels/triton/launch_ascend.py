@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels.triton.common import INT32, check, matrix, power, within
+from npuserve.kernels.triton.common import INT32, check, matrix, power, rotary_dim, within
 from npuserve.kernels.triton.qk_norm_rope_kv_write import qk_norm_rope_kv_write_kernel
 
 PROGRAMS = 65535
@@ -48,16 +48,17 @@ def qk_norm_rope_kv_write(
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
         if gamma is not None:
             check(name, gamma, (head_dim,), (qkv.dtype,), qkv.device)
-    check("cos_sin", cos_sin, (len(cos_sin), head_dim), (torch.float32,), qkv.device)
+    rotary = rotary_dim("cos_sin", cos_sin, head_dim, qkv.device)
     for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
         check(name, tensor, (tokens,), (torch.int64,), qkv.device)
     q = torch.empty(tokens, num_q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        half_block = power(head_dim // 2)
+        half_block, rest_block = power(rotary // 2), power(max(1, head_dim - rotary))
         qk_norm_rope_kv_write_kernel[(min(tokens, PROGRAMS),)](
             qkv=qkv, q_gamma=q_gamma, k_gamma=k_gamma, cos_sin=cos_sin, positions=positions, slot_mapping=slot_mapping,
             k_cache=k_cache, v_cache=v_cache, q_out=q, tokens=tokens, eps=eps,
             qkv_stride=qkv.stride(0), q_stride=q.stride(0),
-            Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, HALF_BLOCK=half_block,
-            HEADS=min(BLOCK // half_block, power(max(num_q_heads, kv_heads))))
+            Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=rotary // 2, HALF_BLOCK=half_block, REST=head_dim - rotary,
+            REST_BLOCK=rest_block,
+            HEADS=min(max(1, BLOCK // max(half_block, rest_block)), power(max(num_q_heads, kv_heads))))
     return q

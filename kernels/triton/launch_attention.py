@@ -12,7 +12,17 @@ from torch import Tensor
 from npuserve.kernels import triton
 from npuserve.kernels.kv_cache import QUANTIZED, Cache, setting_of
 from npuserve.kernels.quantized import Quantized
-from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
+from npuserve.kernels.triton.common import (
+    FLOATS,
+    INT32,
+    check,
+    matrix,
+    power,
+    processors,
+    rotary_dim,
+    shared_memory,
+    within,
+)
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.kv_write import kv_write_kernel
 from npuserve.kernels.triton.linear_tiles import SHARED_BYTES
@@ -256,7 +266,7 @@ def qk_norm_rope_kv_write(
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
         if gamma is not None:
             check(name, gamma, (dim,), (qkv.dtype,), qkv.device)
-    check("cos_sin", cos_sin, (len(cos_sin), dim), (torch.float32,), qkv.device)
+    rotary = rotary_dim("cos_sin", cos_sin, dim, qkv.device)
     for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
         check(name, tensor, (tokens,), (torch.int64,), qkv.device)
     # A thread has 16 bytes of each half of a head of 128. Many tokens need fewer programs each.
@@ -267,8 +277,9 @@ def qk_norm_rope_kv_write(
     if tokens:
         kv_write_kernel[(tokens * programs,)](
             qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, keys, values, k_scale, v_scale, q,
-            eps, qkv.stride(0), Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=dim // 2, HALF_BLOCK=power(dim // 2),
-            HEADS=heads, num_warps=heads // 4, **dependent(qkv))
+            eps, qkv.stride(0), Q_HEADS=num_q_heads, KV_HEADS=kv_heads, HALF=rotary // 2,
+            HALF_BLOCK=power(rotary // 2), REST=dim - rotary, REST_BLOCK=power(max(1, dim - rotary)), HEADS=heads,
+            num_warps=heads // 4, **dependent(qkv))
     return q
 
 

@@ -14,24 +14,29 @@ import triton.language as tl
 def qk_norm_rope_kv_write_kernel(
     qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, q_out,
     tokens, eps, qkv_stride: tl.int64, q_stride: tl.int64,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
     """Run the kernel qk_norm_rope_kv_write.
 
-    HALF: half the size of a head. HALF_BLOCK: the smallest power of two that is at least HALF.
+    HALF: half of the rotated numbers of a head. REST: its other numbers.
+    HALF_BLOCK, REST_BLOCK: the smallest powers of two that are at least HALF and REST.
     HEADS: a power of two, heads processed at a time."""
+    DIM: tl.constexpr = 2 * HALF + REST
     places = tl.arange(0, HALF_BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         angles = cos_sin + tl.load(positions + token) * (2 * HALF) + places
         cos = tl.load(angles, mask=places < HALF, other=0.0)
         sin = tl.load(angles + HALF, mask=places < HALF, other=0.0)
         q = qkv + token * qkv_stride
-        _rotate_heads(q, q_gamma, eps, cos, sin, q_out + token * q_stride, Q_HEADS, HALF, HALF_BLOCK, HEADS)
+        _rotate_heads(q, q_gamma, eps, cos, sin, q_out + token * q_stride, Q_HEADS, HALF, HALF_BLOCK, REST,
+                      REST_BLOCK, HEADS)
         slot = tl.load(slot_mapping + token)
         if slot >= 0:
-            size: tl.constexpr = KV_HEADS * 2 * HALF
-            k = q + Q_HEADS * 2 * HALF
-            _rotate_heads(k, k_gamma, eps, cos, sin, k_cache + slot * size, KV_HEADS, HALF, HALF_BLOCK, HEADS)
+            size: tl.constexpr = KV_HEADS * DIM
+            k = q + Q_HEADS * DIM
+            _rotate_heads(k, k_gamma, eps, cos, sin, k_cache + slot * size, KV_HEADS, HALF, HALF_BLOCK, REST,
+                          REST_BLOCK, HEADS)
             for start in range(0, size, HEADS * HALF_BLOCK):
                 x = start + tl.arange(0, HEADS * HALF_BLOCK)
                 tl.store(v_cache + slot * size + x, tl.load(k + size + x, mask=x < size), mask=x < size)
@@ -40,29 +45,43 @@ def qk_norm_rope_kv_write_kernel(
 @triton.jit
 def _rotate_heads(
     source, gamma, eps, cos, sin, target,
-    COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Normalize COUNT heads [COUNT, 2 HALF] of `source` if there is a gamma, rotate them, and store them in
-    `target`."""
+    """Normalize COUNT heads [COUNT, 2 HALF + REST] of `source` if there is a gamma, rotate the first 2 HALF numbers,
+    and store the heads in `target`."""
+    DIM: tl.constexpr = 2 * HALF + REST
     places = tl.arange(0, HALF_BLOCK)
     for start in range(0, COUNT, HEADS):
         heads = start + tl.arange(0, HEADS)
-        offsets = heads[:, None] * (2 * HALF) + places[None, :]
+        offsets = heads[:, None] * DIM + places[None, :]
         inside = (heads[:, None] < COUNT) & (places[None, :] < HALF)
+        if REST > 0:
+            others = tl.arange(0, REST_BLOCK)
+            beside = heads[:, None] * DIM + 2 * HALF + others[None, :]
+            kept = (heads[:, None] < COUNT) & (others[None, :] < REST)
+            rest = tl.load(source + beside, mask=kept, other=0.0).to(tl.float32)
         a = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(source + HALF + offsets, mask=inside, other=0.0).to(tl.float32)
         if gamma is not None:
-            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)
+            squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            if REST > 0:
+                squares += tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(squares / DIM + eps)
             a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
             b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+            if REST > 0:
+                rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0))
         first, second = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
         tl.store(target + offsets, first.to(target.dtype.element_ty), mask=inside)
         tl.store(target + HALF + offsets, second.to(target.dtype.element_ty), mask=inside)
+        if REST > 0:
+            tl.store(target + beside, rest.to(target.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def scaled(x, scale, gamma):
-    """Return x [HEADS, HALF_BLOCK] float32 times scale [HEADS] times gamma [HALF_BLOCK].
+    """Return x [HEADS, n] float32 times scale [HEADS] times gamma [n].
 
     Both products are rounded to gamma's dtype.
     """

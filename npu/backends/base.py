@@ -344,8 +344,8 @@ class Backend(ABC):
         keys.flatten(0, 1)[slots] = new_keys
         values.flatten(0, 1)[slots] = new_values
 
-    def check_heads(self, head_dim: int) -> None:
-        """Raise BackendError for a head size that the kernels do not support."""
+    def check_heads(self, head_dim: int, rotary_dim: int | None = None) -> None:
+        """Raise BackendError for a head size, or rotated numbers of a head, that the kernels do not support."""
         return
 
     def check_ranks(self, size: int) -> None:

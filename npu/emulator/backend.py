@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from npuserve.kernels.ascend import HEAD_DIM, FusedHeads
+from npuserve.kernels.ascend import MAX_HEAD_DIM, FusedHeads
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.cann import preflight
@@ -55,4 +55,4 @@ class EmulatedAscend(AscendBackend):
         return fused_heads.launch if self.triton else None
 
     def supports_heads(self, head_dim: int) -> bool:
-        return head_dim <= HEAD_DIM if "small_heads" in self.relaxations else super().supports_heads(head_dim)
+        return head_dim <= MAX_HEAD_DIM if "small_heads" in self.relaxations else super().supports_heads(head_dim)

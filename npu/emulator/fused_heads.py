@@ -21,9 +21,9 @@ def launch(
     tensors = (qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, k_cache, v_cache, q)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors[1:])
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
-    numbers = (ctypes.c_int64 * 8)(
+    numbers = (ctypes.c_int64 * 9)(
         tokens, num_q_heads, kv_heads, dim, len(cos_sin), k_cache.shape[0] * k_cache.shape[1], qkv.stride(0),
-        _DTYPES[qkv.dtype])
+        _DTYPES[qkv.dtype], cos_sin.shape[1])
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
     if code := ctypes.CDLL("libopapi.so").emu_fused_heads(pointers, numbers, ctypes.c_double(eps), stream):
         raise RuntimeError(f"qk_norm_rope_kv_write_kernel: error code is {code}")

@@ -112,7 +112,7 @@ class HostPrefill:
         self._cache = cache
         self._held = [0] * num_blocks
         self._kernels = KernelSet(host.kernels, observe, host.span)
-        cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, host.device)
+        cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, host.device)
         self._model = Model(config, weights, cos_sin, self._kernels)
         self._mirror = StateStore.allocate(config, num_blocks, block_size, dtype, host)
         self._buffers = BatchBuffers(max_tokens, max_rows, -(-max_model_len // block_size), block_size, None, host)

@@ -228,7 +228,7 @@ def _checked(
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
     for state in config.paged_states:
-        backend.check_heads(state.head_dim)
+        backend.check_heads(state.head_dim, config.rotary_dim)
     check_schemes(config, backend)
     if prefill:
         try:

@@ -108,7 +108,7 @@ class Runner:
         self.deterministic = backend.deterministic
         self.backend = backend
         self._kernels = KernelSet(backend.kernels, observe, backend.span)
-        cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, backend.device)
+        cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size

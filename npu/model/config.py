@@ -93,7 +93,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Columns of the table of rotary embeddings."""
-        return self.attention.head_dim
+        return self.rope.rotary_dim(self.attention.head_dim)
 
     @property
     def paged_states(self) -> list[Paged]:

@@ -17,10 +17,14 @@ from npuserve.npu.model.rope_config import RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return [length, head_dim] float32: row p has the cosines (first half) and sines (second half) of position p."""
-    half = head_dim // 2
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
-    table = torch.empty(length, head_dim)
+    """Return [length, R] float32: row p has the cosines (first half) and sines (second half) of position p.
+
+    R, the rotated numbers of a head, is `rope.rotary_dim(head_dim)`.
+    """
+    rotary_dim = rope.rotary_dim(head_dim)
+    half = rotary_dim // 2
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rotary_dim)
+    table = torch.empty(length, rotary_dim)
     torch.cos(angles, out=table[:, :half])
     torch.sin(angles, out=table[:, half:])
     if rope.attention_factor != 1.0:
@@ -28,9 +32,9 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.de
     return table.to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return [head_dim / 2] float32: radians per position of each pair of dimensions."""
-    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """Return [rotary_dim / 2] float32: radians per position of each pair of dimensions."""
+    powers = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     plain = 1.0 / powers
     match rope.kind:
         case "default":
@@ -40,7 +44,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         case "llama3":
             return _llama3(rope, plain)
         case "yarn":
-            kept = 1 - _yarn_ramp(rope, head_dim)
+            kept = 1 - _yarn_ramp(rope, rotary_dim)
             return 1.0 / (rope.factor * powers) * (1 - kept) + plain * kept
 
 
@@ -54,17 +58,17 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     return torch.where((wavelength >= shortest) & (wavelength <= longest), mixed, stretched)
 
 
-def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return [head_dim / 2]: 0 for pairs with more than beta_fast rotations in the original context, 1 for pairs with
+def _yarn_ramp(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """Return [rotary_dim / 2]: 0 for pairs with more than beta_fast rotations in the original context, 1 for pairs with
     fewer than beta_slow, linear between."""
 
     def pair(rotations: float) -> float:
-        return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
-    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
@@ -23,6 +23,7 @@ class RopeConfig:
     low_freq_factor, high_freq_factor: (llama3).
     beta_fast, beta_slow, truncate: (yarn).
     attention_factor: factor of cos and sin (yarn).
+    partial_rotary_factor: part of a head that is rotated, above 0 and at most 1 (all).
     """
 
     kind: RopeKind
@@ -35,13 +36,42 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many numbers of a head are rotated: the first ones."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
-def parse_rope(data: Mapping[str, Any], context: int) -> RopeConfig:
+def parse_rope(data: Mapping[str, Any], context: int, *, partial_of: int = 0) -> RopeConfig:
     """Parse rope_theta and rope_scaling (transformers 4), or rope_parameters (5), which contain both.
 
     context: max_position_embeddings.
+    partial_of: size of a head for a family that can rotate a part of it; 0 for families that rotate all, whatever
+        partial_rotary_factor is (transformers' modules of Llama, Qwen2 and Qwen3).
     """
+    rope = _parse(data, context)
+    factor = _partial_rotary_factor(data)
+    if factor == 1:
+        return rope
+    if not partial_of:
+        raise ModelError(f"config.json: partial_rotary_factor: {factor} is not supported; supported: 1")
+    rope = replace(rope, partial_rotary_factor=factor)
+    rotary_dim = rope.rotary_dim(partial_of)
+    if not 0 < factor < 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise ModelError(f"config.json: partial_rotary_factor: must be above 0, at most 1, and rotate an even number "
+                         f"of the {partial_of} dimensions of a head, got {factor}")
+    return rope
+
+
+def _partial_rotary_factor(data: Mapping[str, Any]) -> float:
+    for values in (data.get("rope_scaling"), data.get("rope_parameters"), data):
+        if isinstance(values, Mapping) and values.get("partial_rotary_factor") is not None:
+            return number(values, "partial_rotary_factor")
+    return 1.0
+
+
+def _parse(data: Mapping[str, Any], context: int) -> RopeConfig:
     key = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
     values = data.get(key) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
@@ -49,9 +79,6 @@ def parse_rope(data: Mapping[str, Any], context: int) -> RopeConfig:
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ModelError(f"config.json: {key}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-    partial = values.get("partial_rotary_factor", data.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"config.json: partial_rotary_factor: {partial} is not supported; supported: 1")
     theta = number(values, "rope_theta", number(data, "rope_theta", 10000.0))
     if kind == "default":
         return RopeConfig(kind, theta)

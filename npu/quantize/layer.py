@@ -59,7 +59,7 @@ class Layer:
     blocks: the layer's blocks.
     weights: weights of the checkpoint, by name in the layer.
     dtypes: dtypes of the weights in the checkpoint.
-    cos_sin: [P, D] float32, as by `rope.cos_sin_table`.
+    cos_sin: [P, R] float32, as by `rope.cos_sin_table`.
     int8: dequantized weights of the projections that are computed in int8.
     power: sum over tokens of x_j^2 / mean(x^2); None if not recorded. The key is the first projection with input x.
     """

@@ -90,7 +90,7 @@ def quantize_checkpoint(
                     for first, piece in source.pieces(name):
                         writer.write(name, piece, first)
             hidden = [source.rows(f"{config.prefix}embed_tokens.weight", torch.tensor(ids)) for ids in sequences]
-            cos_sin = cos_sin_table(config.rope, config.rotary_dim, max(map(len, sequences), default=0))
+            cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max(map(len, sequences), default=0))
             for index in range(config.num_layers):
                 progress(index, config.num_layers)
                 strengths.append(_layer(config, index, source, writer, int8, hidden, cos_sin, strength))

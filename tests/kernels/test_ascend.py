@@ -54,16 +54,19 @@ def test_every_kernel_has_an_implementation() -> None:
     assert {name for name, kernel in KERNELS.items() if not kernel.optional} - OURS == set()
 
 
-def real_case(name: str) -> Case:
-    """Return the smallest case with heads of 128 dimensions."""
-    return next(case for case in KERNELS[name].cases if case.name.endswith("16/8x128"))
+def real_cases(name: str) -> list[Case]:
+    """Return the smallest case with heads of 128 dimensions, and the cases of 256."""
+    cases = KERNELS[name].cases
+    smallest = next(case for case in cases if case.name.endswith("16/8x128"))
+    return [smallest, *(case for case in cases if case.head_dim == 256 and taken(case))]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "index"), [(name, index) for name in HEADS for index in range(len(real_cases(name)))])
 @emulated()
-def test_heads_of_128_need_no_relaxation(name: str, dtype: str) -> None:
-    compare(KERNELS[name], implementation(name), real_case(name), getattr(torch, dtype))
+def test_heads_of_128_and_256_need_no_relaxation(name: str, index: int, dtype: str) -> None:
+    case = with_levels(real_cases(name)[index], ascend.LEVELS)
+    compare(KERNELS[name], implementation(name), case, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("name", sorted(OURS))

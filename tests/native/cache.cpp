@@ -47,6 +47,7 @@ bf16 scale_of(const T *x, int64_t size) {
 struct RopeSize {
     int64_t q_heads, kv_heads, dim, block_size, tokens;
     bool norm;
+    int64_t rotary;
 };
 
 template <class T, class N>
@@ -54,19 +55,20 @@ void rope() {
     constexpr bool INT8 = sizeof(N) == 1;
     const double EPS = 1e-6;
     const int64_t POSITIONS = 60;
-    for (RopeSize s : {RopeSize{4, 2, 128, 16, 37, true}, {6, 2, 64, 32, 20, true}, {2, 2, 40, 16, 21, true},
-                       {4, 1, 10, 16, 5, false}, {2, 1, 64, 16, 70, false}}) {
-        int64_t wide = (s.q_heads + 2 * s.kv_heads) * s.dim, half = s.dim / 2;
+    for (RopeSize s : {RopeSize{4, 2, 128, 16, 37, true, 128}, {6, 2, 64, 32, 20, true, 64}, {2, 2, 40, 16, 21, true, 40},
+                       {4, 1, 10, 16, 5, false, 10}, {2, 1, 64, 16, 70, false, 64}, {4, 1, 256, 16, 21, true, 256},
+                       {6, 2, 256, 32, 20, true, 64}, {3, 1, 16, 16, 9, true, 6}, {2, 1, 64, 16, 5, false, 22}}) {
+        int64_t wide = (s.q_heads + 2 * s.kv_heads) * s.dim, half = s.rotary / 2;
         Layout<N> cache{s.tokens / s.block_size + 3, s.kv_heads, s.dim, s.block_size};
         Program call(s.tokens);
         Array<T> qkv = call.normal<T>(s.tokens * wide, wide);
         Array<T> q_gamma = call.normal<T>(s.dim), k_gamma = call.normal<T>(s.dim);
         if (!s.norm) q_gamma.data = k_gamma.data = nullptr;
-        Array<float> cos_sin = call.read<float>(POSITIONS * s.dim);
+        Array<float> cos_sin = call.read<float>(POSITIONS * s.rotary);
         for (int64_t i = 0; i < POSITIONS * half; i++) {
             double angle = random_numbers.uniform() * 6.3;
-            cos_sin[i / half * s.dim + i % half] = float(std::cos(angle));
-            cos_sin[i / half * s.dim + half + i % half] = float(std::sin(angle));
+            cos_sin[i / half * s.rotary + i % half] = float(std::cos(angle));
+            cos_sin[i / half * s.rotary + half + i % half] = float(std::sin(angle));
         }
         Array<int64_t> positions = call.integers<int64_t>(s.tokens, 1, 0, POSITIONS - 1);
         Array<int64_t> slots = call.read<int64_t>(s.tokens, 1);
@@ -78,7 +80,7 @@ void rope() {
         Array<bf16> key_scales = call.written<bf16>(cache.scale_size()), value_scales = call.written<bf16>(cache.scale_size());
         call.add(typed<T>(INT8 ? "qk_norm_rope_kv_write_int8" : "qk_norm_rope_kv_write"),
                  {qkv, q_gamma, k_gamma, cos_sin, positions, slots, keys, values, q, key_scales, value_scales},
-                 {s.tokens, s.q_heads, s.kv_heads, s.dim, s.block_size}, {EPS});
+                 {s.tokens, s.q_heads, s.kv_heads, s.dim, s.block_size, s.rotary}, {EPS});
         call.run();
         const double RELATIVE = sizeof(T) == 4 ? 4e-6 : 3 * 0x1p-8;
         for (int64_t t = 0; t < s.tokens; t++)
@@ -104,8 +106,10 @@ void rope() {
                 for (int64_t d = 0; d < s.dim; d++)
                     v.push_back(gamma ? rounded<T>(rounded<T>(number(in[d]) * factor) * number(gamma[d])) : number(in[d]));
                 for (int64_t d = 0; d < s.dim; d++) {
-                    const float *turn = cos_sin.data + positions[t] * s.dim + d % half;
-                    double a = v[size_t(d)] * turn[0], b = v[size_t((d + half) % s.dim)] * turn[half];
+                    const float *turn = cos_sin.data + positions[t] * s.rotary + d % half;
+                    const bool turned = d < s.rotary;
+                    double a = v[size_t(d)] * (turned ? turn[0] : 1);
+                    double b = turned ? v[size_t((d + half) % s.rotary)] * turn[half] : 0;
                     double want = d < half ? a - b : a + b, error = (std::abs(a) + std::abs(b)) * RELATIVE + 1e-30;
                     if (is_q) {
                         near("q", d, number(q[(t * s.q_heads + h) * s.dim + d]), want, error);
@@ -293,7 +297,8 @@ void attention() {
     for (const AttentionSize &size :
          {AttentionSize{4, 4, 8, 16, {{1, 1}}}, {6, 2, 16, 16, {{1, 17}, {5, 5}, {3, 20}, {1, 33}}},
           {3, 1, 10, 32, {{7, 31}, {1, 5}}}, {6, 3, 64, 16, {{70, 70}, {1, 300}, {33, 290}}}, {4, 1, 24, 16, {{1, 700}}},
-          {4, 2, 128, 64, {{1, 130}, {5, 40}, {1, 7}, {2, 513}}}}) {
+          {4, 2, 128, 64, {{1, 130}, {5, 40}, {1, 7}, {2, 513}}}, {6, 1, 256, 16, {{1, 130}, {33, 290}}},
+          {2, 2, 256, 32, {{1, 270}, {3, 20}}}}) {
         Attention<T, N> on(size);
         set_threads(1);
         on.run(on.whole());

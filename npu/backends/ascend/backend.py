@@ -167,12 +167,8 @@ class AscendBackend(StreamBackend):
         return None
 
     def supports_heads(self, head_dim: int) -> bool:
-        """Return True for multiples of 32 (required by npu_mrope) up to 128.
-
-        Fused attention over a paged cache takes no values of 192 dimensions in the layout TND (torch_npu's page of
-        npu_fused_infer_attention_score_v2), and no other sizes above 128.
-        """
-        return head_dim <= ascend.HEAD_DIM and head_dim % 32 == 0
+        """Return True for multiples of 32 (required by npu_mrope) up to `ascend.MAX_HEAD_DIM`."""
+        return head_dim <= ascend.MAX_HEAD_DIM and head_dim % 32 == 0
 
     @classmethod
     def fault(cls, error: BaseException) -> Fault | None:
@@ -202,9 +198,9 @@ class AscendBackend(StreamBackend):
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if dtype == torch.int8:  # heads before tokens: the scales' order, and the faster one of fused attention
-            shape = (num_blocks, kv_heads, block_size, ascend.HEAD_DIM)
+            shape = (num_blocks, kv_heads, block_size, ascend.stored_head_dim(head_dim))
             return shape, shape
-        return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.HEAD_DIM, dtype)
+        return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.stored_head_dim(head_dim), dtype)
 
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
         return num_blocks, kv_heads, block_size
@@ -218,7 +214,7 @@ class AscendBackend(StreamBackend):
         return self.capture_chunks and cache_dtype != torch.int8
 
     def dequantized_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
-        return gathered_bytes(context, block_size, kv_heads * ascend.HEAD_DIM)
+        return gathered_bytes(context, block_size, kv_heads * ascend.stored_head_dim(head_dim))
 
     def communicator_bytes(self, size: int) -> int:
         """Return twice HCCL_BUFFSIZE, which a communicator takes to send and to receive.
@@ -228,11 +224,15 @@ class AscendBackend(StreamBackend):
         buffer = os.environ.get("HCCL_BUFFSIZE", "")
         return 2 * (int(buffer) if buffer.isdecimal() else HCCL_BUFFER_MIB) << 20 if size > 1 else 0
 
-    def check_heads(self, head_dim: int) -> None:
+    def check_heads(self, head_dim: int, rotary_dim: int | None = None) -> None:
         if not self.supports_heads(head_dim):
             raise BackendError(
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes multiples of 32 up "
-                f"to {ascend.HEAD_DIM}")
+                f"to {ascend.MAX_HEAD_DIM}")
+        if rotary_dim is not None and not self.supports_heads(rotary_dim):
+            raise BackendError(
+                f"device: rotary embeddings cover {rotary_dim} dimensions of the model's attention heads; {self.name} "
+                "takes multiples of 32")
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         return FetchedAfterLengths(super().fetch(tensor, buffer), self._lengths)

@@ -13,17 +13,26 @@ TOLERANCE = 0.06
 """Largest difference in bfloat16 of values up to about 5: the operators round cosines, sines and the norm's result."""
 
 
+SIZES = (128, 128), (256, 64)
+"""Sizes of heads with the number of each that is rotated: Qwen3's and Qwen3.5's."""
+
+
 def agrees(launch: ascend.FusedHeads, device: torch.device) -> bool:
-    """Return True if `launch` gives the operators' results for three tokens in two blocks.
+    """Return True if `launch` gives the operators' results for heads of `SIZES`.
 
     Call it while `ascend.fused_heads` is None.
     """
-    generator, heads, kv_heads, dim = torch.Generator().manual_seed(0), 4, 2, 128
+    return all(_agrees(launch, device, *sizes) for sizes in SIZES)
+
+
+def _agrees(launch: ascend.FusedHeads, device: torch.device, dim: int, rotary_dim: int) -> bool:
+    """Compare three tokens in two blocks."""
+    generator, heads, kv_heads = torch.Generator().manual_seed(0), 4, 2
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).bfloat16().to(device)
 
-    angles = torch.rand(16, dim // 2, generator=generator) * 6.28
+    angles = torch.rand(16, rotary_dim // 2, generator=generator) * 6.28
     table = torch.cat([angles.cos(), angles.sin()], 1).to(device)
     positions, slots = (torch.tensor(values).to(device) for values in ([0, 9, 15], [3, 200, 128]))
     qkv, q_gamma, k_gamma = normal(3, (heads + 2 * kv_heads) * dim), normal(dim), normal(dim)

@@ -23,8 +23,11 @@ FIA_RULE(kHeads, "heads", "the query has num_heads heads, 256 at most", V3 "Q_S 
 FIA_RULE(kGroup, "group", "num_heads is a multiple of num_key_value_heads, 64 times at most", V3 "numKeyValueHeads");
 FIA_RULE(kKvHeads, "kv_heads", "key and value have num_key_value_heads heads of the query's head_dim",
          V3 "numKeyValueHeads");
-FIA_RULE(kTndHead, "tnd_head_dim", "with TND head_dim is 128, or 64 without groups and without paging",
-         V4 "TND, Q_D, K_D, V_D; torch_npu-npu_fused_infer_attention_score_v2.md, MHA");
+FIA_RULE(kTndHead, "tnd_head_dim",
+         "with TND head_dim is 128, or 64 without groups and without paging, or above 128 up to 256 with more query heads "
+         "than KV heads, inner_precise 0 and, with paging, a cache of (blocks, block_size, kv_heads * head_dim)",
+         V4 "TND, Q_D, K_D, V_D (CANN 9.0.0); torch_npu-npu_fused_infer_attention_score_v2.md, MHA; "
+         "fused_infer_attention_score_tiling.cpp, IsUsingFAI (CANN 8.5.0)");
 FIA_RULE(kHeadDim, "head_dim", "head_dim is a multiple of 16, 512 at most", V3 "Q_S > 1, D");
 FIA_RULE(kTokens, "tokens", "with TND there are 1048576 tokens at most", V3 "TND, T");
 FIA_RULE(kGiven, "lengths",
@@ -246,7 +249,11 @@ Work prepare(Attention a) {
   require(kHeads, q.size(2) == a.heads && a.heads <= 256, std::to_string(a.heads) + " for query " + describe(a.query));
   const int64_t d = q.size(3);
   if (!emu::option("small_heads")) {
-    require(kTndHead, !tnd || d == 128 || (d == 64 && a.heads == a.kv_heads && !paged), std::to_string(d));
+    const bool large = d > 128 && d <= 256 && a.heads != a.kv_heads && a.inner_precise == 0 &&
+                       (!paged || key->sizes.size() == 3);
+    require(kTndHead, !tnd || d == 128 || large || (d == 64 && a.heads == a.kv_heads && !paged),
+            std::to_string(d) + " with " + std::to_string(a.heads) + " and " + std::to_string(a.kv_heads) +
+                " heads, key " + describe(key));
     require(kHeadDim, d % 16 == 0 && d <= 512, std::to_string(d));
   }
   require(kTokens, !tnd || q.size(1) <= 1048576, std::to_string(q.size(1)));

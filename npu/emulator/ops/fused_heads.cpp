@@ -16,14 +16,17 @@ at::Tensor normalized(const at::Tensor &x, const at::Tensor &gamma, double eps) 
 }
 
 at::Tensor rotated(const at::Tensor &x, const at::Tensor &cos_sin) {
-  const auto angles = cos_sin.unsqueeze(1).chunk(2, -1), pair = f32(x).chunk(2, -1);
-  return at::cat({pair[0] * angles[0] - pair[1] * angles[1], pair[1] * angles[0] + pair[0] * angles[1]}, -1);
+  const int64_t rotary = cos_sin.size(-1);
+  const auto angles = cos_sin.unsqueeze(1).chunk(2, -1), pair = f32(x).narrow(-1, 0, rotary).chunk(2, -1);
+  const auto rest = f32(x).narrow(-1, rotary, x.size(-1) - rotary);
+  return at::cat({pair[0] * angles[0] - pair[1] * angles[1], pair[1] * angles[0] + pair[0] * angles[1], rest}, -1);
 }
 
 }  // namespace
 
 // p: qkv, q_gamma, k_gamma (null: no norm), cos_sin, positions, slots, k_cache, v_cache, q.
-// n: tokens, query heads, KV heads, head_dim, rows of cos_sin, slots of the cache, stride of qkv, aclDataType.
+// n: tokens, query heads, KV heads, head_dim, rows of cos_sin, slots of the cache, stride of qkv, aclDataType, columns of
+//    cos_sin.
 extern "C" EMU_API int emu_fused_heads(void *const *p, const int64_t *n, double eps, aclrtStream stream) {
   if (const int error = emu::enter(kName)) return error;
   const int64_t tokens = n[0], q_heads = n[1], kv_heads = n[2], dim = n[3], rows = n[4], slots = n[5], stride = n[6];
@@ -34,7 +37,7 @@ extern "C" EMU_API int emu_fused_heads(void *const *p, const int64_t *n, double 
   const auto qkv = at::from_blob(p[0], {tokens, q_heads + 2 * kv_heads, dim}, {stride, dim, 1},
                                  at::TensorOptions(dtype).device(at::kCPU));
   const auto q_gamma = on(p[1], {dim}, dtype), k_gamma = on(p[2], {dim}, dtype);
-  const auto table = on(p[3], {rows, dim}, at::kFloat), positions = on(p[4], {tokens}, at::kLong);
+  const auto table = on(p[3], {rows, n[8]}, at::kFloat), positions = on(p[4], {tokens}, at::kLong);
   const auto places = on(p[5], {tokens}, at::kLong), q = on(p[8], {tokens, q_heads, dim}, dtype);
   const auto keys = on(p[6], {slots, kv_heads, dim}, dtype), values = on(p[7], {slots, kv_heads, dim}, dtype);
   return emu::submit(stream, kName, [=] {

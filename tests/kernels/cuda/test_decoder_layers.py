@@ -115,13 +115,22 @@ def in_float32(layer: LayerWeights) -> Linear:
 @pytest.mark.parametrize(("of", "changes"), [
     (case([3, 3, 3]), {}),
     (case([3], (4, 2, 32)), {}),
+    (case([3], (4, 2, 256)), {}),
     (case([3], sizes=(520, 1024)), {}),
     (case([3], sizes=(5632, 512), layers=1), {}),
     (case([3]), {"qkv": with_bias}),
     (case([3]), {"o": in_float32}),
-], ids=["three rows", "heads of 32", "columns", "hidden size", "bias", "float32"])
+], ids=["three rows", "heads of 32", "heads of 256", "columns", "hidden size", "bias", "float32"])
 def test_steps_that_it_does_not_take(of: Case, changes: dict[str, Any]) -> None:
     assert without(of, **changes) is None
+
+
+def test_partial_rotary_embeddings_are_not_taken() -> None:
+    residual, layers, caches, *_ = made(case([3]))
+    for rotary_dim, taken in ((128, True), (64, False)):
+        constants = launch_decoder_layers.constants_of(
+            len(residual), layers, caches[0][0], rotary_dim, 4, emulation.BLOCKS, emulation.SHARED)
+        assert (constants is not None) == taken
 
 
 def test_cpu_tensors_are_not_taken() -> None:

@@ -13,6 +13,7 @@ HEADS = {"qkv": "*bf16", "q_gamma": "*bf16", "k_gamma": "*bf16", "cos_sin": "*fp
 
 def test_compiles_for_hopper(interpreted: ModuleType) -> None:
     name = "qk_norm_rope_kv_write"
-    constants = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "HEADS": 32}
-    (made,) = compiled([Launch(name, f"{name}_kernel", HEADS, constants, {})])
-    assert f".entry {name}_kernel(" in made.ptx
+    whole = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "REST": 0, "REST_BLOCK": 1, "HEADS": 32}
+    part = {"Q_HEADS": 24, "KV_HEADS": 4, "HALF": 32, "HALF_BLOCK": 32, "REST": 192, "REST_BLOCK": 256, "HEADS": 8}
+    for made in compiled([Launch(name, f"{name}_kernel", HEADS, constants, {}) for constants in (whole, part)]):
+        assert f".entry {name}_kernel(" in made.ptx

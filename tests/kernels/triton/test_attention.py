@@ -379,9 +379,11 @@ def test_hopper_writes_heads_16_bytes_at_a_time(interpreted: ModuleType) -> None
     launches = []
     for cached, heads in itertools.product(["", *QUANTIZED], [4, 8]):
         types, scales = caches(cached, "*bf16")
-        constants = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "HEADS": heads, "PDL": True}
-        launches.append(Launch(
-            "kv_write", "kv_write_kernel", HEADS | types, constants | scales, {"num_warps": heads // 4}))
+        whole = {"Q_HEADS": 40, "KV_HEADS": 8, "HALF": 64, "HALF_BLOCK": 64, "REST": 0, "REST_BLOCK": 1}
+        part = {"Q_HEADS": 24, "KV_HEADS": 4, "HALF": 32, "HALF_BLOCK": 32, "REST": 192, "REST_BLOCK": 256}
+        launches += [
+            Launch("kv_write", "kv_write_kernel", HEADS | types, sizes | scales | {"HEADS": heads, "PDL": True},
+                   {"num_warps": heads // 4}) for sizes in (whole, part)]
     for made in compiled(launches):
         assert made.local == 0
         assert "ld.global.v4.b32" in made.ptx.partition("griddepcontrol.wait")[2]

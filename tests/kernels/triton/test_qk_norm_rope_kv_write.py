@@ -77,16 +77,21 @@ def test_no_tokens(interpreted: ModuleType) -> None:
     assert q.shape == (0, 4, 8)
 
 
-@pytest.mark.parametrize("heads", [(16, 8), (40, 8), (64, 4), (5, 1)], ids=lambda heads: f"{heads[0]}of{heads[1]}")
+@pytest.mark.parametrize(
+    "heads", [(16, 8, 128, 128), (40, 8, 128, 128), (64, 4, 128, 128), (5, 1, 128, 128), (24, 4, 256, 64),
+              (4, 1, 256, 64)], ids=lambda heads: "{}of{}x{}".format(*heads))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_at_the_widths_of_qwen3(
-    launch: ModuleType, note: Callable[[str, float], None], dtype: torch.dtype, heads: tuple[int, int]
+    launch: ModuleType, note: Callable[[str, float], None], dtype: torch.dtype, heads: tuple[int, int, int, int]
 ) -> None:
-    """The shapes of 0.6B, 14B, 235B-A22B, and 14B divided among 8 devices; blocks of 128."""
-    (q_heads, kv_heads), dim, tokens, g = heads, 128, 9, generator()
+    """The shapes of 0.6B, 14B, 235B-A22B, and 14B divided among 8 devices; of Qwen3.5-27B, and 9B divided among 4.
+
+    Blocks of 128.
+    """
+    (q_heads, kv_heads, dim, rotary), tokens, g = heads, 9, generator()
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim, generator=g).to(dtype)
     gammas = [torch.rand(dim, generator=g).add(0.5).to(dtype) for _ in "qk"]
-    angles = torch.arange(512)[:, None] * 1e6 ** (-torch.arange(0, dim, 2) / dim)
+    angles = torch.arange(512)[:, None] * 1e6 ** (-torch.arange(0, rotary, 2) / rotary)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
     positions = torch.randint(512, (tokens,), generator=g)
     slots = torch.randperm(3 * 128, generator=g)[:tokens]
@@ -103,7 +108,9 @@ def test_at_the_widths_of_qwen3(
         (0, torch.zeros(3, 32, dtype=torch.float64), "qkv"),
         (1, torch.zeros(7), "q_gamma"),
         (2, torch.zeros(8, dtype=torch.bfloat16), "k_gamma"),
-        (4, torch.zeros(64, 4), "cos_sin"),
+        (4, torch.zeros(64, 10), "cos_sin"),
+        (4, torch.zeros(64, 7), "cos_sin"),
+        (4, torch.zeros(64, 0), "cos_sin"),
         (4, torch.zeros(64, 8, dtype=torch.float64), "cos_sin"),
         (5, torch.zeros(3, dtype=torch.int32), "positions"),
         (6, torch.zeros(4, dtype=torch.int64), "slot_mapping"),

@@ -136,6 +136,10 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
     "fia.tnd_head_dim": [
         lambda: attend(query=on(2, 8, 64), key=on(3, 128, 128)),
         lambda: attend(query=on(2, 8, 96), key=on(3, 128, 192)),
+        lambda: attend(query=on(2, 8, 272), key=on(3, 128, 544)),
+        lambda: attend(query=on(2, 2, 256), key=on(3, 128, 512), num_heads=2),
+        lambda: attend(query=on(2, 8, 256), key=on(3, 2, 128, 256)),
+        lambda: attend(query=on(2, 8, 256), key=on(3, 128, 512), inner_precise=1),
     ],
     "fia.head_dim": [
         lambda: unpaged(query=on(1, 4, 2, 24), key=on(1, 4, 2, 24)),

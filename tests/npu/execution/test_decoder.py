@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
+from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from npuserve.kernels.native import available
 from npuserve.kernels.registry import KernelSet
@@ -13,9 +16,11 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.state_store import StateStore, block_bytes
+from npuserve.npu.model import config as config_module
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.model.rope_config import parse_rope
 from npuserve.npu.step import Row
 from tests.support.models import FAMILIES, random_model, saved
 
@@ -36,7 +41,7 @@ class Bench:
     ):
         config = ModelConfig.from_folder(folder)
         weights = load_weights(folder, config, dtype, backend, lambda done, total: None)
-        table = cos_sin_table(config.rope, config.rotary_dim, config.context_length)
+        table = cos_sin_table(config.rope, config.attention.head_dim, config.context_length)
         self.model = Model(config, weights, table, KernelSet(backend.kernels))
         self.cache = StateStore.allocate(config, num_blocks, block_size, dtype, backend)
         self.backend = backend
@@ -65,6 +70,27 @@ def test_decoder_whole_prompt_equals_transformers(tmp_path, kind, backend):
     ids = ids_of(50)
     [logits] = Bench(saved(model, tmp_path), backend).logits([Row(0, ids, 0, list(range(13)), True)])
     torch.testing.assert_close(logits, oracle(model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("head_dim", "factor"), [(16, 0.5), (256, 0.25)])
+def test_decoder_partial_rotary_embeddings_equal_transformers(tmp_path, monkeypatch, head_dim, factor, backend):
+    """Qwen3 whose modules rotate a part of a head, as Qwen3-Next's do: greedy tokens in chunks and one by one."""
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", modeling_qwen3_next.apply_rotary_pos_emb)
+    model = random_model("qwen3", head_dim=head_dim)
+    model.config.rope_parameters["partial_rotary_factor"] = factor
+    model.model.rotary_emb = modeling_qwen3_next.Qwen3NextRotaryEmbedding(model.config)
+    ids = ids_of(20)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[0].tolist()
+    monkeypatch.setattr(config_module, "parse_rope", partial(parse_rope, partial_of=head_dim))
+    bench = Bench(saved(model, tmp_path), backend)
+    made, start = list(ids), 0
+    for end in (7, 20, *range(21, 32)):
+        [logits] = bench.logits([Row(0, made[start:end], start, list(range(4)), True)])
+        torch.testing.assert_close(logits, oracle(model, made[:end])[start:], atol=1e-4, rtol=1e-4)
+        start = end
+        if end >= len(ids):
+            made.append(int(logits[-1].argmax()))
+    assert made == expected
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias", "llama-yarn"])

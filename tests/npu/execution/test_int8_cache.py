@@ -40,7 +40,7 @@ def told(prompts: list[list[int]], cache: str) -> list[list[int]]:
 def logits(backend: CpuBackend, dtype: torch.dtype, sequences: list[list[int]], cache: torch.dtype | None) -> Tensor:
     config = ModelConfig.from_folder(storyteller.FOLDER)
     weights = load_weights(storyteller.FOLDER, config, dtype, backend, lambda done, total: None)
-    cos_sin = cos_sin_table(config.rope, config.rotary_dim, 256, backend.device)
+    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, 256, backend.device)
     model = Model(config, weights, cos_sin, KernelSet(backend.kernels))
     return torch.cat(list(forced_logits(model, backend, sequences, 40, cache_dtype=cache)))
 

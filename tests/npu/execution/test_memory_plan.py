@@ -47,7 +47,7 @@ def test_predict_weights_and_cache_equal_allocated(tmp_path, kind, dtype, cpu):
     plan = predict(config, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3)
     made = getattr(torch, plan.dtype)
     weights = load_weights(folder, config, made, cpu, lambda done, total: None)
-    table = cos_sin_table(config.rope, config.rotary_dim, plan.max_model_len)
+    table = cos_sin_table(config.rope, config.attention.head_dim, plan.max_model_len)
     assert plan.weights == sum(tensor.nbytes for tensor in (table, *storage(weights)))
     cache = StateStore.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
     assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)

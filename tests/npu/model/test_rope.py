@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.config_json import ModelError
 from npuserve.npu.model.rope import cos_sin_table
+from npuserve.npu.model.rope_config import parse_rope
 from tests.support.models import ROPES, SIZES
 
 KINDS = {
@@ -42,7 +45,7 @@ def test_rope_table_equals_transformers_bit_for_bit(config_class, module, archit
     config = config_class(**SIZES, head_dim=head_dim, rope_parameters=dict(KINDS[kind]))
     cos, sin = module(config)(torch.zeros(1), torch.arange(length)[None])
     ours = ModelConfig.from_dict({**config.to_dict(), "architectures": [architecture]})
-    table = cos_sin_table(ours.rope, ours.rotary_dim, length)
+    table = cos_sin_table(ours.rope, ours.attention.head_dim, length)
     assert table.shape == (length, head_dim)
     assert table.dtype == torch.float32
     half = head_dim // 2
@@ -55,3 +58,32 @@ def test_rope_attention_factor_of_config_takes_precedence():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 0.5}
     config = ModelConfig.from_dict({**SIZES, "architectures": ["LlamaForCausalLM"], "rope_scaling": rope})
     assert cos_sin_table(config.rope, 8, 3)[0].tolist() == [0.5] * 4 + [0.0] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("head_dim", "factor", "rotary_dim"), [(256, 0.25, 64), (128, 0.5, 64), (24, 0.25, 6)])
+def test_partial_rope_table_equals_transformers_bit_for_bit(head_dim, factor, rotary_dim, kind):
+    length = 4000
+    rope = {**KINDS[kind], "partial_rotary_factor": factor}
+    config = Qwen3NextConfig(**SIZES, head_dim=head_dim, rope_parameters=rope)
+    cos, sin = Qwen3NextRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    ours = parse_rope(config.to_dict(), config.max_position_embeddings, partial_of=head_dim)
+    assert ours.rotary_dim(head_dim) == rotary_dim
+    table = cos_sin_table(ours, head_dim, length)
+    assert table.shape == (length, rotary_dim)
+    half = rotary_dim // 2
+    assert torch.equal(table[:, :half], cos[0, :, :half])
+    assert torch.equal(table[:, half:], sin[0, :, :half])
+
+
+def test_partial_rotary_factor_is_read_from_rope_parameters_or_top_level():
+    for data in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}},
+                 {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+                  "partial_rotary_factor": 0.25}):
+        assert parse_rope(data, 64, partial_of=16).rotary_dim(16) == 8
+        with pytest.raises(ModelError, match=r"partial_rotary_factor: 0\.5 is not supported; supported: 1"):
+            parse_rope(data, 64)
+    assert parse_rope({"partial_rotary_factor": 1.0}, 64).rotary_dim(16) == 16
+    for factor in (0, -0.5, 1.5, 0.2, 0.06):
+        with pytest.raises(ModelError, match="partial_rotary_factor: must be"):
+            parse_rope({"partial_rotary_factor": factor}, 64, partial_of=16)

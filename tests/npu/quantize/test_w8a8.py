@@ -36,7 +36,7 @@ def layer_of(model, config: ModelConfig, index: int, dtype: torch.dtype) -> Laye
     prefix = f"model.layers.{index}."
     weights = {name.removeprefix(prefix): tensor.detach().float() for name, tensor in model.state_dict().items()
                if name.startswith(prefix)}
-    table = cos_sin_table(config.rope, config.rotary_dim, 64)
+    table = cos_sin_table(config.rope, config.attention.head_dim, 64)
     return Layer(config, index, weights, dict.fromkeys(weights, dtype), table)
 
 

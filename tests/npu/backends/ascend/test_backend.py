@@ -82,11 +82,23 @@ def test_ascend_sampled_tokens_equal_cpu(tmp_path: Path, sampling: dict[str, Any
     equal_to_the_cpu(tmp_path, sampling)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@emulated(relax=RELAX, poison=True)
+def test_ascend_tokens_of_heads_of_256_equal_cpu(tmp_path: Path) -> None:
+    """Captured decode steps and chunks, over a cache whose heads have 256 dimensions."""
+    saved(tmp_path, head_dim=256)
+    npu = load(tmp_path, kv_cache_memory=64 << 20)
+    cpu = load(tmp_path, "cpu", kv_cache_memory=64 << 20, block_size=128, threads=1)
+    got, results = answers(npu, asks(5, 8))
+    expected, _ = answers(cpu, asks(5, 8))
+    assert got == expected
+    assert sum(result.captured_decodes for result in results) > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [("bfloat16", 32), ("float16", 32), ("bfloat16", 256)])
 @emulated()
-def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str) -> None:
+def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str, head_dim: int) -> None:
     """Heads of 32 dimensions are padded to a size that attention supports. Logits are near the CPU's in float32."""
-    saved(tmp_path)
+    saved(tmp_path, head_dim=head_dim)
     npu, cpu = load(tmp_path, dtype=dtype), load(tmp_path, "cpu", threads=1)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     reports = []
@@ -380,9 +392,14 @@ def test_ascend_properties(tmp_path: Path) -> None:
         assert backend.resolve_dtype(asked, checkpoint) == dtype
     with pytest.raises(BackendError, match="dtype: 'float32' is not one of auto, bfloat16, float16"):
         backend.resolve_dtype("float32", "float32")
-    for size in (48, 100, 160, 192, 256):
-        with pytest.raises(BackendError, match=f"heads have {size} dimensions; npu takes multiples of 32 up to 128"):
+    assert backend.cache_shapes(5, 128, 2, 160, torch.bfloat16) == ((5, 128, 2, 256),) * 2
+    assert backend.cache_shapes(5, 128, 2, 256, torch.int8) == ((5, 2, 128, 256),) * 2
+    backend.check_heads(256, 64)
+    for size in (48, 100, 264, 288, 512):
+        with pytest.raises(BackendError, match=f"heads have {size} dimensions; npu takes multiples of 32 up to 256"):
             backend.check_heads(size)
+    with pytest.raises(BackendError, match=r"rotary embeddings cover 48 dimensions .* takes multiples of 32"):
+        backend.check_heads(96, 48)
 
 
 def test_default_buckets() -> None:

@@ -96,6 +96,15 @@ def test_ascend_int8_cache_prefix_hits_and_preemption_equal_cpu(tmp_path: Path) 
     assert sum(map(sum, npu.steps)) > at_once  # preempted requests were computed again
 
 
+@emulated(relax=RELAX, poison=True)
+def test_ascend_int8_cache_tokens_of_heads_of_256_equal_cpu(tmp_path: Path) -> None:
+    saved(tmp_path, head_dim=256)
+    got, results = answers(load(tmp_path, kv_cache_dtype="int8"), asks(5, 8))
+    expected, _ = answers(golden(tmp_path), asks(5, 8))
+    assert got == expected
+    assert sum(result.captured_decodes for result in results) > 0
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @emulated()
 def test_ascend_int8_cache_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype: str) -> None:
