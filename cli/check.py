@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         "emulated": config.emulate, "preflight": preflight(config), "model": found_model}
     if not args.json:
         print(text(report), flush=True)
-    good = found_model["fits"] and not any(notice["level"] == "error" for notice in report["preflight"])
+    has_errors = any(notice["level"] == "error" for notice in report["preflight"])
+    good = found_model["fits"] and not found_model["missing_weights"] and not has_errors
     code = 0
     if good and args.accept:
         found, complete = accept(config, args)
@@ -202,7 +203,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.service.text.model_path import resolve
 
     folder = resolve(config.model)
-    found: dict[str, Any] = {"name": config.served_name or config.model or "built-in", "fits": False}
+    found: dict[str, Any] = {
+        "name": config.served_name or config.model or "built-in", "fits": False, "missing_weights": None}
     try:
         shard = Shard(0, config.tensor_parallel_size)
         facts = ModelConfig.from_folder(folder, config.lm_head_dtype).sharded(shard)
@@ -345,5 +347,5 @@ def text(report: dict[str, Any]) -> str:
         lines.append(f"{'':11} {'fits' if prefill['fits'] else 'does NOT fit'}: needs {mib(prefill['needed'])}, "
                      f"{mib(prefill['available'])} available")
     if plan["missing_weights"]:
-        lines.append(f"{'':11} cannot be served yet: {plan['missing_weights']}")
+        lines.append(f"{'':11} cannot be served: {plan['missing_weights']}")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import logging
 import os
 import socket
 import stat
@@ -20,7 +21,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Set
 
+from npuserve.service import logs
 from npuserve.service.rpc.connections import open_descriptors
+
+log = logging.getLogger(__name__)
 
 BLOCK_SECONDS = 10.0
 MAX_ADDRESSES = 32
@@ -42,6 +46,7 @@ class AddressBlock:
     def __init__(self) -> None:
         # (port, IPv4 address or IPv6 network) -> time.monotonic() of the end
         self._until: OrderedDict[tuple[int, str], float] = OrderedDict()
+        self._has_warned = False
 
     def block(self, host: str, port: int) -> None:
         """Block an address for BLOCK_SECONDS; of IPv6 its network of 64 bits."""
@@ -67,9 +72,18 @@ class AddressBlock:
             networks = [network for of_port, network in self._until if of_port == port]
             for descriptor in _listeners(port):
                 listener = socket.SocketType(socket.AF_INET6, socket.SOCK_STREAM, 0, descriptor)
-                with contextlib.suppress(OSError):  # the system has no such filters
+                try:
                     _attach(listener, networks)
+                except OSError as error:
+                    self._warn(error)
                 listener.detach()  # gRPC closes the descriptor
+
+    def _warn(self, error: OSError) -> None:
+        """Log once that the system has no such filters."""
+        if not self._has_warned:
+            self._has_warned = True
+            logs.event(log, "the system refuses packet filters: addresses of attackers are not blocked",
+                       level=logging.WARNING, error=str(error))
 
 
 def _attach(listener: socket.SocketType, networks: list[str]) -> None:

@@ -30,10 +30,18 @@ from collections.abc import Callable, Iterable
 from npuserve.service import logs, metrics
 from npuserve.service.rpc.address_block import AddressBlock
 from npuserve.service.rpc.call import Context
-from npuserve.service.rpc.connections import AcceptedSocket, Connections, SocketTable, peer_address
+from npuserve.service.rpc.connections import (
+    DESCRIPTORS,
+    AcceptedSocket,
+    Connections,
+    SocketTable,
+    open_descriptors,
+    peer_address,
+)
 
 log = logging.getLogger(__name__)
 
+MEMORY = "/proc/self/statm"
 CHECK_SECONDS = 0.02
 """Time between two looks at the process's memory."""
 CHECKS_PER_COUNT = 5
@@ -95,6 +103,12 @@ class ConnectionGuard:
             metrics.closed_connections_total.labels(why)  # on the metrics page from the start
 
     def start(self) -> None:
+        """Start the thread, and log what it cannot guard on this system."""
+        lacking = [file for file, is_read in (
+            (DESCRIPTORS, bool(open_descriptors())), (MEMORY, self._resident_bytes() > 0)) if not is_read]
+        if lacking:
+            logs.event(log, "the system does not show connections or memory: strangers' connections are not closed",
+                       level=logging.WARNING, unreadable=" ".join(lacking))
         threading.Thread(target=self._run, name="connections", daemon=True).start()
 
     def stop(self) -> None:
@@ -251,7 +265,7 @@ class ResidentMemory:
 
     def __init__(self) -> None:
         try:
-            self._file: int | None = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            self._file: int | None = os.open(MEMORY, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._file = None
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")

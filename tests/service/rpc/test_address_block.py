@@ -65,3 +65,18 @@ def test_program_of_the_most_addresses_is_accepted_by_the_kernel() -> None:
             assert len(program(networks)) <= 4096 * address_block.INSTRUCTION_BYTES
             address_block._attach(listener, networks)
             assert connects("127.0.0.1", listener)
+
+
+def test_block_of_a_system_without_filters_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("Protocol not available")
+
+    monkeypatch.setattr(address_block, "_attach", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        block = AddressBlock()
+        for number in range(2):
+            block.block(f"10.0.0.{number}", listener.getsockname()[1])
+    assert [record.getMessage() for record in caplog.records] == [
+        "the system refuses packet filters: addresses of attackers are not blocked"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.service.rpc import connection_guard
+from npuserve.service.rpc import connection_guard, connections
 from npuserve.service.rpc.connection_guard import (
     ConnectionGuard,
     ResidentMemory,
@@ -237,3 +237,17 @@ def test_resident_memory_counts_new_pages() -> None:
     with mmap.mmap(-1, 32 * MIB) as block:  # not of the allocator, which may have free pages
         block.write(bytes(32 * MIB))
         assert memory.bytes() - before > 16 * MIB
+
+
+@pytest.mark.parametrize(("descriptors", "memory"), [
+    ("/nonexistent/fd", connection_guard.MEMORY), (connections.DESCRIPTORS, "/nonexistent/statm")])
+def test_start_of_a_guard_without_proc_warns_once(
+    descriptors: str, memory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "DESCRIPTORS", descriptors)
+    monkeypatch.setattr(connection_guard, "MEMORY", memory)
+    guard = ConnectionGuard(Connections(), 100, lambda: (PORT,))
+    guard.start()
+    guard.stop()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the system does not show connections or memory: strangers' connections are not closed"]
