@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROCESS = (sys.executable, "-m", "npuserve.service.ranks.process")
+PROCESS = (sys.executable, "-m", "npuserve.service.ranks.follower")
 STOP_SECONDS = 5.0
 """Time for the ranks to end by themselves."""
 CHECK_SECONDS = 0.5

@@ -11,8 +11,8 @@ import msgspec
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockTable
-from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 
 

@@ -28,7 +28,7 @@ from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_connection import EngineConnection
 from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
 from npuserve.service.ipc.messages import Abort, FlushPrefixCache, Load, ModelInfo, Outputs, Record, Request
-from npuserve.service.ipc.profiles import ProfileReply
+from npuserve.service.ipc.profile_messages import ProfileReply
 from npuserve.service.streams.kv_subscription import KvSubscriptions
 from npuserve.service.streams.profile_calls import ProfileCalls
 from npuserve.service.streams.records import Records, restore_messages

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from npuserve.npu.profile import ProfileSummary
 from npuserve.service.errors import ProfileRefused, Unavailable, from_wire
-from npuserve.service.ipc.profiles import ProfileReply, StartProfile, StopProfile, ToEngineProfile
+from npuserve.service.ipc.profile_messages import ProfileReply, StartProfile, StopProfile, ToEngineProfile
 
 
 class ProfileCalls:
