@@ -11,6 +11,7 @@ from npuserve.npu.profile import DEFAULT_SECONDS, DEFAULT_STEPS
 from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
 from npuserve.service.errors import InvalidField, RequestNotFound
 from npuserve.service.processes import child
+from npuserve.service.requests.fields import check_profile_name, check_profile_seconds, check_profile_steps
 from npuserve.service.rpc.call import Context, call
 from npuserve.service.streams.engine_client import EngineClient
 from npuserve.v1 import admin_service_pb2 as pb
@@ -76,10 +77,10 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             seconds = DEFAULT_SECONDS
             if request.HasField("max_duration"):
                 seconds = _seconds("max_duration", request.max_duration)
-            name = fields.check_profile_name("name", request.name) if request.HasField("name") else ""
+            name = check_profile_name("name", request.name) if request.HasField("name") else ""
             fields["profile_steps"], fields["profile_seconds"] = steps, seconds
-            steps = fields.check_profile_steps("steps", steps)
-            seconds = fields.check_profile_seconds("max_duration", seconds)
+            steps = check_profile_steps("steps", steps)
+            seconds = check_profile_seconds("max_duration", seconds)
             started = await self._engine.profiles.start(name, steps, seconds)
         return pb.StartProfileResponse(name=started)
 

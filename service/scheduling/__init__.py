@@ -14,8 +14,8 @@ The life of a request (states: sequence.py):
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
    next one.
 4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
-   `append_forced` appends the forced tokens that follow (answer_matcher.py). A constrained request whose next mask is not
-   there yet (`Sequence.is_preparing`) gets no row until it is.
+   `append_forced` appends the forced tokens that follow (answer_matcher.py). A constrained request whose next mask is
+   not there yet (`Sequence.is_preparing`) gets no row until it is.
 5. If blocks run out, or another client's request waits, the request may be preempted: its blocks are freed, its tokens
    stay, and it returns to step 2, first in the queue of its client, to compute them again. Its prefix may still be in
    the cache then.
