@@ -3,11 +3,11 @@
 States of a request: sequence.py. Its life and preemption: the package's docstring. Overlapping steps: step_plan.py.
 
 Plan. Decode rows come first, then chunks of forced tokens (answer_matcher.py), prefill chunks that have begun, and
-admissions. Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of the prefill
-chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one ahead of it.
-At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks share the
-rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves one block
-free per running request, so that an admitted request is not preempted as soon as the others grow.
+admissions. Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of
+the prefill chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one
+ahead of it. At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks
+share the rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves
+one block free per running request, so that an admitted request is not preempted as soon as the others grow.
 
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
