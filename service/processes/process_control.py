@@ -90,16 +90,16 @@ class OrphanReaper:
     def __init__(self) -> None:
         self._zombies: frozenset[int] = frozenset()
 
-    def reap(self, own: Collection[int]) -> int:
+    def reap(self, kept: Collection[int]) -> int:
         """Reap orphans that were zombies at the previous call too, and return their number. Call it about once a
         second.
 
-        own: process ids that are never reaped.
+        kept: process ids that are never reaped.
 
         A process that is still a zombie at the second call is not waited for by another thread.
         """
         before, reaped = self._zombies, 0
-        self._zombies = frozenset(_zombie_children()).difference(own)
+        self._zombies = frozenset(_zombie_children()).difference(kept)
         for pid in self._zombies & before:
             with contextlib.suppress(ChildProcessError):
                 reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
@@ -108,12 +108,12 @@ class OrphanReaper:
 
 def _zombie_children() -> list[int]:
     """Return the process ids of this process's children that ended and were not waited for."""
-    found = []
+    children = []
     with contextlib.suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):
-                found += [int(pid) for pid in (thread / "children").read_text().split()]
-    return [pid for pid in found if _state(pid) == "Z"]
+                children += [int(pid) for pid in (thread / "children").read_text().split()]
+    return [pid for pid in children if _state(pid) == "Z"]
 
 
 def _state(pid: int) -> str:

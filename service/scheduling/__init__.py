@@ -31,8 +31,8 @@ request takes the next free place. Yields that cause much recomputation need an 
 running request that needs one more block preempts a paused one, else the youngest request of the client that holds
 most, which may be itself. The requests of one client keep their order: the youngest is preempted first and the oldest
 is admitted first. An admission preempts paused requests, so that no request waits for a slow reader. A victim with
-steps in flight gets no further row, and is preempted once they are applied. A RESUMED request runs again if fewer than
-max_num_seqs requests run; otherwise it is preempted.
+steps in flight gets no further row, and is preempted once they are applied. An UNPAUSED request runs again if fewer
+than max_num_seqs requests run; otherwise it is preempted.
 
 Deadlines (deadlines.py, `Scheduler.expire`). A request ends a margin before its deadline, with the tokens that it has;
 the margin follows the measured gap between tokens (latency_estimator.py). A request without tokens ends when its prompt

@@ -48,7 +48,7 @@ _STATES = {
     "followers": {State.FOLLOWING},
     "compiling": {State.COMPILING},
     "running": {State.RUNNING},
-    "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.RESUMED},
+    "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.UNPAUSED},
 }
 """States of the sequences in each collection of the scheduler."""
 
@@ -105,7 +105,7 @@ class Scheduler:
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._compiling: dict[int, Sequence] = {}  # COMPILING
         self._running: list[Sequence] = []  # RUNNING, the oldest first
-        self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
+        self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
@@ -226,7 +226,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
-        self._run_resumed(now)
+        self._run_unpaused(now)
         running = self._running
         leaving = self._yield_to_next() if self._queue else []
         if self.quarantine:
@@ -481,12 +481,12 @@ class Scheduler:
             if victim in others:
                 others.remove(victim)
 
-    def _run_resumed(self, now: float) -> None:
+    def _run_unpaused(self, now: float) -> None:
         """Run the requests whose pause has ended. Preempt those beyond max_num_seqs."""
-        for sequence in [s for s in self._paused.values() if s.state is State.RESUMED]:
+        for sequence in [s for s in self._paused.values() if s.state is State.UNPAUSED]:
             if len(self._running) < self._max_num_seqs:
                 del self._paused[sequence.id]
-                sequence.resume(now)
+                sequence.run_again(now)
                 self._add_running(sequence)
             elif not sequence.num_steps_in_flight:
                 self._preempt(sequence)
