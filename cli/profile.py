@@ -16,8 +16,8 @@ from npuserve.client import ClientError
 from npuserve.client.channel import auth_metadata, open_channel
 from npuserve.client.errors import from_rpc
 from npuserve.common.answer import value_name
+from npuserve.npu.profile import DEFAULT_SECONDS, DEFAULT_STEPS, MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS
 from npuserve.service.arguments import number
-from npuserve.service.ipc.profiles import DEFAULT_SECONDS, DEFAULT_STEPS, MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS
 from npuserve.v1 import admin_service_pb2 as pb
 from npuserve.v1 import admin_service_pb2_grpc
 

@@ -9,6 +9,10 @@ import msgspec
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Names of profiles: one part of a path, without dots."""
+MAX_PROFILE_STEPS = 1000
+MAX_PROFILE_SECONDS = 600.0
+DEFAULT_STEPS = 20
+DEFAULT_SECONDS = 60.0
 Ending = Literal["steps", "duration", "stopped"]
 """Why a profile ended: all its steps ran, its time was over, or it was stopped."""
 

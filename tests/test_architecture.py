@@ -40,6 +40,7 @@ LARGE_FOLDERS = {
     "cli": "one file per command, and what they share",
     "kernels": "one file per kernel",
     "kernels/triton": "one file per kernel, and the launches of each",
+    "service": "what its folders share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
     "bench/reliability": "one file per question that it answers, and what they share",

@@ -152,17 +152,17 @@ class CrashTracker:
         is_alone = len(self._fatal) == 1
         if record is None:
             return CrashRecord(1, QUARANTINE_TOKENS, tokens, tokens, is_alone)
-        made = tokens - record.tokens
-        if made >= CLEAR_TOKENS:
-            return CrashRecord(1, QUARANTINE_TOKENS, tokens, made, is_alone)
-        passes = made >= record.quarantine_tokens
+        num_tokens = tokens - record.tokens
+        if num_tokens >= CLEAR_TOKENS:
+            return CrashRecord(1, QUARANTINE_TOKENS, tokens, num_tokens, is_alone)
+        passes = num_tokens >= record.quarantine_tokens
         longer = passes and record.has_passed
-        repeats = record.repeats + 1 if abs(made - record.made) <= QUARANTINE_TOKENS else 0
-        is_near = made <= NEAR_TOKENS or repeats >= MIN_REPEATS
+        repeats = record.repeats + 1 if abs(num_tokens - record.made) <= QUARANTINE_TOKENS else 0
+        is_near = num_tokens <= NEAR_TOKENS or repeats >= MIN_REPEATS
         crashes = record.crashes + 1
+        quarantine_tokens = num_tokens + QUARANTINE_TOKENS if longer else record.quarantine_tokens
         return CrashRecord(
-            crashes, made + QUARANTINE_TOKENS if longer else record.quarantine_tokens, tokens, made, is_alone,
-            record.has_passed or passes, repeats,
+            crashes, quarantine_tokens, tokens, num_tokens, is_alone, record.has_passed or passes, repeats,
             is_killer=is_alone and record.is_alone and is_near and crashes >= MIN_CRASHES)
 
 

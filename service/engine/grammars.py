@@ -10,7 +10,7 @@ compiler wakes it. The compiler itself is built in a thread when the first const
 tokenizer and the library.
 
 A request of an earlier engine waits until the compiler's queue has space, and is not refused. Its matcher replays the
-output so far when it is prepared (scheduling/constraint.py).
+output so far when it is prepared (scheduling/answer_matcher.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from npuserve.service import logs, metrics
 from npuserve.service.errors import InvalidField, NoTokenizer, QueueFull, ServeError, Unavailable
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.constraint import AnswerMatcher
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence, State
 

@@ -100,9 +100,9 @@ class KvEventPublisher:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set_hwm(HIGH_WATER_MARK)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error instead of dropping frames
-        for one in (self._publisher, self._router):
-            one.setsockopt(zmq.LINGER, 0)
-            one.setsockopt(zmq.IPV6, 1)
+        for zmq_socket in (self._publisher, self._router):
+            zmq_socket.setsockopt(zmq.LINGER, 0)
+            zmq_socket.setsockopt(zmq.IPV6, 1)
         wildcards = ("*", "//0.0.0.0:", "//[::]:", "//:::")
         is_bound = endpoint.startswith("ipc://") or any(wildcard in endpoint for wildcard in wildcards)
         self._open("kv_events_endpoint", self._publisher.bind if is_bound else self._publisher.connect, endpoint)

@@ -61,7 +61,7 @@ from npuserve.service.ipc.messages import (
     ToFrontend,
     Unpause,
 )
-from npuserve.service.ipc.profiles import StartProfile, StopProfile
+from npuserve.service.ipc.profile_messages import StartProfile, StopProfile
 from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence

@@ -11,9 +11,9 @@ longer. A row whose mask is not there by then is deferred: its token is discarde
 there. The rows of the same grammar are deferred with it, since the loop must not use the grammar meanwhile. Others
 continue. The tokens are the same, since a mask depends on the text alone.
 
-Forced tokens a, b, c (constraint.py) that follow the token of step 1 are appended after it is applied. Step 2 computes
-the token of step 1, and would sample a: its row gets no mask, and its token is discarded. Step 3 computes a, b and c as
-a chunk, and samples the token after c. Otherwise step 5 would.
+Forced tokens a, b, c (answer_matcher.py) that follow the token of step 1 are appended after it is applied. Step 2
+computes the token of step 1, and would sample a: its row gets no mask, and its token is discarded. Step 3 computes a, b
+and c as a chunk, and samples the token after c. Otherwise step 5 would.
 """
 
 from __future__ import annotations

@@ -264,14 +264,14 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
         return None
     from npuserve.kernels.native.choice import describe
 
-    found = dataclasses.asdict(chosen)
+    kernels = dataclasses.asdict(chosen)
     metrics.cpu_kernels_info.labels(chosen.isa, chosen.gemm, chosen.weights).set(1)
     for isa, rates in chosen.gflops.items():
         for numbers, rate in rates.items():
             metrics.cpu_peak_flops.labels(isa, numbers).set(1e9 * rate)
     said, *measured = describe(chosen)
-    logs.event(log, said, kept=found == kept, measured="; ".join(measured))
-    return found
+    logs.event(log, said, kept=kernels == kept, measured="; ".join(measured))
+    return kernels
 
 
 def main() -> int:

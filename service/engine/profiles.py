@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from npuserve.npu.profile import ProfileError, ProfileSummary
 from npuserve.service import logs
 from npuserve.service.errors import ProfileRefused, QueueFull, ServeError, to_wire
-from npuserve.service.ipc.profiles import ProfileReply, StartProfile, StopProfile, ToEngineProfile
+from npuserve.service.ipc.profile_messages import ProfileReply, StartProfile, StopProfile, ToEngineProfile
 
 if TYPE_CHECKING:
     from npuserve.npu.profiling.session import Profiler

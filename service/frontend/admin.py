@@ -7,10 +7,11 @@ import time
 
 from google.protobuf import duration_pb2
 
+from npuserve.npu.profile import DEFAULT_SECONDS, DEFAULT_STEPS
 from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
 from npuserve.service.errors import InvalidField, RequestNotFound
-from npuserve.service.ipc import profiles
 from npuserve.service.processes import child
+from npuserve.service.requests.fields import check_profile_name, check_profile_seconds, check_profile_steps
 from npuserve.service.rpc.call import Context, call
 from npuserve.service.streams.engine_client import EngineClient
 from npuserve.v1 import admin_service_pb2 as pb
@@ -72,14 +73,15 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
         async with call(context, "StartProfile", logging.INFO) as fields:
-            steps = request.steps if request.HasField("steps") else profiles.DEFAULT_STEPS
-            seconds = profiles.DEFAULT_SECONDS
+            steps = request.steps if request.HasField("steps") else DEFAULT_STEPS
+            seconds = DEFAULT_SECONDS
             if request.HasField("max_duration"):
                 seconds = _seconds("max_duration", request.max_duration)
-            name = profiles.check_name("name", request.name) if request.HasField("name") else ""
+            name = check_profile_name("name", request.name) if request.HasField("name") else ""
             fields["profile_steps"], fields["profile_seconds"] = steps, seconds
-            started = await self._engine.profiles.start(name, profiles.check_steps("steps", steps),
-                                                        profiles.check_seconds("max_duration", seconds))
+            steps = check_profile_steps("steps", steps)
+            seconds = check_profile_seconds("max_duration", seconds)
+            started = await self._engine.profiles.start(name, steps, seconds)
         return pb.StartProfileResponse(name=started)
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:

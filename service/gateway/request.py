@@ -12,10 +12,10 @@ from google.protobuf.message import Message
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from npuserve.npu.profile import MAX_PROFILE_STEPS
 from npuserve.service.errors import InvalidField, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.ipc.profiles import MAX_PROFILE_STEPS, check_name, check_steps
-from npuserve.service.requests.fields import check_number
+from npuserve.service.requests.fields import check_number, check_profile_name, check_profile_steps
 from npuserve.service.requests.prompt import too_many_tokens
 from npuserve.service.requests.sampling import MAX_LOGPROBS
 from npuserve.service.text.model_folder import DEFAULT_RANGES, Range
@@ -70,10 +70,10 @@ def translate_profile(request: common_pb2.StartProfileRequest) -> tuple[str, int
     for field in ("start_step", "with_stack", "record_shapes", "profile_by_stage"):
         if getattr(request, field):
             raise Reserved(field)
-    name = check_name("output_dir", request.output_dir) if request.output_dir else ""
+    name = check_profile_name("output_dir", request.output_dir) if request.output_dir else ""
     if not request.HasField("num_steps"):
         return name, MAX_PROFILE_STEPS
-    return name, check_steps("num_steps", request.num_steps)
+    return name, check_profile_steps("num_steps", request.num_steps)
 
 
 def _check_known(message: Message, known: frozenset[str], path: str) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
+from npuserve.npu.profile import DEFAULT_SECONDS
 from npuserve.service import clock
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
@@ -27,7 +28,6 @@ from npuserve.service.gateway.answer import AnswerTranslator
 from npuserve.service.gateway.fields import client_paths
 from npuserve.service.gateway.request import MAX_REQUEST_ID_CHARACTERS, translate, translate_profile
 from npuserve.service.gateway.tokenizer_bundle import TokenizerBundle
-from npuserve.service.ipc import profiles
 from npuserve.service.ipc.messages import Request
 from npuserve.service.requests import validation
 from npuserve.service.requests.parser import ParsingServer
@@ -190,7 +190,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     ) -> common_pb2.ProfileResponse:
         async with call(context, _rpc("StartProfile"), logging.INFO):
             name, steps = translate_profile(request)
-            started = await self._engine.profiles.start(name, steps, profiles.DEFAULT_SECONDS)
+            started = await self._engine.profiles.start(name, steps, DEFAULT_SECONDS)
         return common_pb2.ProfileResponse(success=True, message=f"profile {started} of {steps} steps started")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:

@@ -2,31 +2,19 @@
 
     python -m npuserve.service.grammar.compile_process      started by `CompileProcess`, reads stdin
 
-A constraint comes from a client. A hostile one may need minutes, gigabytes, or more stack than there is, which ends a
-process. So a child process translates and compiles it first, under a limit of memory and a timer of the kernel, whose
-signal has no handler and ends the process. The timer counts processor time, so that neither the load of the machine nor
-a stopped process decides. The engine compiles again what a child compiled within the limits; that takes the same time,
-releases the GIL, and runs in a thread with a larger stack.
+A constraint comes from a client, and may be hostile. So a sandbox translates and compiles it first. The engine compiles
+again what the sandbox compiled within its limits; that takes the same time, releases the GIL, and runs in a thread with
+a larger stack.
 
-A process that ends by another signal, such as SIGKILL of the kernel without memory, says nothing about its constraint.
-Neither does one that takes MAX_WALL_RATIO times the limit in real time, which is killed. Another process compiles the
-constraint once more.
-
-Messages are a length of 4 bytes and msgpack.
+A process that is killed, as by the kernel without memory, says nothing about its constraint. Neither does one that
+takes MAX_WALL_RATIO times the limit in real time. Another process compiles the constraint once more.
 """
 
 from __future__ import annotations
 
 import re
-import resource
-import signal
-import struct
-import subprocess
 import sys
-import threading
-import weakref
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher
@@ -39,14 +27,11 @@ from npuserve.service.grammar.translation.lark import PREAMBLE
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData, build_tokenizer
 from npuserve.service.ipc.messages import Constraint
-from npuserve.service.processes import process_control
+from npuserve.service.processes import process_control, sandbox
 
 COMMAND = (sys.executable, "-m", "npuserve.service.grammar.compile_process")
 MAX_WALL_RATIO = 10
 """Real time of a compilation after which its process is killed, as a multiple of its limit of processor time."""
-MAX_START_SECONDS = 60.0
-LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL)
-"""Signals that end a process whose constraint exceeds a limit: the timer's, and the ones without stack or memory."""
 BASE_BYTES = 64 << 10
 """Estimated memory of the smallest compiled constraint."""
 _POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
@@ -61,7 +46,6 @@ class Start(msgspec.Struct, array_like=True):
     vocabulary: VocabularyData
     seconds: float
     max_bytes: int
-    dumpable: bool
 
 
 class Compiled(msgspec.Struct, array_like=True):
@@ -88,9 +72,8 @@ class CompileProcess:
     """
 
     def __init__(self, vocabulary: Vocabulary, seconds: float, max_bytes: int):
-        self._start = Start(vocabulary.data, seconds, max_bytes, process_control.is_dumpable())
-        self._process: subprocess.Popen[bytes] | None = None
-        self._kill: Callable[[], object] = lambda: None  # ends the process, also when this object is garbage-collected
+        self._start = Start(vocabulary.data, seconds, max_bytes)
+        self._process: sandbox.Sandbox | None = None
         self._is_interrupted = False
 
     def compile(self, constraint: Constraint) -> Compiled:
@@ -113,71 +96,40 @@ class CompileProcess:
         """Kill the process, for another thread than the one in `compile`, which then raises CompilerFailed."""
         self._is_interrupted = True
         if (process := self._process) is not None:
-            process.kill()
+            process.interrupt()
 
     def end(self) -> None:
         """Kill the process. The next constraint starts a new one."""
-        self._process = None
-        self._kill()
+        if self._process is not None:
+            self._process.end()
+            self._process = None
 
     def _reply(self, constraint: Constraint) -> bytes:
         """Return the process's reply. Raise ConstraintError if a limit ended it, CompilerFailed for another reason."""
-        process, seconds = self._running(), MAX_WALL_RATIO * self._start.seconds
-        reply = _exchange(process, msgspec.msgpack.encode(constraint), seconds)
+        process = self._running()
+        reply = process.call(msgspec.msgpack.encode(constraint), MAX_WALL_RATIO * self._start.seconds)
         if reply is not None:
             return reply
         self.end()
-        if process.returncode > 0 or -process.returncode in LIMIT_SIGNALS:
+        if process.has_exceeded_limits:
             raise ConstraintError(f"{constraint.kind}: must take at most {self._start.seconds:g} seconds and "
                                   f"{self._start.max_bytes >> 20} MiB of memory to compile")
-        raise CompilerFailed(f"the process that compiles constraints was killed by signal {-process.returncode}")
+        raise CompilerFailed(f"the process that compiles constraints was killed by signal {-(process.returncode or 0)}")
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> sandbox.Sandbox:
         """Return the process, started if there is none. Raise CompilerFailed if it does not start."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._process.is_alive:
             return self._process
         self.end()
         try:
-            process = self._process = process_control.start_for_clients(COMMAND)
+            process = self._process = sandbox.Sandbox(COMMAND)
         except OSError as error:
             raise CompilerFailed(f"the process that compiles constraints did not start: {error.strerror}") from error
-        self._kill = weakref.finalize(self, process_control.kill, process)
         start = msgspec.msgpack.encode(self._start)
-        if self._is_interrupted or _exchange(process, start, MAX_START_SECONDS) is None:
+        if self._is_interrupted or process.call(start, sandbox.MAX_START_SECONDS) is None:
             self.end()
             raise CompilerFailed("the process that compiles constraints did not start")
         return process
-
-
-def _exchange(process: subprocess.Popen[bytes], message: bytes, seconds: float) -> bytes | None:
-    """Return the reply to a message. The process is killed after `seconds`.
-
-    None if the process ends or cannot be used any more, since the message was not sent or the reply not read.
-    """
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    try:
-        timer.start()
-        _write(process.stdin, message)
-        return _read(process.stdout)
-    except (OSError, RuntimeError, MemoryError):  # RuntimeError: the system has no thread for the timer
-        return None
-    finally:
-        timer.cancel()
-
-
-def _write(pipe: Any, data: bytes) -> None:
-    pipe.write(struct.pack("<I", len(data)) + data)
-    pipe.flush()
-
-
-def _read(pipe: Any) -> bytes | None:
-    """Return the next message; None at the end of the pipe."""
-    head = pipe.read(4)
-    if len(head) < 4:
-        return None
-    data: bytes = pipe.read(struct.unpack("<I", head)[0])
-    return data if len(data) == struct.unpack("<I", head)[0] else None
 
 
 def build_library_matcher(tokenizer: Any, grammar: str, kind: str) -> LLMatcher:
@@ -227,12 +179,14 @@ def _message(error: str, *, is_clients: bool) -> str:
     is_clients: whether the grammar is the client's text after PREAMBLE, so that the position is given.
     """
     text = _LISTING.split(error.partition("<state>")[0].partition("<non-verbose/>")[0])[0]
-    found = _POSITION.match(text)
-    text = " ".join(text[found.end() if found else 0:].split()).partition(" while processing json-schema:")[0]
+    position = _POSITION.match(text)
+    text = " ".join(text[position.end() if position else 0:].split()).partition(" while processing json-schema:")[0]
     if text in ("", "NoExtensionBias"):
         return "no answer satisfies the constraint"
-    place = f" at line {int(found[1]) - len(PREAMBLE.splitlines())}, column {found[2]}" if found and is_clients else ""
-    return text[:400] + place
+    if position is None or not is_clients:
+        return text[:400]
+    line = int(position[1]) - len(PREAMBLE.splitlines())
+    return f"{text[:400]} at line {line}, column {position[2]}"
 
 
 def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint) -> Compiled:
@@ -254,29 +208,19 @@ def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint)
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGPROF, signal.SIGPIPE):  # SIGPIPE: the engine has ended
-        signal.signal(number, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stdin: BinaryIO = sys.stdin.buffer
-    stdout: BinaryIO = sys.stdout.buffer
-    data = _read(stdin)
-    if data is None:
-        return 0
-    start = msgspec.msgpack.decode(data, type=Start)
-    process_control.set_dumpable(start.dumpable)
+    messages = sandbox.messages()
+    start = msgspec.msgpack.decode(next(messages), type=Start)
     tokenizer = build_tokenizer(start.vocabulary)
-    process_control.limit_growth(start.max_bytes)
-    _write(stdout, b"ready")
-    while (data := _read(stdin)) is not None:
-        constraint = msgspec.msgpack.decode(data, type=Constraint)
-        signal.setitimer(signal.ITIMER_PROF, start.seconds)
+    sandbox.limit_growth(start.max_bytes)
+    sandbox.reply(b"")
+    for message in messages:
+        constraint = msgspec.msgpack.decode(message, type=Constraint)
+        sandbox.limit_time(start.seconds)
         try:
             reply = msgspec.msgpack.encode(_compile(tokenizer, start.vocabulary, constraint))
         except (MemoryError, RecursionError):
             return 1
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(stdout, reply)
+        sandbox.reply(reply)
     return 0
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from typing import NamedTuple
 
+from npuserve.service.client_queue import ClientQueue, ClientShares
 from npuserve.service.grammar.errors import CompilerFull
 from npuserve.service.ipc.messages import Constraint
 
@@ -27,51 +27,50 @@ class CompileQueue:
 
     def __init__(self, max_waiting: int):
         self._max_waiting = max_waiting
-        self._waiting: OrderedDict[str, OrderedDict[Constraint, None]] = OrderedDict()  # the next client first
-        self._running: Counter[str] = Counter()
+        self._waiting: ClientQueue[Constraint] = ClientQueue(max_waiting)
+        self._running = ClientShares()
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._waiting)
+
+    def __contains__(self, constraint: Constraint) -> bool:
+        return bool(self._waiting.clients_of(constraint))
 
     def add(self, constraint: Constraint, client: str) -> None:
         """Queue a constraint. If it waits for another client already, it is compiled at the first turn of both.
 
         Raises CompilerFull.
         """
-        own = self._waiting.get(client, OrderedDict())
-        if constraint in own:
+        if self._waiting.has(client, constraint):
             return
-        if len(own) >= max(1, self._max_waiting // 2):
-            raise CompilerFull(f"{len(own)} constraints of this client wait to be compiled")
-        if len(self) >= self._max_waiting:
-            raise CompilerFull(f"{self._max_waiting} constraints wait to be compiled")
-        self._waiting.setdefault(client, own)[constraint] = None
-
-    def __contains__(self, constraint: Constraint) -> bool:
-        return any(constraint in own for own in self._waiting.values())
+        match self._waiting.shares.exceeded(client):
+            case "client_limit":
+                waiting = self._waiting.shares.items(client)
+                raise CompilerFull(f"{waiting} constraints of this client wait to be compiled")
+            case "queue_full":
+                raise CompilerFull(f"{self._max_waiting} constraints wait to be compiled")
+        self._waiting.append(client, constraint)
 
     def take(self) -> WaitingConstraint | None:
         """Remove and return the next constraint; None if there is none or its client has enough running ones.
 
         Call `end` when it is compiled.
         """
-        client = next((one for one in self._waiting if self._running[one] < MAX_RUNNING_PER_CLIENT), None)
-        if client is None:
+        waiting = (
+            WaitingConstraint(constraint, client) for client, constraint in self._waiting.firsts()
+            if self._running.items(client) < MAX_RUNNING_PER_CLIENT)
+        taken = next(waiting, None)
+        if taken is None:
             return None
-        constraint = next(iter(self._waiting[client]))
-        self._waiting.move_to_end(client)
-        for one in list(self._waiting):
-            self._waiting[one].pop(constraint, None)
-            if not self._waiting[one]:
-                del self._waiting[one]
-        self._running[client] += 1
-        return WaitingConstraint(constraint, client)
+        self._waiting.take(taken.client, taken.constraint)
+        for other in self._waiting.clients_of(taken.constraint):
+            self._waiting.remove(other, taken.constraint)
+        self._running.add(taken.client)
+        return taken
 
     def end(self, client: str) -> None:
         """Record that a taken constraint of a client is compiled."""
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
+        self._running.remove(client)
 
     def clear(self) -> None:
         """Remove all waiting constraints."""

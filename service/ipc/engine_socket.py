@@ -62,7 +62,7 @@ class EngineSocket:
 
         None in place of a message means that the front end has disconnected; it is the last entry of that front end.
         """
-        found: list[tuple[bytes, ToEngine | None]] = []
+        received: list[tuple[bytes, ToEngine | None]] = []
         for key, events in self._selector.select(self._until_accept_retry(timeout)):
             name: bytes | None = key.data
             if key.fileobj is self._woken:
@@ -72,13 +72,13 @@ class EngineSocket:
                 self._accept()
                 continue
             if events & selectors.EVENT_READ:
-                found += [(name, messages.decode_to_engine(data)) for data in self._read(name)]
+                received += [(name, messages.decode_to_engine(data)) for data in self._read(name)]
                 if name not in self._frontends:
-                    found.append((name, None))
+                    received.append((name, None))
             frontend = self._frontends.get(name)
             if events & selectors.EVENT_WRITE and frontend and not self._write(name, frontend):
-                found.append((name, None))
-        return found
+                received.append((name, None))
+        return received
 
     def wake(self) -> None:
         """End the wait of `receive`, or of the next one if none waits. Safe to call from any thread, also after

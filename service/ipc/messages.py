@@ -17,7 +17,7 @@ from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
 from npuserve.service.ipc.framing import LENGTH_BYTES, Wire
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
-from npuserve.service.ipc.profiles import ProfileReply, ToEngineProfile
+from npuserve.service.ipc.profile_messages import ProfileReply, ToEngineProfile
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
 

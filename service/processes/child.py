@@ -1,11 +1,14 @@
-"""Protocol between the supervisor and a child process: arguments and orders on stdin, events on stdout.
+"""Protocol between a process of the server and its child: arguments and orders on stdin, events on stdout.
 
-The supervisor writes the arguments as one JSON line on the child's stdin. It keeps stdin open for orders, one JSON
-object per line. The child reports events as one JSON object per line on stdout. Heartbeats are events
-of the child's main loop.
+Children are the engine and the front ends, of the supervisor; the other ranks, of the engine; and the download of a
+model. Input that may be hostile is computed in a sandbox instead (sandbox.py).
 
-A child never outlives the supervisor: the kernel kills it (`die_with_parent`), even while it is stopped. If the
-supervisor dies before the child has asked the kernel for this, the child exits at end of file on stdin.
+The parent writes the arguments as one JSON line on the child's stdin (`encode_line`). It keeps stdin open for orders,
+one JSON object per line. The child reports events as one JSON object per line on stdout (`parse_event`), between lines
+that libraries print there. Heartbeats are events of the child's main loop.
+
+A child never outlives its parent: the kernel kills it (`die_with_parent`), even while it is stopped. If the parent dies
+before the child has asked the kernel for this, the child exits at end of file on stdin.
 """
 
 from __future__ import annotations
@@ -61,6 +64,20 @@ TRANSIENT = frozenset({errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, 
 def is_transient(error: BaseException) -> bool:
     """Return whether the error is one of TRANSIENT."""
     return isinstance(error, OSError) and error.errno in TRANSIENT
+
+
+def encode_line(value: object) -> bytes:
+    """Return the line of a child's arguments or of an order, for the parent."""
+    return msgspec.json.encode(value) + b"\n"
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line that a child wrote, for the parent; None for a line that a library printed."""
+    try:
+        event = msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+    return event if "event" in event else None
 
 
 def read_arguments(kind: type[Arguments]) -> Arguments:

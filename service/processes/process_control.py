@@ -1,5 +1,5 @@
 """Attributes of Linux processes and threads: memory, death with the parent, core dumps, adoption of orphaned processes,
-and the scheduler's slices. Start and end of processes for the data of clients.
+and the scheduler's slices.
 
 Other systems lack prctl(2) and sched_setattr(2); there the functions that call them do nothing.
 """
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import platform
 import resource
 import signal
 import struct
-import subprocess
 import sys
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 _SET_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
 """Operations of prctl(2)."""
@@ -29,100 +25,12 @@ SLICE_SECONDS = 0.0001
 SLICE_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """Layout of struct sched_attr: size, policy, flags, nice, priority, runtime, deadline, period."""
 _SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}
-KEPT_VARIABLES = frozenset({
-    "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUTF8", "TMPDIR", "TZ"})
-"""Environment variables that a process for the data of clients inherits. Other ones may hold secrets."""
-
-
-def start_for_clients(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process for the data of clients, with pipes as stdin and stdout. Raises OSError."""
-    kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept)
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, close its pipes and wait for its end."""
-    process.kill()
-    process.communicate()
-
-
-class LineProcess:
-    """Process for the data of clients that answers lines of its stdin by lines of its stdout, for one thread at a time.
-
-    It is killed when this object is garbage-collected.
-
-    command: the program and its arguments.
-    start: the first line, without its newline.
-    Raises OSError.
-    """
-
-    def __init__(self, command: Sequence[str], start: bytes):
-        self.popen = start_for_clients(command)
-        self.end = weakref.finalize(self, kill, self.popen)
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as `read` shows
-            self._write(start)
-
-    def read(self) -> bytes:
-        """Return the next line; without its newline if the process died."""
-        assert self.popen.stdout
-        return self.popen.stdout.readline()
-
-    def call(self, line: bytes) -> bytes:
-        """Send a line, given without its newline, and return the reply as `read`."""
-        try:
-            self._write(line)
-        except BrokenPipeError:
-            return b""
-        return self.read()
-
-    def _write(self, line: bytes) -> None:
-        assert self.popen.stdin
-        self.popen.stdin.write(line + b"\n")
-        self.popen.stdin.flush()
-
-
-def read_start() -> dict[str, Any]:
-    """Prepare this process, which `LineProcess` started, and return the JSON value of its first line.
-
-    The line has the key "dumpable", as for `set_dumpable`. The kernel ends this process by the signals of `limit_time`,
-    and by SIGPIPE once its parent has ended. SIGINT and SIGTERM, which are sent to all processes of the server, are
-    ignored: the parent ends this one.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_DFL)
-    start: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    set_dumpable(start["dumpable"])
-    return start
-
-
-def write_line(line: bytes) -> None:
-    """Write a line, given without its newline, to the parent's `LineProcess`."""
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def limit_time(seconds: float, max_wall_ratio: float) -> None:
-    """Let the kernel end this process after `seconds` of processor time, or `max_wall_ratio` times as much real time.
-
-    0: not at all. The handlers of SIGPROF and SIGALRM must be the default ones.
-    """
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, max_wall_ratio * seconds)
 
 
 def memory_bytes(pid: int | str = "self") -> tuple[int, int]:
     """Return the bytes of address space and of resident memory of a process. Raises OSError if it does not exist."""
     size, resident, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     return size * resource.getpagesize(), resident * resource.getpagesize()
-
-
-def limit_growth(max_bytes: int) -> None:
-    """Limit this process's address space to its present size and `max_bytes`, until the next call of this function."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = memory_bytes()[0] + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def die_with_parent() -> None:
@@ -182,16 +90,16 @@ class OrphanReaper:
     def __init__(self) -> None:
         self._zombies: frozenset[int] = frozenset()
 
-    def reap(self, own: Collection[int]) -> int:
+    def reap(self, kept: Collection[int]) -> int:
         """Reap orphans that were zombies at the previous call too, and return their number. Call it about once a
         second.
 
-        own: process ids that are never reaped.
+        kept: process ids that are never reaped.
 
         A process that is still a zombie at the second call is not waited for by another thread.
         """
         before, reaped = self._zombies, 0
-        self._zombies = frozenset(_zombie_children()).difference(own)
+        self._zombies = frozenset(_zombie_children()).difference(kept)
         for pid in self._zombies & before:
             with contextlib.suppress(ChildProcessError):
                 reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
@@ -200,12 +108,12 @@ class OrphanReaper:
 
 def _zombie_children() -> list[int]:
     """Return the process ids of this process's children that ended and were not waited for."""
-    found = []
+    children = []
     with contextlib.suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):
-                found += [int(pid) for pid in (thread / "children").read_text().split()]
-    return [pid for pid in found if _state(pid) == "Z"]
+                children += [int(pid) for pid in (thread / "children").read_text().split()]
+    return [pid for pid in children if _state(pid) == "Z"]
 
 
 def _state(pid: int) -> str:

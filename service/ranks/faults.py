@@ -29,13 +29,13 @@ def fault_code(error: Exception, may_drop_captures: bool) -> int:
     from npuserve.npu.backends import explain, fault
     from npuserve.npu.backends.base import Fault
 
-    found = fault(error)
-    if found is None:
+    device_fault = fault(error)
+    if device_fault is None:
         raise error
     advice = explain(error)
-    logs.event(log, "device fault", level=logging.CRITICAL, fault=found.value, error=str(error),
+    logs.event(log, "device fault", level=logging.CRITICAL, fault=device_fault.value, error=str(error),
                **{"advice": advice} if advice else {})
-    is_cured = report_capture_error(may_drop_captures, error) or found is not Fault.NODE
+    is_cured = report_capture_error(may_drop_captures, error) or device_fault is not Fault.NODE
     return child.EXIT_DEVICE_FAULT if is_cured else child.EXIT_NODE_FAULT
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROCESS = (sys.executable, "-m", "npuserve.service.ranks.process")
+PROCESS = (sys.executable, "-m", "npuserve.service.ranks.follower")
 STOP_SECONDS = 5.0
 """Time for the ranks to end by themselves."""
 CHECK_SECONDS = 0.5
@@ -96,21 +96,19 @@ class RankProcess:
         self._process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          pass_fds=[file for file in (args.memory, args.weights) if file >= 0])
         assert self._process.stdin
-        self._process.stdin.write(msgspec.json.encode(args) + b"\n")
+        self._process.stdin.write(child.encode_line(args))
         self._process.stdin.flush()
 
     def run(self) -> int:
         """Handle the events of the process until it ends. Return its exit code."""
         assert self._process.stdout
         for line in self._process.stdout:
-            try:
-                event = msgspec.json.decode(line, type=dict[str, Any])
-            except msgspec.DecodeError:  # printed by a library
+            event = child.parse_event(line)
+            if event is None:
                 logs.event(log, "rank said", rank=self.rank, text=line.decode(errors="replace").rstrip())
-                continue
-            if event.get("event") in ("unusable", CAPTURE_FAILED):
+            elif event["event"] in ("unusable", CAPTURE_FAILED):
                 self.error = event
-            elif event.get("event") == "ready":
+            elif event["event"] == "ready":
                 self.shared_weights = event["shared_weights"]
                 self.ready.set()
                 logs.event(log, "rank is ready", rank=self.rank)

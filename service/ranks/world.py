@@ -98,14 +98,15 @@ class World(msgspec.Struct, frozen=True):
 
 def read_world(config: ServerConfig, environment: Mapping[str, str]) -> World | None:
     """Return the group of hosts; None if this one is alone. Raises ConfigError for a wrong environment."""
-    found = [_read(config, environment, names) for names in NAMES if names[0] in environment or names[1] in environment]
-    if len(found) == 2 and found[0][:3] != found[1][:3]:
+    hosts_of = [_read(config, environment, names) for names in NAMES if environment.keys() & set(names[:2])]
+    if len(hosts_of) == 2 and hosts_of[0][:3] != hosts_of[1][:3]:
         (index, count, _), (other, other_count, _) = NAMES
-        raise ConfigError(f"{index} and {count}: {_said(found[0])}, but {other} and {other_count}: {_said(found[1])}; "
-                          "set one of the two")
-    if not found or found[0][1] == 1:
+        raise ConfigError(
+            f"{index} and {count}: {_said(hosts_of[0])}, but {other} and {other_count}: {_said(hosts_of[1])}; set one "
+            "of the two")
+    if not hosts_of or hosts_of[0][1] == 1:
         return None
-    host, hosts, name, variables = found[0]
+    host, hosts, name, variables = hosts_of[0]
     if config.tensor_parallel_size % hosts:
         raise ConfigError(f"tensor_parallel_size: {config.tensor_parallel_size} is not a multiple of {hosts}, the "
                           f"hosts of {variables[1]}")
@@ -142,19 +143,19 @@ def _read(config: ServerConfig, environment: Mapping[str, str], names: tuple[str
     return host, hosts, address, names
 
 
-def _said(found: _Hosts) -> str:
-    host, hosts, name, _ = found
+def _said(setting: _Hosts) -> str:
+    host, hosts, name, _ = setting
     return f"host {host} of {hosts}, the first at {name or 'no address'}"
 
 
 def _number(
-    environment: Mapping[str, str], name: str, least: int, most: int, default: str = "", needed_with: str = ""
+    environment: Mapping[str, str], name: str, minimum: int, maximum: int, default: str = "", needed_with: str = ""
 ) -> int:
     text = environment.get(name, default)
     if name not in environment and needed_with:
-        raise ConfigError(f"{name}: is needed with {needed_with}, a whole number in [{least}, {most}]")
-    if not (text.isascii() and text.isdecimal() and least <= int(text[:20]) <= most):
-        raise ConfigError(f"{name}: {text!r} must be a whole number in [{least}, {most}]")
+        raise ConfigError(f"{name}: is needed with {needed_with}, a whole number in [{minimum}, {maximum}]")
+    if not (text.isascii() and text.isdecimal() and minimum <= int(text[:20]) <= maximum):
+        raise ConfigError(f"{name}: {text!r} must be a whole number in [{minimum}, {maximum}]")
     return int(text)
 
 
@@ -163,9 +164,9 @@ def check_same(group: Group, config: ServerConfig, folder: Path) -> None:
 
     Raises ConfigError on each rank that differs, and on rank 0 if any does.
     """
-    own = {"version": importlib.metadata.version("npuserve"), "settings": _settings(config), "model": _model(folder)}
-    lead = msgspec.json.decode(group.broadcast(msgspec.json.encode(own)), type=dict[str, str])
-    differing = [name for name, value in own.items() if lead[name] != value]
+    values = {"version": importlib.metadata.version("npuserve"), "settings": _settings(config), "model": _model(folder)}
+    lead = msgspec.json.decode(group.broadcast(msgspec.json.encode(values)), type=dict[str, str])
+    differing = [name for name, value in values.items() if lead[name] != value]
     (first,) = group.minimum(group.rank if differing else group.size)
     if differing:
         raise ConfigError(f"rank {group.rank} and rank 0 differ in {', '.join(differing)}; all ranks need the same")

@@ -89,17 +89,17 @@ def _message(index: int, message: prompt_pb2.Message, roles: frozenset[str], bad
         bad.add(f"{path}.role", "must not be empty")
     elif message.role not in roles:
         bad.add(f"{path}.role", f"must be one of {', '.join(sorted(roles))}; got {quoted(message.role)}")
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.HasField(name):
-            found[name] = getattr(message, name)
+            turn[name] = getattr(message, name)
     if message.tool_calls:
         calls: list[dict[str, Any]] = []
-        found["tool_calls"] = calls
+        turn["tool_calls"] = calls
         for i, call in enumerate(message.tool_calls):
             with bad.collect():
                 calls.append(parse_json(call, f"{path}.tool_calls[{i}]"))
-    return found
+    return turn
 
 
 def _read_arguments(call: dict[str, Any], as_object: bool) -> None:

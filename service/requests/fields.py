@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from npuserve.npu.profile import MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS, NAME
 from npuserve.service.errors import InvalidField, Violations, quoted
 from npuserve.service.text.model_folder import Range
 
@@ -42,6 +43,27 @@ def check_token_ids(
         if token >= vocabulary_size:
             bad.add(f"{path}[{index}]", f"token id must be in [0, {vocabulary_size - 1}], got {token}")
     return frozenset(ids)
+
+
+def check_profile_name(field: str, name: str) -> str:
+    """Return the name of a profile. Raises InvalidField."""
+    if not NAME.fullmatch(name):
+        raise InvalidField(field, "must be up to 64 letters, digits, - and _, the first a letter or digit")
+    return name
+
+
+def check_profile_steps(field: str, steps: int) -> int:
+    """Return the steps of a profile. Raises InvalidField."""
+    if not 1 <= steps <= MAX_PROFILE_STEPS:
+        raise InvalidField(field, f"must be in [1, {MAX_PROFILE_STEPS}], got {steps}")
+    return steps
+
+
+def check_profile_seconds(field: str, seconds: float) -> float:
+    """Return the maximum duration of a profile. Raises InvalidField."""
+    if not 0 < seconds <= MAX_PROFILE_SECONDS:
+        raise InvalidField(field, f"must be in (0, {MAX_PROFILE_SECONDS:g}] seconds, got {seconds:.15g}")
+    return seconds
 
 
 def parse_json(text: str, field: str, types: tuple[type, ...] = (dict,), name: str = "a JSON object") -> Any:

@@ -87,21 +87,21 @@ class _Scan:
         self._data = data
         self._left = MAX_ELEMENTS
 
-    def message(self, kind: Descriptor, at: int, end: int, path: str, depth: int) -> None:
-        """Count the message in data[at:end]. Stop early if it is malformed."""
+    def message(self, kind: Descriptor, position: int, end: int, path: str, depth: int) -> None:
+        """Count the message in data[position:end]. Stop early if it is malformed."""
         fields = _fields(kind)
         counts: dict[int, int] = {}
-        while at < end:
+        while position < end:
             self._left -= 1
             if self._left < 0:
                 raise MessageTooLarge(f"the request has more than {MAX_ELEMENTS} fields and items, a fixed limit")
-            tag, at = self._varint(at, end)
+            tag, position = self._varint(position, end)
             wire = tag & 7
             if wire == 0:
-                _, at = self._varint(at, end)
+                _, position = self._varint(position, end)
             elif wire == 2:
-                size, at = self._varint(at, end)
-                if at + size > end:
+                size, position = self._varint(position, end)
+                if position + size > end:
                     return
                 name, inner, max_items = fields.get(tag >> 3, ("", None, 0))
                 if max_items:
@@ -109,22 +109,25 @@ class _Scan:
                     if count > max_items:
                         raise InvalidField(f"{path}{name}", f"must be at most {max_items}, got more")
                 if inner is not None and depth < MAX_DEPTH:
-                    self.message(inner, at, at + size, f"{path}{name}.", depth + 1)
-                at += size
+                    self.message(inner, position, position + size, f"{path}{name}.", depth + 1)
+                position += size
             elif wire in (1, 5):
-                at += 8 if wire == 1 else 4
+                position += 8 if wire == 1 else 4
             else:
                 raise MalformedRequest("the request has a protobuf group: malformed protobuf")
 
-    def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """Return the number at `at` and the position after it; `end` for a number that is truncated or too long."""
+    def _varint(self, position: int, end: int) -> tuple[int, int]:
+        """Return the number at `position` and the position after it.
+
+        `end` for a number that is truncated or too long.
+        """
         data, value = self._data, 0
         for shift in range(0, 70, 7):
-            if at >= end:
+            if position >= end:
                 break
-            byte = data[at]
-            at += 1
+            byte = data[position]
+            position += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
-                return value, at
+                return value, position
         return 0, end

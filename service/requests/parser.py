@@ -123,8 +123,8 @@ def _parsing(rpc: str, handler: Any, read: Read, on_call: Callable[[Context], No
         except grpc.aio.AbortError as error:
             # The traceback is in a reference cycle, which keeps the message in memory until a garbage collection.
             request = None
-            for one in (error, error.__context__):
-                traceback.clear_frames(one.__traceback__ if one else None)
+            for chained in (error, error.__context__):
+                traceback.clear_frames(chained.__traceback__ if chained else None)
             raise
 
     kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler

@@ -22,14 +22,14 @@ import copy
 import functools
 import os
 import time
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from npuserve.service import metrics
-from npuserve.service.errors import QueueFull, ServeError, Unavailable
+from npuserve.service.client_queue import ClientQueue, ClientShares, refusal
+from npuserve.service.errors import ServeError, Unavailable
 from npuserve.service.rpc.refusal_throttle import add_work
 
 P = ParamSpec("P")
@@ -79,14 +79,6 @@ class _Job:
             raise RuntimeError("a library panicked") from error
         finally:
             self.seconds = time.thread_time() - began
-
-
-@dataclass
-class _CallerQueue:
-    """Waiting jobs of one caller."""
-
-    jobs: deque[_Job] = field(default_factory=deque)
-    bytes: int = 0
 
 
 class Preparation:
@@ -163,92 +155,64 @@ class _Lane:
         self._max_running = max(1, threads - 1)
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
-        self._waiting: OrderedDict[str, _CallerQueue] = OrderedDict()  # by caller, the next one first
-        self._outside: OrderedDict[str, deque[_Job]] = OrderedDict()  # by caller, the next one first
-        self._running: Counter[str] = Counter()
-        self._running_bytes: Counter[str] = Counter()
-        self._jobs = 0
-        self._bytes = 0
+        self._waiting: ClientQueue[_Job] = ClientQueue(max_jobs, max_bytes)
+        self._outside: ClientQueue[_Job] = ClientQueue()  # the reader bounds it
+        self._running = ClientShares()
 
     def add(self, job: _Job) -> None:
         """Queue the job, and start it if a thread is free. Raise QueueFull if the lane is full."""
-        own = self._waiting.get(job.owner, _CallerQueue())
-        if len(own.jobs) >= max(1, self._max_jobs // 2) or (own.jobs and own.bytes + job.size > self._max_bytes // 2):
-            raise _refused(job, "client_limit", (
-                f"client limit: {len(own.jobs)} requests of this client with {own.bytes} bytes wait to be prepared; a "
-                f"client may have half of {self._limits()}"))
-        while self._jobs >= self._max_jobs or (self._jobs and self._bytes + job.size > self._max_bytes):
-            largest = max(self._waiting.values(), key=lambda queue: (queue.bytes, len(queue.jobs)))
-            if (largest.bytes, len(largest.jobs)) <= (own.bytes + job.size, len(own.jobs) + 1):
-                raise _refused(job, "queue_full", (
-                    f"queue full: {self._jobs} requests with {self._bytes} bytes wait to be prepared; the limits are "
-                    f"{self._limits()}"))
-            self._fail(largest.jobs[-1], "displaced", (
-                f"displaced by a client with fewer requests: {self._jobs} with {self._bytes} bytes wait to be "
-                f"prepared; the limits are {self._limits()}"))
-        queue = self._waiting.setdefault(job.owner, own)
-        queue.jobs.append(job)
-        queue.bytes += job.size
-        self._jobs += 1
-        self._bytes += job.size
+        shares = self._waiting.shares
+        jobs = shares.items(job.owner)
+        size = shares.bytes(job.owner)
+        while bound := shares.exceeded(job.owner, job.size):
+            if bound == "client_limit":
+                raise refusal(job.kind, bound, (
+                    f"client limit: {jobs} requests of this client with {size} bytes wait to be prepared; a "
+                    f"client may have half of {self._limits()}"))
+            waiting = f"{shares.total_items} requests with {shares.total_bytes} bytes wait to be prepared"
+            owner, newest = self._waiting.largest()
+            if (shares.bytes(owner), shares.items(owner)) <= (size + job.size, jobs + 1):
+                raise refusal(job.kind, bound, f"queue full: {waiting}; the limits are {self._limits()}")
+            self._fail(newest, "displaced", (
+                f"displaced by a client with fewer requests: {waiting}; the limits are {self._limits()}"))
+        self._waiting.append(job.owner, job, job.size)
         job.limit = asyncio.get_running_loop().call_later(MAX_WAIT_SECONDS, self.expire, job)
         self._start()
 
     def add_when_roomy(self, job: _Job) -> None:
         """Add the job once the lane has room for it and for a later job of the same size."""
-        self._outside.setdefault(job.owner, deque()).append(job)
+        self._outside.append(job.owner, job)
         self._let_in()
 
     def _let_in(self) -> None:
         """Add jobs from outside while there is room, round-robin over their callers."""
-        while job := next((jobs[0] for jobs in self._outside.values() if self._has_caller_room(jobs[0])), None):
-            has_room = self._jobs < self._max_jobs // 2 and self._bytes + job.size <= self._max_bytes // 2
-            if self._jobs and not has_room:
+        while job := next((job for _, job in self._outside.firsts() if self._has_caller_room(job)), None):
+            shares = self._waiting.shares
+            has_room = (shares.total_items < self._max_jobs // 2
+                        and shares.total_bytes + job.size <= self._max_bytes // 2)
+            if shares and not has_room:
                 return
-            self._leave(job)
-            if job.owner in self._outside:
-                self._outside.move_to_end(job.owner)
+            self._outside.take(job.owner, job)
             self.add(job)
 
     def _has_caller_room(self, job: _Job) -> bool:
         """Return whether half of the caller's part is free, the running jobs counted, or all of it."""
-        own = self._waiting.get(job.owner, _CallerQueue())
-        jobs = len(own.jobs) + self._running[job.owner]
-        size = own.bytes + self._running_bytes[job.owner] + job.size
+        counts = (self._waiting.shares, self._running)
+        jobs = sum(shares.items(job.owner) for shares in counts)
+        size = sum(shares.bytes(job.owner) for shares in counts) + job.size
         return not jobs or (jobs < self._max_jobs // 4 and size <= self._max_bytes // 4)
-
-    def _leave(self, job: _Job) -> None:
-        """Remove a job that waits outside."""
-        jobs = self._outside[job.owner]
-        jobs.remove(job)
-        if not jobs:
-            del self._outside[job.owner]
 
     def discard(self, job: _Job) -> None:
         """Remove the job of a call that has ended, wherever it waits."""
-        if job in self._outside.get(job.owner, ()):
-            self._leave(job)
-        self.remove(job)
-        self._let_in()
-
-    def remove(self, job: _Job) -> None:
-        """Remove the job from the queue if it waits there."""
+        self._outside.remove(job.owner, job)
         if job.limit:
             job.limit.cancel()
-        queue = self._waiting.get(job.owner)
-        if queue is None or job not in queue.jobs:
-            return
-        queue.jobs.remove(job)
-        queue.bytes -= job.size
-        self._jobs -= 1
-        self._bytes -= job.size
-        if not queue.jobs:
-            del self._waiting[job.owner]
+        self._waiting.remove(job.owner, job)
+        self._let_in()
 
     def expire(self, job: _Job) -> None:
         """Refuse the job if it still waits."""
-        queue = self._waiting.get(job.owner)
-        if queue is not None and job in queue.jobs:
+        if self._waiting.has(job.owner, job):
             self._fail(job, "timeout", (
                 f"timeout: the request waited {MAX_WAIT_SECONDS:g} s, the limit, for the work on others before it; "
                 "more front ends (frontends) do more of it at a time"))
@@ -262,20 +226,22 @@ class _Lane:
 
     def _fail(self, job: _Job, why: str, reason: str) -> None:
         """Remove a waiting job, and refuse it unless its call has just been cancelled."""
-        self.remove(job)
+        if job.limit:
+            job.limit.cancel()
+        self._waiting.remove(job.owner, job)
         if not job.result.done():
-            job.result.set_exception(_refused(job, why, reason))
+            job.result.set_exception(refusal(job.kind, why, reason))
 
     def _start(self) -> None:
         """Start jobs on the free threads, round-robin over the callers."""
         while self._free and not self._closed:
-            job = next((queue.jobs[0] for owner, queue in self._waiting.items()
-                        if self._running[owner] < self._max_running), None)
+            job = next((job for owner, job in self._waiting.firsts()
+                        if self._running.items(owner) < self._max_running), None)
             if job is None:
                 return
-            self.remove(job)
-            if job.owner in self._waiting:
-                self._waiting.move_to_end(job.owner)
+            if job.limit:
+                job.limit.cancel()
+            self._waiting.take(job.owner, job)
             loop = asyncio.get_running_loop()
             try:
                 work = self._threads.submit(job.call)
@@ -285,8 +251,7 @@ class _Lane:
                     job.result.set_exception(Unavailable("the front end cannot start a thread to prepare the request"))
                 continue
             self._free -= 1
-            self._running[job.owner] += 1
-            self._running_bytes[job.owner] += job.size
+            self._running.add(job.owner, job.size)
             work.add_done_callback(functools.partial(self._from_thread, loop, job))
 
     def _from_thread(self, loop: asyncio.AbstractEventLoop, job: _Job, work: Future[Any]) -> None:
@@ -295,11 +260,7 @@ class _Lane:
 
     def _end(self, job: _Job, work: Future[Any]) -> None:
         self._free += 1
-        self._running[job.owner] -= 1
-        self._running_bytes[job.owner] -= job.size
-        if not self._running[job.owner]:
-            del self._running[job.owner]
-            del self._running_bytes[job.owner]
+        self._running.remove(job.owner, job.size)
         if not job.result.done():
             if work.cancelled():
                 job.result.cancel()
@@ -309,8 +270,3 @@ class _Lane:
                 job.result.set_result(work.result())
         self._start()
         self._let_in()
-
-
-def _refused(job: _Job, why: str, message: str) -> QueueFull:
-    metrics.preparation_rejections_total.labels(job.kind, why).inc()
-    return QueueFull(message, why=why)

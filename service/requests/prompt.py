@@ -140,11 +140,11 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
     if tokenizer is None or len(text) <= max(max_model_len, MAX_PIECE_CHARACTERS):
         return
     count = 0
-    for at in range(0, len(text), MAX_PIECE_CHARACTERS):
-        piece = text[at : at + MAX_PIECE_CHARACTERS]
+    for start in range(0, len(text), MAX_PIECE_CHARACTERS):
+        piece = text[start : start + MAX_PIECE_CHARACTERS]
         with _refused_beyond_limits(field):
             count += len(tokenizer.encode(piece, add_special_tokens=False)) - MAX_EXCESS_PIECE_TOKENS
         if count > max_model_len:
             raise InvalidField(field, (
-                f"the first {at + MAX_PIECE_CHARACTERS} characters alone have more tokens than max_model_len, "
+                f"the first {start + MAX_PIECE_CHARACTERS} characters alone have more tokens than max_model_len, "
                 f"{max_model_len}"))

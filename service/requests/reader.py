@@ -19,13 +19,12 @@ the same is done to a client that holds more than its share, or whose connection
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
-from npuserve.service import logs, metrics
+from npuserve.service import logs
+from npuserve.service.client_queue import ClientQueue, ClientShares, refusal
 from npuserve.service.errors import QueueFull
 from npuserve.service.rpc.call import Context
 from npuserve.service.rpc.connections import SocketTable
@@ -85,9 +84,8 @@ class RequestReader:
         fresh_bytes = min(self._limit // MAX_FRESH_READS, MAX_FRESH_READS * largest)
         unmeasured_bytes = min(self._limit // MAX_UNMEASURED_READS, largest)
         self._messages = IncompleteMessages(sockets, largest, fresh_bytes, unmeasured_bytes)
-        self._unparsed: Counter[str] = Counter()  # bytes by client
-        self._unparsed_bytes = 0
-        self._waiting: OrderedDict[str, deque[_WaitingCall]] = OrderedDict()
+        self._unparsed = ClientShares()  # messages that have arrived
+        self._waiting: ClientQueue[_WaitingCall] = ClientQueue(MAX_WAITING_CALLS)  # by owner
         self._ended: dict[Read, QueueFull] = {}  # reads to be ended, until their calls notice
         self._timer: asyncio.TimerHandle | None = None
         self._blocked_since: float | None = None
@@ -117,18 +115,14 @@ class RequestReader:
             if not isinstance(data, bytes):  # grpc.aio.EOF
                 return None
             size = len(data)
-            self._unparsed[client] += size
-            self._unparsed_bytes += size
+            self._unparsed.add(client, size)
             return data
         finally:
             self._end(read, size)
 
     def release(self, client: str, size: int) -> None:
         """Free the account of a message that is parsed or refused."""
-        self._unparsed[client] -= size
-        self._unparsed_bytes -= size
-        if not self._unparsed[client]:
-            del self._unparsed[client]
+        self._unparsed.remove(client, size)
         self._begin_waiting()
 
     async def _begin(self, peer: str, owner: str, client: str) -> Read:
@@ -138,23 +132,19 @@ class RequestReader:
         if self._is_free(owner, client, rank) and (following is None or rank < following[2]):
             self._set_timer()
             return self._messages.begin(peer, owner)
-        queue = self._waiting.get(owner, ())
-        if len(queue) >= MAX_WAITING_CALLS // 2 or sum(map(len, self._waiting.values())) >= MAX_WAITING_CALLS:
-            raise _refused("queue_full", (
+        if self._waiting.shares.exceeded(owner):
+            raise refusal("read", "queue_full", (
                 f"queue full: {MAX_WAITING_CALLS} calls wait to be read, of which a client may have half; {_REMEDY}"))
         call = _WaitingCall(peer, client, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(owner, deque()).append(call)
+        self._waiting.append(owner, call)
         self._set_timer()
         try:
             return await call.read
         except asyncio.CancelledError:
             if call.read.done() and not call.read.cancelled():
                 self._end(call.read.result(), None)
-            elif owner in self._waiting:
-                with contextlib.suppress(ValueError):
-                    self._waiting[owner].remove(call)
-                if not self._waiting[owner]:
-                    del self._waiting[owner]
+            else:
+                self._waiting.remove(owner, call)
             raise
 
     def _end(self, read: Read, size: int | None) -> None:
@@ -175,33 +165,31 @@ class RequestReader:
 
     def _is_free(self, owner: str, client: str, rank: int) -> bool:
         """Return whether a message of this client may be read now."""
-        if self._unparsed[client] >= MAX_UNPARSED_BYTES:
+        if self._unparsed.bytes(client) >= MAX_UNPARSED_BYTES:
             return False
-        unparsed = 0 if rank == LIGHT else self._unparsed_bytes
+        unparsed = 0 if rank == LIGHT else self._unparsed.total_bytes
         return self._messages.charge + unparsed <= self._max_taken(owner, rank)
 
-    def _next_waiting(self) -> tuple[str, str, int] | None:
-        """Return owner, client and rank of the call that is read next.
+    def _next_waiting(self) -> tuple[str, _WaitingCall, int] | None:
+        """Return the call that is read next, with its owner and its rank.
 
         None: no call waits, or only calls of clients with much to parse.
         """
         lowest = None
-        for owner, queue in self._waiting.items():
+        for owner, call in self._waiting.firsts():
             rank = self._rank(owner)
-            client = queue[0].client
-            if (lowest is None or rank < lowest[2]) and self._unparsed[client] < MAX_UNPARSED_BYTES:
-                lowest = owner, client, rank
+            if (lowest is None or rank < lowest[2]) and self._unparsed.bytes(call.client) < MAX_UNPARSED_BYTES:
+                lowest = owner, call, rank
         return lowest
 
     def _begin_waiting(self) -> None:
         """Begin to read waiting calls: round-robin over the clients of the lowest rank."""
-        while (following := self._next_waiting()) and self._is_free(*following):
-            owner = following[0]
+        while following := self._next_waiting():
+            owner, call, rank = following
+            if not self._is_free(owner, call.client, rank):
+                return
             self._blocked_since = None
-            queue = self._waiting.pop(owner)
-            call = queue.popleft()
-            if queue:
-                self._waiting[owner] = queue
+            self._waiting.take(owner, call)
             if not call.read.done():
                 call.read.set_result(self._messages.begin(call.peer, owner))
 
@@ -250,7 +238,7 @@ class RequestReader:
     def _give_up(self, read: Read, why: str, message: str) -> None:
         """End a read by this error. Its call notices later."""
         if read not in self._ended and read.task is not None and not read.task.done():
-            self._ended[read] = _refused(why, message)
+            self._ended[read] = refusal("read", why, message)
             read.task.cancel()
 
     def _warn_of_unmeasured(self) -> None:
@@ -258,8 +246,3 @@ class RequestReader:
             self._has_warned = True
             logs.event(log, "the system does not count the bytes of a connection: few messages are read at a time",
                        level=logging.WARNING, limit=MAX_UNMEASURED_READS)
-
-
-def _refused(why: str, message: str) -> QueueFull:
-    metrics.preparation_rejections_total.labels("read", why).inc()
-    return QueueFull(message, why=why)

@@ -77,9 +77,9 @@ class Policy:
 
 def request_id(message: pb.GenerateRequest, max_characters: int = MAX_REQUEST_ID_CHARACTERS) -> str:
     """Return the client's request id, or a new one if it is absent or not valid as metadata, which `check` refuses."""
-    found = message.request_id
-    is_valid = 1 <= len(found) <= max_characters and all("!" <= c <= "~" for c in found)
-    return found if is_valid else uuid.uuid4().hex
+    given = message.request_id
+    is_valid = 1 <= len(given) <= max_characters and all("!" <= c <= "~" for c in given)
+    return given if is_valid else uuid.uuid4().hex
 
 
 def check_model(
@@ -157,10 +157,12 @@ def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Viol
 def _check_samples(message: pb.GenerateRequest, info: ModelInfo, policy: Policy, bad: Violations) -> int:
     """Return the number of samples; report one that is out of range or that the queue could never take."""
     samples = message.n if message.HasField("n") else 1
-    most = min(MAX_SAMPLES, info.max_num_seqs + info.max_queue, policy.max_requests or MAX_SAMPLES)
-    if not 1 <= samples <= most:
-        why = "" if most == MAX_SAMPLES else f", since a sample is a request, and at most {most} may be live at a time"
-        bad.add("n", f"must be in [1, {most}]{why}, got {samples}")
+    max_samples = min(MAX_SAMPLES, info.max_num_seqs + info.max_queue, policy.max_requests or MAX_SAMPLES)
+    if not 1 <= samples <= max_samples:
+        why = ""
+        if max_samples < MAX_SAMPLES:
+            why = f", since a sample is a request, and at most {max_samples} may be live at a time"
+        bad.add("n", f"must be in [1, {max_samples}]{why}, got {samples}")
     return samples
 
 

@@ -6,10 +6,7 @@ nothing keeps it as long as its connection, and a server of grpc.aio cannot end 
 
 from __future__ import annotations
 
-from collections import Counter
-
-from npuserve.service import metrics
-from npuserve.service.errors import QueueFull
+from npuserve.service.client_queue import ClientShares, refusal
 from npuserve.service.rpc.call import Context
 
 MAX_BYTES = 16 << 20
@@ -20,8 +17,7 @@ class UnreadReplies:
     """Bytes of the unread replies of a front end's calls, by client. Use it from one event loop."""
 
     def __init__(self, max_bytes: int = MAX_BYTES):
-        self._max_bytes = max_bytes
-        self._bytes: Counter[str] = Counter()
+        self._shares = ClientShares(max_bytes=max_bytes)
 
     def add(self, context: Context, owner: str, kind: str, size: int) -> None:
         """Count a reply until its call ends. A client without an unread reply may always have one.
@@ -40,27 +36,20 @@ class UnreadReplies:
 
         A client without an unread reply is never refused.
         """
-        own, total = self._bytes[owner], self._bytes.total()
-        if own and own + size > self._max_bytes // 2:
-            raise _refused(kind, "client_limit", (
-                f"client limit: {own} bytes of replies to this client are unread; a client may have half of "
-                f"{self._max_bytes} bytes for each front end (frontends)"))
-        if own and total + size > self._max_bytes:
-            raise _refused(kind, "queue_full", (
-                f"queue full: {total} bytes of replies are unread; the limit is {self._max_bytes} bytes for each "
-                "front end (frontends)"))
+        unread = self._shares.bytes(owner)
+        if not unread:
+            return
+        limit = f"{self._shares.max_bytes} bytes for each front end (frontends)"
+        match self._shares.exceeded(owner, size):
+            case "client_limit":
+                raise refusal(kind, "client_limit", (
+                    f"client limit: {unread} bytes of replies to this client are unread; a client may have half of "
+                    f"{limit}"))
+            case "queue_full":
+                raise refusal(kind, "queue_full", (
+                    f"queue full: {self._shares.total_bytes} bytes of replies are unread; the limit is {limit}"))
 
     def count(self, context: Context, owner: str, size: int) -> None:
         """Count a reply of `size` bytes until its call ends, whatever the limit."""
-        self._bytes[owner] += size
-        context.add_done_callback(lambda _: self._end(owner, size))  # type: ignore[arg-type]  # the stub names a class
-
-    def _end(self, owner: str, size: int) -> None:
-        self._bytes[owner] -= size
-        if not self._bytes[owner]:
-            del self._bytes[owner]
-
-
-def _refused(kind: str, why: str, message: str) -> QueueFull:
-    metrics.preparation_rejections_total.labels(kind, why).inc()
-    return QueueFull(message, why=why)
+        self._shares.add(owner, size)
+        context.add_done_callback(lambda _: self._shares.remove(owner, size))  # type: ignore[arg-type]  # the stub names a class

@@ -14,8 +14,8 @@ The life of a request (states: sequence.py):
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
    next one.
 4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
-   `append_forced` appends the forced tokens that follow (constraint.py). A constrained request whose next mask is not
-   there yet (`Sequence.is_preparing`) gets no row until it is.
+   `append_forced` appends the forced tokens that follow (answer_matcher.py). A constrained request whose next mask is
+   not there yet (`Sequence.is_preparing`) gets no row until it is.
 5. If blocks run out, or another client's request waits, the request may be preempted: its blocks are freed, its tokens
    stay, and it returns to step 2, first in the queue of its client, to compute them again. Its prefix may still be in
    the cache then.
@@ -31,8 +31,8 @@ request takes the next free place. Yields that cause much recomputation need an 
 running request that needs one more block preempts a paused one, else the youngest request of the client that holds
 most, which may be itself. The requests of one client keep their order: the youngest is preempted first and the oldest
 is admitted first. An admission preempts paused requests, so that no request waits for a slow reader. A victim with
-steps in flight gets no further row, and is preempted once they are applied. A RESUMED request runs again if fewer than
-max_num_seqs requests run; otherwise it is preempted.
+steps in flight gets no further row, and is preempted once they are applied. An UNPAUSED request runs again if fewer
+than max_num_seqs requests run; otherwise it is preempted.
 
 Deadlines (deadlines.py, `Scheduler.expire`). A request ends a margin before its deadline, with the tokens that it has;
 the margin follows the measured gap between tokens (latency_estimator.py). A request without tokens ends when its prompt

@@ -75,7 +75,7 @@ class Preemption:
     """Choice of the requests to preempt. Raises virtual times of clients, and changes nothing else.
 
     running: the running requests, the oldest first.
-    paused: requests that are paused or resumed. Both are owned by the scheduler.
+    paused: requests that are paused or unpaused. Both are owned by the scheduler.
     """
 
     def __init__(

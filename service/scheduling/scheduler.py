@@ -2,12 +2,12 @@
 
 States of a request: sequence.py. Its life and preemption: the package's docstring. Overlapping steps: step_plan.py.
 
-Plan. Decode rows come first, then chunks of forced tokens (constraint.py), prefill chunks that have begun, admissions.
-Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of the prefill
-chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one ahead of it.
-At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks share the
-rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves one block
-free per running request, so that an admitted request is not preempted as soon as the others grow.
+Plan. Decode rows come first, then chunks of forced tokens (answer_matcher.py), prefill chunks that have begun, and
+admissions. Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of
+the prefill chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one
+ahead of it. At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks
+share the rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves
+one block free per running request, so that an admitted request is not preempted as soon as the others grow.
 
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
@@ -30,8 +30,8 @@ from npuserve.npu.step import Step, StepResult
 from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import check_size
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
-from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
@@ -49,7 +49,7 @@ _STATES = {
     "followers": {State.FOLLOWING},
     "compiling": {State.COMPILING},
     "running": {State.RUNNING},
-    "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.RESUMED},
+    "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.UNPAUSED},
 }
 """States of the sequences in each collection of the scheduler."""
 
@@ -109,7 +109,7 @@ class Scheduler:
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._compiling: dict[int, Sequence] = {}  # COMPILING
         self._running: list[Sequence] = []  # RUNNING, the oldest first
-        self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and RESUMED
+        self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
@@ -230,7 +230,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
-        self._run_resumed(now)
+        self._run_unpaused(now)
         running = self._running
         leaving = self._yield_to_next() if self._queue else []
         if self.quarantine:
@@ -503,12 +503,12 @@ class Scheduler:
             if victim in others:
                 others.remove(victim)
 
-    def _run_resumed(self, now: float) -> None:
+    def _run_unpaused(self, now: float) -> None:
         """Run the requests whose pause has ended. Preempt those beyond max_num_seqs."""
-        for sequence in [s for s in self._paused.values() if s.state is State.RESUMED]:
+        for sequence in [s for s in self._paused.values() if s.state is State.UNPAUSED]:
             if len(self._running) < self._max_num_seqs:
                 del self._paused[sequence.id]
-                sequence.resume(now)
+                sequence.run_again(now)
                 self._add_running(sequence)
             elif not sequence.num_steps_in_flight:
                 self._preempt(sequence)

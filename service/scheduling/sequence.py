@@ -11,8 +11,8 @@ import msgspec
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockTable
-from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 from npuserve.service.scheduling.state_slots import SlotTable
 
@@ -21,10 +21,10 @@ class State(Enum):
     """Where a request is in its life. Methods of Sequence make the transitions; the Scheduler calls them.
 
         WAITING ──admit──► RUNNING ──preempt──► PREEMPTED ──admit──► RUNNING
-        RUNNING ──pause──► PAUSED ──unpause──► RESUMED ──resume──► RUNNING
+        RUNNING ──pause──► PAUSED ──unpause──► UNPAUSED ──run_again──► RUNNING
         PAUSED ──preempt──► PAUSED_WITHOUT_BLOCKS ──unpause──► PREEMPTED, or WAITING if never admitted
-        RESUMED ──preempt──► PREEMPTED
-        RESUMED ──pause──► PAUSED
+        UNPAUSED ──preempt──► PREEMPTED
+        UNPAUSED ──pause──► PAUSED
         WAITING, PREEMPTED ──pause──► PAUSED_WITHOUT_BLOCKS
         WAITING ──follow──► FOLLOWING ──enter_queue──► WAITING
         COMPILING ──constrain──► WAITING, or FOLLOWING
@@ -47,7 +47,7 @@ class State(Enum):
     """Gets no rows, because its reader is slow. Holds blocks until others need them."""
     PAUSED_WITHOUT_BLOCKS = "paused without blocks"
     """Gets no rows, because its reader is slow. Not in the queue."""
-    RESUMED = "resumed"
+    UNPAUSED = "unpaused"
     """Its reader has caught up. Holds blocks, and runs as soon as fewer than max_num_seqs requests run."""
     ENDED = "ended"
     """Holds no blocks. The scheduler has forgotten it."""
@@ -55,7 +55,7 @@ class State(Enum):
 
 _QUEUED = State.WAITING, State.PREEMPTED
 _PAUSED = State.PAUSED, State.PAUSED_WITHOUT_BLOCKS
-_HOLDING = State.RUNNING, State.PAUSED, State.RESUMED
+_HOLDING = State.RUNNING, State.PAUSED, State.UNPAUSED
 
 
 @dataclass(slots=True, eq=False)
@@ -277,15 +277,15 @@ class Sequence:
         self.state = State.PAUSED if self.holds_blocks else State.PAUSED_WITHOUT_BLOCKS
 
     def unpause(self) -> None:
-        """End the pause: RESUMED with blocks, COMPILING without a grammar, else in the queue."""
+        """End the pause: UNPAUSED with blocks, COMPILING without a grammar, else in the queue."""
         if self.state is State.PAUSED:
-            self.state = State.RESUMED
+            self.state = State.UNPAUSED
         elif self.needs_matcher:
             self.state = State.COMPILING
         else:
             self.state = State.PREEMPTED if self.was_admitted else State.WAITING
 
-    def resume(self, now: float) -> None:
+    def run_again(self, now: float) -> None:
         """Run the request again with its blocks. The time of the pause counts as queue, unless a step is in flight."""
         self.state = State.RUNNING
         if not self.num_steps_in_flight:

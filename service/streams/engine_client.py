@@ -28,8 +28,9 @@ from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_connection import EngineConnection
 from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
 from npuserve.service.ipc.messages import Abort, FlushPrefixCache, Load, ModelInfo, Outputs, Record, Request
-from npuserve.service.ipc.profiles import ProfileCalls, ProfileReply
+from npuserve.service.ipc.profile_messages import ProfileReply
 from npuserve.service.streams.kv_subscription import KvSubscriptions
+from npuserve.service.streams.profile_calls import ProfileCalls
 from npuserve.service.streams.records import Records, restore_messages
 from npuserve.service.streams.stream import Stream, StreamLimit
 
@@ -270,8 +271,8 @@ class EngineClient:
         try:
             connection.write(messages.Hello())
             done, _ = await asyncio.wait((connection.ended, stall_check), return_when=asyncio.FIRST_COMPLETED)
-            for one in done:
-                one.result()
+            for task in done:
+                task.result()
         finally:
             stall_check.cancel()
             transport.abort()
@@ -379,9 +380,9 @@ class EngineClient:
             connection.write(message)
             await connection.drained()
         # Without acceptance, no engine has checked their limits.
-        for one in waiting:
-            if one.is_live and not one.is_accepted:
-                connection.write(messages.Submit(one.key, one.request))
+        for stream in waiting:
+            if stream.is_live and not stream.is_accepted:
+                connection.write(messages.Submit(stream.key, stream.request))
         for key in resuming:
             if key in self._resuming:
                 connection.write(self._resuming[key].message)

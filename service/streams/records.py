@@ -169,9 +169,9 @@ class Records:
         self._bytes += _memory(kept)
 
     def _drop(self, token: str) -> None:
-        found = self._ended.pop(token, None)
-        if found:
-            self._bytes -= _memory(found)
+        kept = self._ended.pop(token, None)
+        if kept:
+            self._bytes -= _memory(kept)
 
 
 def _memory(kept: EndedRecord) -> int:

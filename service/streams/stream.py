@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from enum import Enum
 from typing import Protocol
 
 from npuserve.service import metrics
+from npuserve.service.client_queue import ClientShares
 from npuserve.service.errors import QueueFull, ServeError, SlowReader, Unavailable, from_wire
 from npuserve.service.ipc.messages import (
     Cancel,
@@ -322,16 +322,18 @@ class StreamLimit:
     def __init__(self, streams: Mapping[int, Stream]) -> None:
         self._streams = streams
         self._clients: dict[int, str] = {}  # by the key of a stream
-        self._counts: Counter[str] = Counter()
+        self._shares = ClientShares()
 
     def add(self, key: int, client: str, info: ModelInfo) -> None:
         """Count a stream. Raises QueueFull."""
         share = info.max_num_seqs + info.max_queue
+        self._shares.max_items = 2 * share
         limits = f"max_num_seqs ({info.max_num_seqs}) and max_queue ({info.max_queue})"
-        if len(self._clients) >= 2 * share:
+        bound = self._shares.exceeded(client)
+        if bound == "queue_full":
             metrics.queue_rejections_total.labels("front_end").inc()
             raise QueueFull(f"front end full: it holds {2 * share} requests, twice the sum of {limits}")
-        if self._counts[client] >= share:
+        if bound == "client_limit":
             held = f"the front end holds {share} requests of this client, the sum of {limits}"
             if self._has_unread(client):
                 error = QueueFull(
@@ -341,15 +343,13 @@ class StreamLimit:
             metrics.queue_rejections_total.labels(error.why).inc()
             raise error
         self._clients[key] = client
-        self._counts[client] += 1
+        self._shares.add(client)
 
     def remove(self, key: int) -> None:
         """Remove a stream unless it was removed before."""
         client = self._clients.pop(key, None)
         if client is not None:
-            self._counts[client] -= 1
-            if not self._counts[client]:
-                del self._counts[client]
+            self._shares.remove(client)
 
     def _has_unread(self, client: str) -> bool:
         """Return whether a stream of the client has ended and is not closed."""

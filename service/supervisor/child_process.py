@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from npuserve.service import logs
-from npuserve.service.processes.child import HEARTBEAT
+from npuserve.service.processes.child import HEARTBEAT, encode_line, parse_event
 
 log = logging.getLogger("npuserve.service.supervisor.supervisor")
 
@@ -184,22 +182,21 @@ class ChildProcess:
         stdin = self._transport and self._transport.get_pipe_transport(0)
         if isinstance(stdin, asyncio.WriteTransport):
             with contextlib.suppress(OSError, RuntimeError):
-                stdin.write(msgspec.json.encode(line) + b"\n")
+                stdin.write(encode_line(line))
 
     def _on_line(self, line: bytes) -> None:
-        try:
-            event = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError:
+        event = parse_event(line)
+        if event is None:
             logs.event(log, f"{self.name} said", text=line.decode(errors="replace").rstrip())
-        else:
-            if event.get("event") == HEARTBEAT:
-                self._heartbeats += 1
-                return
-            if event.get("event") == "ready":
-                # It counts as the first heartbeat. The process's own first one may be dropped, see Heartbeat, and the
-                # process may hang before the next.
-                self._heartbeats = self._heartbeats or 1
-            self._on_event(self, event)
+            return
+        if event["event"] == HEARTBEAT:
+            self._heartbeats += 1
+            return
+        if event["event"] == "ready":
+            # It counts as the first heartbeat. The process's own first one may be dropped, see Heartbeat, and the
+            # process may hang before the next.
+            self._heartbeats = self._heartbeats or 1
+        self._on_event(self, event)
 
 
 def _require_files(count: int) -> None:

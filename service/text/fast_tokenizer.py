@@ -5,10 +5,8 @@ encodes in other processes.
 
 The library's expressions backtrack, and normalizers may lengthen a text exponentially. Nothing can interrupt the
 library in a thread. So a tokenizer encodes in this process only if its expressions are known and its normalizers do not
-lengthen a text much (`is_bounded`). Any other one encodes in processes under limits of the kernel, as
-template_process.py renders chat templates. A text beyond them is refused.
-
-A process writes an empty line once it has started. Request and reply are one line of JSON each.
+lengthen a text much (`is_bounded`). Any other one encodes in sandboxes (processes/sandbox.py). A text beyond their
+limits is refused. Requests and replies are JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +23,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from npuserve.service.errors import TokenizerLimit, Unavailable
-from npuserve.service.processes import process_control
+from npuserve.service.processes import sandbox
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The library's threads would share the texts of a batch, which is one text here. If the system has no thread at the
@@ -150,7 +147,7 @@ class IsolatedTokenizer(FastTokenizer):
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary_size: int | None = None):
         super().__init__(tokenizer, vocabulary_size)
-        self._idle: deque[process_control.LineProcess] = deque()
+        self._idle: deque[sandbox.Sandbox] = deque()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.encode_renamed(text, add_special_tokens, None)
@@ -161,42 +158,46 @@ class IsolatedTokenizer(FastTokenizer):
     def encode_renamed(self, text: str, add_special_tokens: bool, names: Mapping[str, str] | None) -> list[int]:
         """Return the ids of a text, as `encode` of `FastTokenizer` or of the `RenamedTokenizer` with these names."""
         process = self._idle_process()
-        line = process.call(json.dumps([text, add_special_tokens, names]).encode())
-        if not line.endswith(b"\n"):
+        request = json.dumps([text, add_special_tokens, names]).encode()
+        reply = process.call(request, MAX_WALL_RATIO * _max_seconds(text))
+        if reply is None:
             process.end()
-            if process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
+            if not process.has_exceeded_limits:
                 raise Unavailable("the process of the tokenizer was killed")
             limits = f"{_max_seconds(text):.3g} seconds of processor time and {MAX_ENCODE_BYTES >> 20} MiB of memory"
             raise TokenizerLimit(f"the model's tokenizer must take at most {limits} for it")
         self._idle.append(process)
-        ids: list[int] | None = json.loads(line)
+        ids: list[int] | None = json.loads(reply)
         if ids is None:
             raise TokenizerLimit("the model's tokenizer fails on it")
         return ids
 
-    def _idle_process(self) -> process_control.LineProcess:
+    def _idle_process(self) -> sandbox.Sandbox:
         """Remove and return an idle process that is alive, or start one. Raises Unavailable."""
         while self._idle:
             try:
                 process = self._idle.pop()
             except IndexError:  # another thread took it
                 break
-            if process.popen.poll() is None:
+            if process.is_alive:
                 return process
             process.end()
         try:
-            process = process_control.LineProcess(COMMAND, self._start)
+            process = sandbox.Sandbox(COMMAND)
         except OSError as error:
             raise Unavailable(f"the process of the tokenizer cannot start: {error.strerror}") from error
-        if process.read() != b"\n":
+        if process.call(self._start, sandbox.MAX_START_SECONDS) is None:
             process.end()
             raise Unavailable("the process of the tokenizer cannot start")
         return process
 
     @cached_property
     def _start(self) -> bytes:
-        return json.dumps({"tokenizer": self._tokenizer.to_str(), "dumpable": process_control.is_dumpable(),
-                           "encode_special_tokens": self._tokenizer.encode_special_tokens}).encode()
+        start = {
+            "tokenizer": self._tokenizer.to_str(),
+            "encode_special_tokens": self._tokenizer.encode_special_tokens,
+        }
+        return json.dumps(start).encode()
 
 
 class _IsolatedRenamedTokenizer:
@@ -263,16 +264,18 @@ def _has_ambiguous_ids(
 
 
 def main() -> int:
-    start = process_control.read_start()
+    messages = sandbox.messages()
+    start = json.loads(next(messages))
     tokenizer = tokenizers.Tokenizer.from_str(start["tokenizer"])
     tokenizer.encode_special_tokens = start["encode_special_tokens"]
-    plain, renamed = FastTokenizer(tokenizer), dict[str, Encoder | None]()
+    plain = FastTokenizer(tokenizer)
+    renamed: dict[str, Encoder | None] = {}
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes its panics there, which clients can cause
-    process_control.limit_growth(MAX_ENCODE_BYTES)
-    process_control.write_line(b"")
-    for line in sys.stdin.buffer:
-        text, add_special_tokens, names = json.loads(line)
-        process_control.limit_time(_max_seconds(text), MAX_WALL_RATIO)
+    sandbox.limit_growth(MAX_ENCODE_BYTES)
+    sandbox.reply(b"")
+    for message in messages:
+        text, add_special_tokens, names = json.loads(message)
+        sandbox.limit_time(_max_seconds(text))
         ids: list[int] | None = None
         try:
             encoder: Encoder | None = plain
@@ -285,9 +288,7 @@ def main() -> int:
             return 1
         except BaseException:  # a panic of the library is no Exception
             pass
-        reply = json.dumps(ids).encode()
-        process_control.limit_time(0, MAX_WALL_RATIO)
-        process_control.write_line(reply)
+        sandbox.reply(json.dumps(ids).encode())
     return 0
 
 

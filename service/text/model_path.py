@@ -1,6 +1,6 @@
 """Path of a model's folder: the built-in model, a folder that the user names, or a download from the hub.
 
-    python -m npuserve.service.text.model_path NAME      downloads a model; started by `fetch`
+    python -m npuserve.service.text.model_path      downloads the model that its first line names; started by `fetch`
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import stat
 import sys
 from pathlib import Path
 
-import msgspec
-
 from npuserve.npu import storyteller
 from npuserve.npu.model.folder import EXAMPLE
 from npuserve.service.arguments import similar
 from npuserve.service.config import ConfigError
-from npuserve.service.processes import child, process_control
+from npuserve.service.processes import child
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
 
@@ -74,13 +72,15 @@ async def fetch(model: str) -> Path:
     """
     try:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "npuserve.service.text.model_path", model, start_new_session=True,
+            sys.executable, "-m", "npuserve.service.text.model_path", start_new_session=True,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
     except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
         raise ConfigError(
             f"model: {model} cannot be downloaded from the hub: no process can be started: {error}") from error
+    assert process.stdin
     assert process.stdout
     try:
+        process.stdin.write(child.encode_line(model))
         output = await process.stdout.read()
         code = await process.wait()
     finally:
@@ -88,14 +88,13 @@ async def fetch(model: str) -> Path:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    try:
-        report = msgspec.json.decode(output.rstrip().rpartition(b"\n")[2], type=dict[str, str])
-    except msgspec.MsgspecError:
+    events = [event for line in output.splitlines() if (event := child.parse_event(line))]
+    if not events:
         raise ConfigError(
-            f"model: {model} cannot be downloaded from the hub: its download ended with code {code}") from None
-    if report["event"] == "failed":
-        raise ConfigError(report["error"])
-    return Path(report["folder"])
+            f"model: {model} cannot be downloaded from the hub: its download ended with code {code}")
+    if events[-1]["event"] == "failed":
+        raise ConfigError(events[-1]["error"])
+    return Path(events[-1]["folder"])
 
 
 def _similar_folder(path: Path) -> str:
@@ -106,8 +105,8 @@ def _similar_folder(path: Path) -> str:
         folders = [beside.name for beside in path.parent.iterdir() if beside.is_dir()]
     except OSError:
         return ""
-    found = similar(path.name, folders)
-    return f" (did you mean {path.parent / found}?)" if found else ""
+    name = similar(path.name, folders)
+    return f" (did you mean {path.parent / name}?)" if name else ""
 
 
 def _download(model: str) -> Path:
@@ -138,10 +137,10 @@ def _download(model: str) -> Path:
 
 
 def main() -> int:
-    process_control.die_with_parent()
+    model = child.read_arguments(str)
     child.listen()
     try:
-        child.report("found", folder=str(_download(sys.argv[1])))
+        child.report("found", folder=str(_download(model)))
     except ConfigError as error:
         child.report("failed", error=str(error))
     return 0

@@ -4,9 +4,7 @@
 
 A template is a program that comes with the model. The sandbox of jinja2 denies it access to the machine, but does not
 bound endless loops, huge numbers or huge texts, neither in a conversation nor in the constants that its compiler
-computes. No check in Python can interrupt a call in C that does not return. So a process compiles the template and then
-renders one conversation at a time, under a memory limit and timers of the kernel, whose signals have no handler and end
-the process.
+computes. So a process compiles the template and then renders one conversation at a time (processes/sandbox.py).
 
 A template that cannot be compiled within the limits of memory and processor time is a fault of the model's folder. A
 conversation beyond them gets INVALID_ARGUMENT, and the next one gets a new process. Real time depends on the machine
@@ -14,17 +12,12 @@ too, which may be loaded or frozen: a conversation that takes MAX_WALL_RATIO tim
 compilation that takes MAX_START_WALL_RATIO times the limit is repeated.
 
 The number of processes is the largest number of conversations rendered at the same time, which the threads of
-preparation.py bound. A process has only the environment variables that Python needs to start, and cannot read the
-memory of the other processes (process_control.set_dumpable).
-
-A process writes one line of JSON once it has compiled the template, see `Description`. Request and reply are one line
-of JSON each.
+preparation.py bound. The first reply of a process is its `Description`. Requests and replies are JSON.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -36,7 +29,7 @@ import msgspec
 
 from npuserve.service.config import ConfigError
 from npuserve.service.errors import InvalidField, Unavailable
-from npuserve.service.processes import process_control
+from npuserve.service.processes import sandbox
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.chat_template import ChatTemplate, TemplateFiles, load_chat_template, read_templates
 
@@ -52,6 +45,7 @@ MiB, several times over."""
 MAX_COMPILE_BYTES = 512 << 20
 """Memory limit for the compilation of the template. A template of 100 KB needs some 20 MiB."""
 COMMAND = (sys.executable, "-m", "npuserve.service.text.template_process")
+CANNOT_START = "the process of the chat template cannot start, or was killed"
 
 
 class Description(msgspec.Struct, array_like=True):
@@ -81,10 +75,10 @@ class TemplateProcess:
     ):
         self._folder = folder
         self._files = ", ".join(sorted(set(templates.files.values())))
-        self._start = {"folder": str(folder), "files": self._files, "named_tokens": dict(named_tokens),
-                       "seconds": seconds, "dumpable": process_control.is_dumpable()}
+        self._start = {
+            "folder": str(folder), "files": self._files, "named_tokens": dict(named_tokens), "seconds": seconds}
         self._seconds = seconds
-        self._idle: deque[_Process] = deque()
+        self._idle: deque[sandbox.Sandbox] = deque()
 
     @property
     def roles(self) -> frozenset[str]:
@@ -106,12 +100,10 @@ class TemplateProcess:
 
     @cached_property
     def _description(self) -> Description:
-        process = self._idle_process()
-        description = process.begin()
+        process, description = self._begin()
         if description is None:
-            process.end()
-            if process.popen.returncode == 1 or process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
-                raise Unavailable("the process of the chat template cannot start, or was killed")
+            if process.returncode == 1 or not process.has_exceeded_limits:
+                raise Unavailable(CANNOT_START)
             limits = self._limits(MAX_COMPILE_BYTES)
             raise self._fault(f"{self._files}: must take at most {limits} to compile and to render one word")
         if description.error:
@@ -141,61 +133,49 @@ class TemplateProcess:
         except RecursionError:
             raise InvalidField("chat", "is nested too deeply") from None
         process = self._idle_process()
-        line = process.call(request.encode())
-        if not line.endswith(b"\n"):
+        reply = process.call(request.encode(), MAX_WALL_RATIO * self._seconds)
+        if reply is None:
             process.end()
-            if process.popen.returncode in (-signal.SIGKILL, -signal.SIGALRM):
+            if not process.has_exceeded_limits:
                 raise Unavailable("the process of the chat template was killed")
-            if not process.is_started:
-                raise Unavailable("the process of the chat template cannot start")
             limits = self._limits(MAX_MEMORY_BYTES)
             raise InvalidField("chat", f"the model's chat template must take at most {limits} for it")
         self._idle.append(process)
-        reply = json.loads(line)
-        if isinstance(reply, str):
-            return reply
-        raise InvalidField(*reply)
+        rendered = json.loads(reply)
+        if isinstance(rendered, str):
+            return rendered
+        raise InvalidField(*rendered)
 
-    def _idle_process(self) -> _Process:
-        """Remove and return an idle process that is alive, or start one."""
+    def _idle_process(self) -> sandbox.Sandbox:
+        """Remove and return an idle process that is alive, or start one. Raises Unavailable."""
         while True:
             try:
                 process = self._idle.pop()
             except IndexError:
                 break
-            if process.popen.poll() is None:
+            if process.is_alive:
                 return process
             process.end()
+        process, description = self._begin()
+        if description is None or description.error:
+            raise Unavailable(CANNOT_START)
+        return process
+
+    def _begin(self) -> tuple[sandbox.Sandbox, Description | None]:
+        """Start a process that compiles the template. Return the description; None if the process has ended.
+
+        Raises Unavailable if the system cannot start a process.
+        """
         try:
-            return _Process(self._start)
+            process = sandbox.Sandbox(COMMAND)
         except OSError as error:
             raise Unavailable(f"the process of the chat template cannot start: {error.strerror}") from error
-
-
-class _Process(process_control.LineProcess):
-    """One process.
-
-    is_started: whether it has compiled the template; known after `begin`.
-    """
-
-    def __init__(self, start: Mapping[str, Any]):
-        self.is_started = False
-        super().__init__(COMMAND, json.dumps(start).encode())
-
-    def begin(self) -> Description | None:
-        """Return the description of the template once it is compiled; None if the process died."""
-        line = self.read()
-        if not line.endswith(b"\n"):
-            return None
-        description = msgspec.json.decode(line, type=Description)
-        self.is_started = not description.error
-        return description
-
-    def call(self, line: bytes) -> bytes:
-        """Send a conversation and return the line of the reply, without its newline if the process died."""
-        if not self.is_started:
-            self.begin()
-        return super().call(line)
+        start = json.dumps(self._start).encode()
+        reply = process.call(start, sandbox.MAX_START_SECONDS + MAX_START_WALL_RATIO * self._seconds)
+        if reply is None:
+            process.end()
+            return process, None
+        return process, msgspec.json.decode(reply, type=Description)
 
 
 def load_template_process(folder: Path, named_tokens: Mapping[str, str]) -> TemplateProcess | None:
@@ -222,33 +202,32 @@ def _check_memory(template: ChatTemplate, files: str) -> None:
 
 
 def main() -> int:
-    start = process_control.read_start()
-    process_control.limit_growth(MAX_COMPILE_BYTES)
-    process_control.limit_time(start["seconds"], MAX_START_WALL_RATIO)
+    messages = sandbox.messages()
+    start = json.loads(next(messages))
+    sandbox.limit_growth(MAX_COMPILE_BYTES)
+    sandbox.limit_time(start["seconds"])
     try:
         template = load_chat_template(Path(start["folder"]), start["named_tokens"])
         assert template
         _check_memory(template, start["files"])
     except (OSError, ValueError) as error:
-        process_control.write_line(msgspec.json.encode(Description([], PLAIN, str(error))))
+        sandbox.reply(msgspec.json.encode(Description([], PLAIN, str(error))))
         return 0
     description = msgspec.json.encode(Description(sorted(template.roles), template.format, ""))
-    process_control.limit_time(0, MAX_WALL_RATIO)
-    process_control.limit_growth(MAX_MEMORY_BYTES)
-    process_control.write_line(description)
-    for line in sys.stdin.buffer:
-        process_control.limit_time(start["seconds"], MAX_WALL_RATIO)
-        reply: object
+    sandbox.limit_growth(MAX_MEMORY_BYTES)
+    sandbox.reply(description)
+    for message in messages:
+        sandbox.limit_time(start["seconds"])
+        rendered: object
         try:
-            reply = template.render(*json.loads(line))
+            rendered = template.render(*json.loads(message))
         except InvalidField as error:
-            (reply,) = error.violations
+            (rendered,) = error.violations
         try:
-            answer = json.dumps(reply).encode()
+            reply = json.dumps(rendered).encode()
         except MemoryError:
             return 1
-        process_control.limit_time(0, MAX_WALL_RATIO)
-        process_control.write_line(answer)
+        sandbox.reply(reply)
     return 0
 
 

@@ -41,7 +41,7 @@ from npuserve.service.ipc.messages import (
     Submit,
     Timing,
 )
-from npuserve.service.ipc.profiles import ProfileReply, StartProfile, StopProfile
+from npuserve.service.ipc.profile_messages import ProfileReply, StartProfile, StopProfile
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CYCLE = 26

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError, MatcherError
 from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.constraint import AnswerMatcher
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 
 MAX_FORCED = 6
 """Maximum length of a run of forced tokens."""

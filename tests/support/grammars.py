@@ -16,7 +16,7 @@ from npuserve.service.grammar.matcher import Matcher
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.constraint import AnswerMatcher
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 
 Kind = Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
 END, CALL = 257, 258

@@ -18,8 +18,8 @@ from npuserve.service.engine.process import build_compiler
 from npuserve.service.errors import NoTokenizer, QueueFull, Unavailable
 from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, UnsupportedVocabulary
 from npuserve.service.ipc.messages import Constraint, PriorProgress, Request
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.text.model_folder import open_folder
 from tests.support.fake_grammar import FakeCompiler, allowed, next_mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from npuserve.npu.profile import ProfileError, ProfileSummary
 from npuserve.service.engine.profiles import MAX_WAITING, Profiles
 from npuserve.service.errors import from_wire
-from npuserve.service.ipc.profiles import ProfileReply, StartProfile, StopProfile
+from npuserve.service.ipc.profile_messages import ProfileReply, StartProfile, StopProfile
 
 SUMMARY = ProfileSummary("p", "p.trace.json", 5, 3, 2, 0.5, 0.25, "steps", True, "cpu", [])
 

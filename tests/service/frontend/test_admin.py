@@ -20,7 +20,7 @@ from npuserve.service.config import ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.process import FrontendArgs
 from npuserve.service.ipc.kv_events import UnsubscribeKvEvents
-from npuserve.service.ipc.profiles import StartProfile, StopProfile
+from npuserve.service.ipc.profile_messages import StartProfile, StopProfile
 from npuserve.v1 import admin_service_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.support import front_end

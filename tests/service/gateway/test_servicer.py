@@ -25,7 +25,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from npuserve.npu.profile import ProfileSummary
 from npuserve.service import metrics
 from npuserve.service.ipc.messages import Cancel, FlushPrefixCache, Load, Submit
-from npuserve.service.ipc.profiles import StartProfile
+from npuserve.service.ipc.profile_messages import StartProfile
 from tests.support.fake_engine import INFO, make_folder, until
 from tests.support.front_end import Running, ask, running
 from tests.support.vllm_engine import Answer, engine_stub, join, like_smg, vllm_request

@@ -16,6 +16,6 @@ def test_compile_process_whose_engine_ends_writes_nothing() -> None:
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout
     process.stdout.close()
-    start = msgspec.msgpack.encode(Start(vocabulary().data, 1.0, 1 << 29, True))
+    start = msgspec.msgpack.encode(Start(vocabulary().data, 1.0, 1 << 29))
     assert process.communicate(struct.pack("<I", len(start)) + start)[1] == b""
     assert process.returncode == -signal.SIGPIPE

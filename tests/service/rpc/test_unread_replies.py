@@ -57,4 +57,4 @@ def test_unread_replies_of_ended_calls_leave_nothing() -> None:
     unread = UnreadReplies(100)
     for call in [replied(unread, owner, 1) for owner in ("alice", "alice", "bob")]:
         call.end()
-    assert not unread._bytes
+    assert not unread._shares

@@ -14,7 +14,7 @@ from npuserve.service import metrics
 from npuserve.service.ipc.messages import Constraint
 from npuserve.service.scheduling.sequence import Sequence, State
 from tests.service.scheduling.stepwise import SchedulerHarness
-from tests.service.scheduling.test_constraint import LONG, SHORT
+from tests.service.scheduling.test_answer_matcher import LONG, SHORT
 from tests.support.fake_grammar import FakeMatcher
 
 FORCED = Constraint("regex", "forced 3")

@@ -12,11 +12,11 @@ from npuserve.service.errors import QueueFull
 from npuserve.service.grammar.errors import MatcherError
 from npuserve.service.grammar.mask_threads import Answer
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.constraint import MAX_FORCED_WORDS, AnswerMatcher
+from npuserve.service.scheduling.answer_matcher import MAX_FORCED_WORDS, AnswerMatcher
 from npuserve.service.scheduling.sequence import State
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, Mask, answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness
-from tests.service.scheduling.test_constraint import LONG, matcher
+from tests.service.scheduling.test_answer_matcher import LONG, matcher
 from tests.support.fake_grammar import FakeMatcher, allowed, answer_matcher
 
 FORCED = Constraint("regex", "forced 3")

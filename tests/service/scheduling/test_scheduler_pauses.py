@@ -50,7 +50,7 @@ def test_repeated_pauses_and_unpauses_change_nothing() -> None:
     assert (slow.state, harness.scheduler.num_paused) == (State.PAUSED, 1)
     for _ in range(2):
         harness.unpause(slow)
-    assert (slow.state, harness.scheduler.num_paused) == (State.RESUMED, 1)
+    assert (slow.state, harness.scheduler.num_paused) == (State.UNPAUSED, 1)
     harness.pause(slow)
     assert slow.state is State.PAUSED
     harness.unpause(slow)

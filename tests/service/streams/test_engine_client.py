@@ -340,7 +340,8 @@ async def test_engine_client_unread_streams_of_one_client_take_half() -> None:
                 await client.resume("token", 0, "", None, "other")
         for stream in streams:
             stream.close()
-        assert client._limit._clients == client._limit._counts == {}
+        assert not client._limit._clients
+        assert not client._limit._shares
 
 
 async def test_engine_client_malformed_message_reconnects() -> None:

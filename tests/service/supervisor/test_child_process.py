@@ -34,7 +34,7 @@ async def test_child_process_started_again_begins_with_sigterm_blocked(defers: b
     """systemd sends SIGTERM to all processes, also to one that has not chosen yet how to handle it."""
     found: list[list[int]] = []
     program = "import json, signal; blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()); "
-    program += "print(json.dumps({'blocked': sorted(blocked)}))"
+    program += "print(json.dumps({'event': 'blocked', 'blocked': sorted(blocked)}))"
     child = ChildProcess("child", (sys.executable, "-S", "-c", program), os.environ, dict,
                          lambda _, event: found.append(event["blocked"]), defers_sigterm=defers)
     for _ in range(2):

@@ -18,6 +18,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from npuserve.npu import storyteller
 from npuserve.service.errors import TokenizerLimit, Unavailable
+from npuserve.service.processes.sandbox import Sandbox
 from npuserve.service.text import byte_bpe, fast_tokenizer
 from npuserve.service.text.fast_tokenizer import FastTokenizer, IsolatedTokenizer, is_bounded
 from tests.service.text.test_tokenizer_loader import LLAMA
@@ -115,16 +116,16 @@ def test_isolated_encode_of_a_long_text_is_not_refused() -> None:
 
 
 def test_isolated_encode_without_a_process_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(command: object) -> None:
+    def start(sandbox: Sandbox, command: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     isolated = IsolatedTokenizer(built())
     with monkeypatch.context() as limited:
-        limited.setattr(fast_tokenizer.process_control, "start_for_clients", start)
+        limited.setattr(Sandbox, "__init__", start)
         with pytest.raises(Unavailable, match="cannot start: Too many open files"):
             isolated.encode("a", False)
     with monkeypatch.context() as limited:
-        limited.setattr(fast_tokenizer, "COMMAND", (sys.executable, "-c", "input(); exit(1)"))
+        limited.setattr(fast_tokenizer, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read(1); exit(1)"))
         with pytest.raises(Unavailable, match="cannot start"):
             isolated.encode("a", False)
     assert len(isolated.encode("a", False)) == 1
@@ -134,8 +135,8 @@ def test_isolated_encode_in_a_process_that_is_killed_is_unavailable() -> None:
     isolated = IsolatedTokenizer(built())
     isolated.encode("a", False)
     process = isolated._idle[0]
-    os.kill(process.popen.pid, signal.SIGSTOP)
-    killer = threading.Timer(0.2, lambda: os.kill(process.popen.pid, signal.SIGKILL))
+    os.kill(process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.2, lambda: os.kill(process.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(Unavailable, match="was killed"):
         isolated.encode("a", False)
@@ -145,7 +146,7 @@ def test_isolated_encode_in_a_process_that_is_killed_is_unavailable() -> None:
 def test_isolated_tokenizers_process_ends_with_its_owner() -> None:
     isolated = IsolatedTokenizer(built())
     isolated.encode("a", False)
-    process = isolated._idle[0].popen
+    process = isolated._idle[0]._process
     del isolated
     deadline = time.monotonic() + 10
     while process.poll() is None:

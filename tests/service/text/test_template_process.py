@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from npuserve.service.config import ConfigError
 from npuserve.service.errors import InvalidField, Unavailable
-from npuserve.service.processes.process_control import KEPT_VARIABLES
+from npuserve.service.processes.sandbox import KEPT_VARIABLES, Sandbox
 from npuserve.service.text import template_process
 from npuserve.service.text.chat_template import ChatTemplate, read_templates
 from npuserve.service.text.template_process import TemplateProcess, load_template_process
@@ -116,7 +117,7 @@ def test_start_without_a_further_process_is_unavailable_and_the_next_one_succeed
 ) -> None:
     process = made(tmp_path, ECHO)
     with monkeypatch.context() as limited:
-        limited.setattr(template_process, "COMMAND", (sys.executable, "-c", "input(); exit(1)"))
+        limited.setattr(template_process, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read(1); exit(1)"))
         with pytest.raises(Unavailable, match="cannot start"):
             process.start()
     process.start()
@@ -152,12 +153,12 @@ def test_render_of_deep_nesting_is_refused(tmp_path: Path) -> None:
 
 
 def test_render_without_a_further_process_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(command: object) -> None:
+    def start(sandbox: Sandbox, command: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     process = made(tmp_path, ECHO, seconds=20)
     with monkeypatch.context() as limited:
-        limited.setattr(template_process.process_control, "start_for_clients", start)
+        limited.setattr(Sandbox, "__init__", start)
         with pytest.raises(Unavailable, match="cannot start: Too many open files"):
             process.start()
         with pytest.raises(Unavailable, match="cannot start: Too many open files"):
@@ -171,27 +172,50 @@ def test_render_in_a_process_that_ends_before_it_has_started_is_unavailable(
     """As one that has too little memory to import its modules."""
     process = made(tmp_path, ECHO, seconds=20)
     with monkeypatch.context() as limited:
-        limited.setattr(template_process, "COMMAND", (sys.executable, "-c", "input(); exit(1)"))
+        limited.setattr(template_process, "COMMAND", (sys.executable, "-c", "import sys; sys.stdin.read(1); exit(1)"))
         with pytest.raises(Unavailable, match="cannot start"):
             process.render([TURN])
     assert process.render([TURN]) == "hi"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM])
+@pytest.mark.parametrize("is_started", [True, False])
 def test_render_in_a_process_that_is_killed_is_unavailable(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGALRM: of the limit of real time, which a frozen process exceeds."""
-    def killed(self: template_process._Process, line: bytes) -> bytes:
-        self.popen.send_signal(number)
-        return call(self, line)
+    def killed(sandbox: Sandbox, message: bytes, seconds: float) -> bytes | None:
+        os.kill(sandbox.pid, signal.SIGKILL)
+        return call(sandbox, message, seconds)
 
-    process, call = made(tmp_path, ECHO, seconds=20), template_process._Process.call
+    process = made(tmp_path, ECHO, seconds=20)
+    call = Sandbox.call
+    if is_started:
+        process.start()
     with monkeypatch.context() as killing:
-        killing.setattr(template_process._Process, "call", killed)
+        killing.setattr(Sandbox, "call", killed)
         with pytest.raises(Unavailable, match="was killed"):
             process.render([TURN])
     assert process.render([TURN]) == "hi"
+
+
+def test_render_in_a_process_that_is_stopped_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own timers do not run then."""
+    process = made(tmp_path, ECHO, seconds=20)
+    process.start()
+    os.kill(process._idle[0].pid, signal.SIGSTOP)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(template_process, "MAX_WALL_RATIO", 0.01)
+        with pytest.raises(Unavailable, match="was killed"):
+            process.render([TURN])
+    assert process.render([TURN]) == "hi"
+
+
+def test_roles_after_a_conversation_are_those_of_the_template(tmp_path: Path) -> None:
+    """The conversation has started a process, whose description is not kept."""
+    process = made(tmp_path, ECHO)
+    assert process.render([TURN]) == "hi"
+    assert process.roles == ChatTemplate(ECHO, {}).roles
 
 
 def test_render_from_two_threads_uses_two_processes(tmp_path: Path) -> None:
@@ -220,7 +244,7 @@ def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TZ", "Asia/Shanghai")
     process = made(tmp_path, ECHO)
     assert process.render([TURN]) == "hi"
-    variables = Path(f"/proc/{process._idle[0].popen.pid}/environ").read_bytes().split(b"\0")
+    variables = Path(f"/proc/{process._idle[0].pid}/environ").read_bytes().split(b"\0")
     assert b"TZ=Asia/Shanghai" in variables
     assert {variable.partition(b"=")[0].decode() for variable in variables if variable} <= KEPT_VARIABLES
 
@@ -228,11 +252,11 @@ def test_template_process_environment_has_no_secrets(tmp_path: Path, monkeypatch
 def test_template_process_replaces_a_killed_process_and_ends_with_its_owner(tmp_path: Path) -> None:
     process = made(tmp_path, ECHO)
     assert process.render([TURN]) == "hi"
-    first = process._idle[0].popen
+    first = process._idle[0]
     os.kill(first.pid, signal.SIGKILL)
-    first.wait()
+    first._process.wait()
     assert process.render([TURN]) == "hi"
-    second = process._idle[0].popen
+    second = process._idle[0]._process
     assert second.pid != first.pid
     del process
     deadline = time.monotonic() + 10
@@ -247,6 +271,6 @@ def test_template_process_whose_front_end_ends_writes_nothing(tmp_path: Path) ->
         template_process.COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout
     process.stdout.close()
-    start = {"folder": str(tmp_path), "files": "", "named_tokens": {}, "seconds": 1.0, "dumpable": True}
-    assert process.communicate(json.dumps(start).encode() + b"\n")[1] == b""
+    start = json.dumps({"folder": str(tmp_path), "files": "", "named_tokens": {}, "seconds": 1.0}).encode()
+    assert process.communicate(struct.pack("<I", len(start)) + start)[1] == b""
     assert process.returncode == -signal.SIGPIPE

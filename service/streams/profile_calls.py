@@ -1,7 +1,4 @@
-"""Profiles on the local socket: messages, and the calls of a front end.
-
-The engine runs one profile at a time, whichever front end has started it (npu/profiling/session.py).
-"""
+"""Calls of a front end to the engine about profiles."""
 
 from __future__ import annotations
 
@@ -9,77 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from npuserve.npu.profile import NAME, ProfileSummary
-from npuserve.service.errors import InvalidField, ProfileRefused, Unavailable, WireError, from_wire
-from npuserve.service.ipc.framing import Wire
-
-MAX_PROFILE_STEPS = 1000
-MAX_PROFILE_SECONDS = 600.0
-DEFAULT_STEPS = 20
-DEFAULT_SECONDS = 60.0
-
-
-def check_name(field: str, name: str) -> str:
-    """Return the name of a profile. Raises InvalidField."""
-    if not NAME.fullmatch(name):
-        raise InvalidField(field, "must be up to 64 letters, digits, - and _, the first a letter or digit")
-    return name
-
-
-def check_steps(field: str, steps: int) -> int:
-    """Return the steps of a profile. Raises InvalidField."""
-    if not 1 <= steps <= MAX_PROFILE_STEPS:
-        raise InvalidField(field, f"must be in [1, {MAX_PROFILE_STEPS}], got {steps}")
-    return steps
-
-
-def check_seconds(field: str, seconds: float) -> float:
-    """Return the maximum duration of a profile. Raises InvalidField."""
-    if not 0 < seconds <= MAX_PROFILE_SECONDS:
-        raise InvalidField(field, f"must be in (0, {MAX_PROFILE_SECONDS:g}] seconds, got {seconds:.15g}")
-    return seconds
-
-
-class StartProfile(Wire, frozen=True):
-    """Start a profile. The reply is a ProfileReply with its name or an error.
-
-    name: "" for a name of the engine's choice.
-    steps, seconds: bounds, after which it ends.
-    """
-
-    call: int
-    name: str
-    steps: int
-    seconds: float
-
-
-class StopProfile(Wire, frozen=True):
-    """End the profile. The reply is a ProfileReply with its summary or an error, once the trace is written.
-
-    wait: let the profile end by itself. It has bounds.
-
-    Without a running profile, the reply has the summary of the last one.
-    """
-
-    call: int
-    wait: bool
-
-
-class ProfileReply(Wire, frozen=True):
-    """Reply to a StartProfile or a StopProfile."""
-
-    epoch: int
-    call: int
-    name: str = ""
-    summary: ProfileSummary | None = None
-    error: WireError | None = None
-
-
-ToEngineProfile = StartProfile | StopProfile
+from npuserve.npu.profile import ProfileSummary
+from npuserve.service.errors import ProfileRefused, Unavailable, from_wire
+from npuserve.service.ipc.profile_messages import ProfileReply, StartProfile, StopProfile, ToEngineProfile
 
 
 class ProfileCalls:
-    """Calls of a front end.
+    """Calls of one front end.
 
     folder: profile_dir of the server; "" if it makes no profiles.
     send: sends a message to the engine; returns False if none is connected.

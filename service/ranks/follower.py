@@ -1,6 +1,6 @@
 """The process of a rank other than 0: loads its shard of the model, then launches the steps of rank 0.
 
-    python -m npuserve.service.ranks.process      started by a process that writes RankArgs on its stdin
+    python -m npuserve.service.ranks.follower      started by a process that writes RankArgs on its stdin
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from npuserve.service.ranks.load import load_model
 from npuserve.service.ranks.processes import RankArgs
 from npuserve.service.ranks.world import check_same, join_seconds
 
-log = logging.getLogger("npuserve.service.ranks.process")
+log = logging.getLogger("npuserve.service.ranks.follower")
 
 
 def main() -> int:

@@ -7,8 +7,8 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import DeadlineExceeded, InternalError, QueueFull
 from npuserve.service.ipc.messages import Constraint, Request
+from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import IntegrityError
-from npuserve.service.scheduling.constraint import AnswerMatcher
 from npuserve.service.scheduling.sequence import State
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, answer_alone
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness, crowded
