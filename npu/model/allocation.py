@@ -18,7 +18,7 @@ from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, QuantizedWeight, Scheme, Weight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.model.layers.shard import Rows, Span
 from npuserve.npu.model.storage import StoredArray, StoredBlock, StoredMatrix, final_norm, stored_blocks, tables
 from npuserve.npu.model.weights import LoadedBlock, ModelWeights
 from npuserve.npu.quantization import BLOCK, W8A8
@@ -146,10 +146,18 @@ class _Allocator:
     def _array(self, stored: StoredArray) -> Tensor:
         array = stored.array
         values = self._backend.empty(array.shape, stored.dtype(self._dtype))
-        self.targets[stored.name] = Target(
-            partial(_put, values, 0), (array.whole,), values.nbytes,
-            rows=None if array.rows.size == array.rows.whole else array.rows)
+        put = partial(_put_array, values, array.offset)
+        self._add(stored.name, _of_rows(put, array.rows, (array.whole,), values.nbytes))
         return values
+
+    def _add(self, name: str, target: Target) -> None:
+        """Add a target. Several may take different rows of one tensor."""
+        if (other := self.targets.get(name)) is not None:
+            assert other.shapes == target.shapes
+            assert other.rows is target.rows is None
+            target = replace(target, put=partial(_put_both, other.put, target.put),
+                             nbytes=other.nbytes + target.nbytes)
+        self.targets[name] = target
 
     def _linear(self, stored: StoredMatrix) -> Linear:
         dtype = self._dtype
@@ -163,13 +171,12 @@ class _Allocator:
             (partial(_put_float8, weight), FLOAT8S, 1))
         first, columns = 0, stored.columns
         for name, rows in stored.parts.items():
-            self.targets[f"{name}.weight"] = Target(
-                partial(put, first), ((rows.whole, columns.whole),), rows.size * columns.size * itemsize, dtypes,
-                rows=rows, columns=columns)
+            self._add(f"{name}.weight", _of_rows(
+                partial(put, first), rows, ((rows.whole, columns.whole),), rows.size * columns.size * itemsize, dtypes,
+                columns=columns))
             if stored.biased:
                 put_bias = _ignore if bias is None else partial(_put, bias, first)
-                self.targets[f"{name}.bias"] = Target(
-                    put_bias, ((rows.whole,),), rows.size * dtype.itemsize, rows=rows)
+                self._add(f"{name}.bias", _of_rows(put_bias, rows, ((rows.whole,),), rows.size * dtype.itemsize))
             first += rows.size
         return Linear(weight, bias)
 
@@ -188,11 +195,13 @@ class _Allocator:
             None if scheme.symmetric else self._empty(n, torch.int32),
             None if scheme.float8 else self._empty(n, torch.int32), inputs, self._dtype)
         if not stored.rounded:
-            self.targets.update(_block_scale_targets(stored, scheme, weight) if scheme.blocks else
-                                _scale_targets(stored.parts, scheme, weight))
+            for name, target in (_block_scale_targets(stored, scheme, weight) if scheme.blocks else
+                                 _scale_targets(stored.parts, scheme, weight)).items():
+                self._add(name, target)
         if not scheme.dynamic:
             of_parts = StaticInputs(inputs, torch.empty(len(stored.parts)), torch.zeros(len(stored.parts)).int())
-            self.targets.update(_input_targets(stored.parts, of_parts))
+            for name, target in _input_targets(stored.parts, of_parts).items():
+                self._add(name, target)
             self.static.append(of_parts)
         return weight
 
@@ -201,7 +210,41 @@ _ONE = ((1,), (), (1, 1))
 """Shapes of a single number."""
 
 
-def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: QuantizedWeight) -> Targets:
+def _of_rows(
+    put: Callable[[int, Tensor], None], rows: Span | Rows | None, shapes: tuple[tuple[int, ...], ...], nbytes: int,
+    dtypes: tuple[str, ...] = FLOATS, *, columns: Span | None = None,
+) -> Target:
+    """Return the target of some rows of a tensor; None for all of them."""
+    if isinstance(rows, Rows):
+        return Target(partial(_put_ranges, put, rows.ranges), shapes, nbytes, dtypes, columns=columns)
+    return Target(put, shapes, nbytes, dtypes, rows=rows, columns=columns)
+
+
+def _put_ranges(
+    put: Callable[[int, Tensor], None], ranges: tuple[tuple[int, int], ...], row: int, piece: Tensor
+) -> None:
+    """Put the rows of a piece that lie in `ranges`, which are stacked at the target."""
+    begin = 0
+    for first, size in ranges:
+        low, high = max(first, row), min(first + size, row + len(piece))
+        if low < high:
+            put(begin + low - first, piece[low - row : high - row])
+        begin += size
+
+
+def _put_both(
+    one: Callable[[int, Tensor], None], other: Callable[[int, Tensor], None], row: int, piece: Tensor
+) -> None:
+    one(row, piece)
+    other(row, piece)
+
+
+def _put_array(values: Tensor, offset: float, row: int, piece: Tensor) -> None:
+    rows = values[row : row + len(piece)]
+    rows.copy_(piece.float().add(offset).view(rows.shape) if offset else piece.view(rows.shape))
+
+
+def _scale_targets(parts: Mapping[str, Span | Rows], scheme: W8A8, weight: QuantizedWeight) -> Targets:
     targets: Targets = {}
     first = 0
     for name, rows in parts.items():
@@ -211,8 +254,8 @@ def _scale_targets(parts: Mapping[str, Span], scheme: W8A8, weight: QuantizedWei
         def into(numbers: Tensor, part: slice = part) -> Tensor:
             return numbers[part] if scheme.per_channel else numbers[part].unsqueeze(0)
 
-        targets[f"{name}.{scheme.scale_name}"] = Target(
-            partial(_put_scales, into(weight.scale)), shapes, 4 * rows.size, rows=taken)
+        targets[f"{name}.{scheme.scale_name}"] = _of_rows(
+            partial(_put_scales, into(weight.scale)), taken, shapes, 4 * rows.size)
         targets[f"{name}.weight_zero_point"] = _zero_target(
             None if weight.zero is None else into(weight.zero), shapes, taken)
         first += rows.size
@@ -224,14 +267,15 @@ def _block_scale_targets(stored: StoredMatrix, scheme: W8A8, weight: QuantizedWe
     first, columns = 0, stored.columns
     for name, rows in stored.parts.items():
         into = weight.scale[first : first + rows.size]
+        ranges = rows.ranges if isinstance(rows, Rows) else ((rows.first, rows.size),)
         shape = -(-rows.whole // BLOCK), -(-columns.whole // BLOCK)
         targets[f"{name}.{scheme.scale_name}"] = Target(
-            partial(_put_block_scales, into, rows.first, columns.first // BLOCK), (shape,), into.nbytes)
+            partial(_put_block_scales, into, ranges, columns.first // BLOCK), (shape,), into.nbytes)
         first += rows.size
     return targets
 
 
-def _input_targets(parts: Mapping[str, Span], static: StaticInputs) -> Targets:
+def _input_targets(parts: Mapping[str, Span | Rows], static: StaticInputs) -> Targets:
     targets: Targets = {}
     for index, name in enumerate(parts):
         scale, zero = (numbers[index : index + 1] for numbers in (static.scales, static.zeros))
@@ -240,11 +284,11 @@ def _input_targets(parts: Mapping[str, Span], static: StaticInputs) -> Targets:
     return targets
 
 
-def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...], rows: Span | None = None) -> Target:
+def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...], rows: Span | Rows | None = None) -> Target:
     """Return the target of zero points. into: None for a symmetric scheme; some checkpoints contain zeros even then."""
     if into is None:
         return Target(_put_no_zeros, shapes, 0, INTEGERS + FLOAT8S, required=False)
-    return Target(partial(_put_zeros, into), shapes, into.nbytes, INTEGERS, rows=rows)
+    return _of_rows(partial(_put_zeros, into), rows, shapes, into.nbytes, INTEGERS)
 
 
 def _ignore(row: int, piece: Tensor) -> None:
@@ -283,15 +327,16 @@ def _put_scales(into: Tensor, row: int, piece: Tensor) -> None:
     into[row : row + len(piece)] = piece
 
 
-def _put_block_scales(into: Tensor, first: int, column: int, row: int, piece: Tensor) -> None:
+def _put_block_scales(
+    into: Tensor, ranges: tuple[tuple[int, int], ...], column: int, row: int, piece: Tensor
+) -> None:
     """Write scales of blocks to the scales of rows.
 
-    into: [rows, groups] of this shard, whose first row is `first` and whose first block of columns is `column`.
+    into: [rows, groups] of this shard: the rows of `ranges`, from the block of columns `column` on.
     row: first row of blocks in `piece`.
     """
-    begin = max(row * BLOCK, first)
-    each = piece.repeat_interleave(BLOCK, dim=0)[begin - row * BLOCK :][: max(first + len(into) - begin, 0)]
-    _put_scales(into, begin - first, each[:, column : column + into.shape[1]])
+    each = piece.repeat_interleave(BLOCK, dim=0)[:, column : column + into.shape[1]]
+    _put_ranges(partial(_put_scales, into), ranges, row * BLOCK, each)
 
 
 def _put_zeros(into: Tensor, row: int, piece: Tensor) -> None:

@@ -36,6 +36,8 @@ class ModelConfig:
     layers: blocks of each decoder layer, of the whole model.
     max_position_embeddings: value of config.json. The limit for serving is `context_length`.
     prefix: beginning of the names of the decoder's tensors in the checkpoint.
+    ignored: beginnings of the names of tensors that are not loaded, such as those of a vision tower.
+    zero_centred_norms: the checkpoint has the weights of the norms before layers, and of the last one, less 1.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
@@ -53,6 +55,8 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str
     prefix: str = "model."
+    ignored: tuple[str, ...] = ()
+    zero_centred_norms: bool = False
     quantization: Quantization | None = None
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
@@ -176,6 +180,7 @@ class ModelConfig:
             raise ModelError(f"config.json: architectures: {names} is not supported; serve a model of one of these: "
                              f"{', '.join(FAMILIES)}, such as {EXAMPLE}")
         family = FAMILIES[architecture]
+        data = family.text_config(data)
         context = whole(data, "max_position_embeddings", family.context)
         return ModelConfig(
             architecture=architecture,
@@ -186,9 +191,11 @@ class ModelConfig:
             rms_norm_eps=number(data, "rms_norm_eps", 1e-6),
             max_position_embeddings=context,
             tie_word_embeddings=flag(data, "tie_word_embeddings", False),
-            rope=parse_rope(data, context),
+            rope=parse_rope(data, context, partial_of=whole(data, "head_dim") if family.rotates_part else 0),
             dtype=_dtype(data),
             prefix=family.prefix,
+            ignored=family.ignored,
+            zero_centred_norms=family.zero_centred_norms,
             quantization=_quantization(data),
         )
 

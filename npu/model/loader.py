@@ -27,6 +27,7 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
+from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
 from npuserve.npu.model.storage import StoredMatrix, check_schemes, matrices
 from npuserve.npu.model.weights import ModelWeights
@@ -133,6 +134,8 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
     """Return rows of the matrix at even distances, from each part whose tensor has the expected shape."""
     columns = matrix.columns
     for name, rows in matrix.parts.items():
+        if not isinstance(rows, Span):
+            continue
         tensor = f"{name}.weight"
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
@@ -185,6 +188,13 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
     if scales:
         log.warning("%d scales of a quantized KV cache, as %s, are ignored: kv_cache_dtype defines the cache",
                     len(scales), scales[0])
+    for beginning in config.ignored:
+        ignored = [name for name in files if name.startswith(beginning)]
+        if ignored:
+            log.info("%d tensors %s… are not loaded: the model is served for text, without drafts", len(ignored),
+                     beginning)
+        for name in ignored:
+            del files[name]
     for name in list(files):
         # Old checkpoints contain frequencies, which the configuration determines.
         if (name.endswith("rotary_emb.inv_freq") or name in scales

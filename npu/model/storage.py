@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSet
 from npuserve.kernels.quantized import FLOAT8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.layers.layer import Array, Layer, Matrix
-from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.model.layers.layer import Array, Layer, Matrix, norm
+from npuserve.npu.model.layers.shard import Rows, Span
 from npuserve.npu.quantization import BLOCK, W8A8
 
 MAX_INPUTS = 1 << 15
@@ -31,7 +31,7 @@ class StoredMatrix:
     rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
     """
 
-    parts: dict[str, Span]
+    parts: Mapping[str, Span | Rows]
     columns: Span
     padding: int = 0
     biased: bool = False
@@ -136,7 +136,7 @@ def final_norm(config: ModelConfig) -> StoredArray:
 
 
 def _norm(config: ModelConfig, name: str) -> StoredArray:
-    return StoredArray(f"{name}.weight", Array("weight", Span.all(config.hidden_size)))
+    return StoredArray(f"{name}.weight", norm("", config.hidden_size, zero_centred=config.zero_centred_norms))
 
 
 def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:

@@ -96,6 +96,8 @@ class ModelWeights:
                 return None
             mixer, mlp = blocks
             attention, swiglu = mixer.weights, mlp.weights
+            if attention.gate is not None:
+                return None
             layers.append(LayerWeights(
                 mixer.norm, attention.qkv, attention.q_norm, attention.k_norm, attention.o, mlp.norm, swiglu.gate_up,
                 swiglu.down))

@@ -9,6 +9,7 @@ from npuserve.npu.model.families.family import Family
 from npuserve.npu.model.families.llama import LLAMA
 from npuserve.npu.model.families.qwen2 import QWEN2
 from npuserve.npu.model.families.qwen3 import QWEN3
+from npuserve.npu.model.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (QWEN3, QWEN2, LLAMA)}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN2, LLAMA)}
 """Class name in config.json's `architectures` -> family. The first that a config.json names is served."""

@@ -21,6 +21,10 @@ class Family:
     context: max_position_embeddings if config.json lacks it.
     read_layers: returns the blocks of each decoder layer for the contents of a config.json. Raises ModelError.
     prefix: beginning of the names of the decoder's tensors in the checkpoint.
+    text_config: returns the keys of the decoder, for a config.json that nests them.
+    ignored: beginnings of the names of tensors that are not loaded.
+    zero_centred_norms: the weights of norms in the checkpoint are the factors less 1.
+    rotates_part: rotary embeddings may cover a part of a head.
     """
 
     name: str
@@ -28,6 +32,10 @@ class Family:
     context: int
     read_layers: Callable[[Mapping[str, Any]], tuple[DecoderLayer, ...]]
     prefix: str = "model."
+    text_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda data: data
+    ignored: tuple[str, ...] = ()
+    zero_centred_norms: bool = False
+    rotates_part: bool = False
 
 
 def repeat(data: Mapping[str, Any], mixer: Layer, mlp: Layer) -> tuple[DecoderLayer, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from npuserve.npu.model.layers.layer import Array, Inputs, Layer, Matrix, Paged, Parameters, Smoothing
-from npuserve.npu.model.layers.shard import DivisionError, Shard, Span
+from npuserve.npu.model.layers.layer import Inputs, Layer, Matrix, Paged, Parameters, Smoothing, norm
+from npuserve.npu.model.layers.shard import DivisionError, Rows, Shard, Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,12 +17,18 @@ if TYPE_CHECKING:
 
 
 class AttentionWeights(NamedTuple):
-    """qkv [(Hq + 2 Hkv) D, H]: queries, keys, values; o [H, Hq D]; q_norm, k_norm [D] or None."""
+    """Weights for hidden size H, heads of size D, Hq query heads and Hkv key and value heads.
+
+    qkv [(Hq + 2 Hkv) D, H]: queries, keys, values.
+    o [H, Hq D].
+    q_norm, k_norm [D], gate [Hq D, H]: None for a layer without.
+    """
 
     qkv: Linear
     o: Linear
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    gate: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,9 @@ class Attention(Layer):
 
     num_heads, num_kv_heads: number of query heads; number of key and value heads.
     qk_norm: RMSNorm is applied to each query and key head.
+    zero_centred: the checkpoint has the weights of these norms less 1.
+    output_gate: the output is multiplied by the sigmoid of a gate. q_proj holds the query and the gate of each head,
+        one after the other.
     """
 
     num_heads: int
@@ -39,6 +48,8 @@ class Attention(Layer):
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    zero_centred: bool = False
+    output_gate: bool = False
 
     weights: ClassVar[type] = AttentionWeights
 
@@ -51,16 +62,20 @@ class Attention(Layer):
         return self.num_kv_heads * self.head_dim
 
     def parameters(self, hidden: int, shard: Shard) -> Parameters:
-        everything = Span.all(hidden)
-        queries = shard.part(self.num_heads).times(self.head_dim)
+        everything, heads = Span.all(hidden), shard.part(self.num_heads)
+        columns = heads.times(self.head_dim)
+        queries, gates = (Rows.interleaved(heads, self.head_dim, 2, part) for part in range(2))
         keys = shard.kv_heads(self.num_kv_heads).times(self.head_dim)
         parameters: Parameters = {
-            "qkv": Matrix({"q_proj": queries, "k_proj": keys, "v_proj": keys}, everything, self.qkv_bias),
-            "o": Matrix({"o_proj": everything}, queries, self.o_bias),
+            "qkv": Matrix({"q_proj": queries if self.output_gate else columns, "k_proj": keys, "v_proj": keys},
+                          everything, self.qkv_bias),
+            "o": Matrix({"o_proj": everything}, columns, self.o_bias),
         }
+        if self.output_gate:
+            parameters["gate"] = Matrix({"q_proj": gates}, everything, self.qkv_bias)
         if self.qk_norm:
             for name in ("q_norm", "k_norm"):
-                parameters[name] = Array(f"{name}.weight", Span.all(self.head_dim))
+                parameters[name] = norm(name, self.head_dim, zero_centred=self.zero_centred)
         return parameters
 
     def local(self, shard: Shard) -> Attention:
@@ -90,14 +105,19 @@ class Attention(Layer):
             qkv, weights.q_norm, weights.k_norm, inputs.eps, inputs.cos_sin, inputs.positions, inputs.slot_mapping,
             keys, values, self.num_heads)
         attended = k.paged_attention(q, keys, values, inputs.attention, self.head_dim**-0.5)
+        if weights.gate is not None:
+            attended = k.sigmoid_gate(attended, k.linear(x, weights.gate.weight, weights.gate.bias))
         return k.linear(attended, weights.o.weight, weights.o.bias)
 
     @property
     def output_width(self) -> int:
-        return 5 * self.q_size + 4 * self.kv_size
+        gate = 2 * self.q_size if self.output_gate else 0
+        return 5 * self.q_size + 4 * self.kv_size + gate
 
     def golden_elements(self, tokens: int, context: int) -> int:
         projected, copied = tokens * (self.q_size + 2 * self.kv_size), 2 * context * self.q_size
+        if self.output_gate:
+            copied += 2 * tokens * self.q_size
         return 3 * projected + copied  # attention copies a row's keys and values
 
     def scratch_bytes(self, context: int, threads: int) -> int:

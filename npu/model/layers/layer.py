@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from npuserve.npu.model.layers.shard import Shard, Span
+from npuserve.npu.model.layers.shard import Rows, Shard, Span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,17 +32,21 @@ class Array:
     rows: rows of this rank.
     row_shape: dimensions after the first.
     dtype: "model" for the dtype of the activations.
+    offset: added to the numbers, in float32: 1 for the weight of a zero-centred norm.
+    whole_row_shape: `row_shape` in the checkpoint if it has other dimensions for the same numbers.
     """
 
     tensor: str
-    rows: Span
+    rows: Span | Rows
     row_shape: tuple[int, ...] = ()
     dtype: Literal["model", "float32"] = "model"
+    offset: float = 0.0
+    whole_row_shape: tuple[int, ...] | None = None
 
     @property
     def whole(self) -> tuple[int, ...]:
         """Shape in the checkpoint."""
-        return self.rows.whole, *self.row_shape
+        return self.rows.whole, *(self.row_shape if self.whole_row_shape is None else self.whole_row_shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,10 +64,17 @@ class Matrix:
     can_quantize: the weight may be int8 or float8.
     """
 
-    parts: Mapping[str, Span]
+    parts: Mapping[str, Span | Rows]
     columns: Span
     biased: bool = False
     can_quantize: bool = True
+
+
+def norm(name: str, size: int, *, zero_centred: bool = False) -> Array:
+    """Return the weight of a norm. zero_centred: the checkpoint has the weight less 1, which float32 keeps exact."""
+    if zero_centred:
+        return Array(f"{name}.weight", Span.all(size), dtype="float32", offset=1.0)
+    return Array(f"{name}.weight", Span.all(size))
 
 
 Parameters = dict[str, Array | Matrix]

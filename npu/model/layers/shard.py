@@ -33,6 +33,40 @@ class Span(NamedTuple):
         return Span(self.first * width, self.size * width, self.whole * width)
 
 
+class Rows(NamedTuple):
+    """Ranges of rows of a tensor in the checkpoint, stacked in this order.
+
+    ranges: (first row, number of rows) of each, ascending.
+    whole: rows of the tensor.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    whole: int
+
+    @property
+    def size(self) -> int:
+        """Number of rows in all ranges."""
+        return sum(size for _, size in self.ranges)
+
+    @staticmethod
+    def stacked(*spans: Span) -> Rows:
+        """Return the rows of spans of tensors that the checkpoint has stacked into one, in this order."""
+        ranges, begin = [], 0
+        for span in spans:
+            ranges.append((begin + span.first, span.size))
+            begin += span.whole
+        return Rows(tuple(ranges), begin)
+
+    @staticmethod
+    def interleaved(span: Span, width: int, parts: int, part: int) -> Rows:
+        """Return the rows of one part, where each unit of `span` has `parts` parts of `width` rows.
+
+        part: number of the part, from 0.
+        """
+        units = range(span.first, span.first + span.size)
+        return Rows(tuple(((unit * parts + part) * width, width) for unit in units), span.whole * parts * width)
+
+
 class DivisionError(ValueError):
     """The ranks cannot divide a layer; the message says why."""
 

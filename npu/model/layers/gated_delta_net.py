@@ -1,0 +1,119 @@
+"""Gated delta net: linear attention whose state is corrected by the delta rule and decays by a gate.
+
+Yang et al. 2024, arXiv:2412.06464. With a causal convolution over queries, keys and values, and an output that is
+normed and gated by silu(z), as in Qwen3-Next and Qwen3.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from npuserve.npu.model.layers.layer import Array, Fixed, Inputs, Layer, Matrix, Parameters
+from npuserve.npu.model.layers.shard import DivisionError, Rows, Shard, Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from npuserve.kernels.layer import Linear
+
+
+class GatedDeltaNetWeights(NamedTuple):
+    """Weights for hidden size H, Hk heads of size Dk of queries and keys, and Hv heads of size Dv of values.
+
+    qkv [2 Hk Dk + Hv Dv, H]: queries, keys, values; z [Hv Dv, H]; a, b [Hv, H]; out [H, Hv Dv].
+    conv [2 Hk Dk + Hv Dv, K], for a kernel of K tokens.
+    a_log, dt_bias [Hv] float32; norm [Dv].
+    """
+
+    qkv: Linear
+    z: Linear
+    a: Linear
+    b: Linear
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet(Layer):
+    """Mixer with a state [Hv, Dk, Dv] in float32, and the last inputs of its convolution.
+
+    key_heads, value_heads: heads of queries and keys; heads of values. Value head h uses key head
+        h // (value_heads / key_heads).
+    key_dim, value_dim: sizes of their heads.
+    conv_kernel: tokens that the convolution sees.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    weights: ClassVar[type] = GatedDeltaNetWeights
+
+    @property
+    def keys(self) -> int:
+        """Columns of the keys, and of the queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Columns of the values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def parameters(self, hidden: int, shard: Shard) -> Parameters:
+        everything, heads = Span.all(hidden), shard.part(self.value_heads)
+        keys, values = shard.part(self.key_heads).times(self.key_dim), heads.times(self.value_dim)
+        channels = Rows.stacked(keys, keys, values) if shard.size > 1 else Span.all(self.channels)
+        return {
+            "qkv": Matrix({"in_proj_qkv": channels}, everything),
+            "z": Matrix({"in_proj_z": values}, everything),
+            "a": Matrix({"in_proj_a": heads}, everything, can_quantize=False),
+            "b": Matrix({"in_proj_b": heads}, everything, can_quantize=False),
+            "conv": Array("conv1d.weight", channels, (self.conv_kernel,), whole_row_shape=(1, self.conv_kernel)),
+            "a_log": Array("A_log", heads, dtype="float32"),
+            "dt_bias": Array("dt_bias", heads, dtype="float32"),
+            "norm": Array("norm.weight", Span.all(self.value_dim)),
+            "out": Matrix({"out_proj": everything}, values),
+        }
+
+    def local(self, shard: Shard) -> GatedDeltaNet:
+        for name, count in (("key", self.key_heads), ("value", self.value_heads)):
+            if count % shard.size:
+                raise DivisionError(
+                    f"tensor_parallel_size: {shard.size} does not divide the {count} {name} heads of the model's linear "
+                    "attention")
+        return replace(self, key_heads=self.key_heads // shard.size, value_heads=self.value_heads // shard.size)
+
+    @property
+    def state(self) -> Fixed:
+        return Fixed(((self.channels, self.conv_kernel - 1), (self.value_heads, self.key_dim, self.value_dim)),
+                     ("model", "float32"))
+
+    def forward(
+        self, x: Tensor, weights: GatedDeltaNetWeights, state: tuple[Tensor, Tensor], inputs: Inputs
+    ) -> Tensor:
+        k, (window, memory), w = inputs.kernels, state, weights
+        a, b, z, qkv = (k.linear(x, linear.weight, linear.bias) for linear in (w.a, w.b, w.z, w.qkv))
+        mixed = k.causal_conv_silu(qkv, w.conv, window, inputs.attention, inputs.state_slots)
+        out = k.gated_delta_rule(
+            mixed, a, b, w.a_log, w.dt_bias, memory, inputs.attention, inputs.state_slots, self.key_heads)
+        normed = k.gated_rms_norm(out, z, w.norm, inputs.eps)
+        return k.linear(normed, w.out.weight, w.out.bias)
+
+    @property
+    def output_width(self) -> int:
+        return 2 * self.channels + 3 * self.values + 2 * self.value_heads
+
+    def golden_elements(self, tokens: int, context: int) -> int:
+        # Queries, keys and values in float32, once more with the heads of the values, and a copy of a row's state.
+        return tokens * 4 * (self.channels + 2 * self.values) + 4 * self.value_heads * self.key_dim * self.value_dim
