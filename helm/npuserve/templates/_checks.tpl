@@ -178,7 +178,7 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 
 {{- if hasKey .Values "state" }}
-{{- include "npuserve.refuse" "state: removed: a stream ends with its server. Remove state; clients send such a request again. The claims of a StatefulSet of an earlier version stay until you delete them" }}
+{{- include "npuserve.refuse" "state: removed: a stream ends with its server. Remove state; clients send such a request again." }}
 {{- end }}
 
 {{- if and (eq .Values.topologySpread.whenUnsatisfiable "DoNotSchedule") (ne .Values.accelerator.kind "cpu") (not .Values.nodeSelector) (not (dig "nodeAffinity" "requiredDuringSchedulingIgnoredDuringExecution" "" .Values.affinity)) }}
