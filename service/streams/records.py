@@ -29,7 +29,9 @@ FILE_VERSION = 1
 """Version of the file's content, to be raised with each change of Record, of a type within it, or of Request.options.
 The arrays have no names of fields: another version could mistake a field for another, or drop one."""
 # Largest msgpack encodings: token id, floating-point number, head of a list or string.
-_ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
+_ID_BYTES = 5
+_FLOAT_BYTES = 9
+_HEAD_BYTES = 5
 _RECORD_BYTES = 4096
 """Maximum size of the fields that hold no list: names have at most 512 characters, and there are field heads."""
 _OVERHEAD_BYTES = 512
@@ -82,14 +84,17 @@ def restore_messages(live: Iterable[tuple[int, Record]], ended: Callable[[], lis
         size += max_size(record.request, len(record.token_ids), len(record.logprobs), len(record.prompt_logprobs))
         if size >= MAX_RESTORE_BYTES:
             yield Restore(some, [], is_last=False)
-            some, size = [], 0
+            some = []
+            size = 0
     others: list[EndedRecord] = []
     for kept in ended():
         others.append(kept)
         size += len(kept.data)
         if size >= MAX_RESTORE_BYTES:
             yield Restore(some, others, is_last=False)
-            some, others, size = [], [], 0
+            some = []
+            others = []
+            size = 0
     yield Restore(some, others)
 
 
@@ -271,7 +276,8 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     except FileNotFoundError:
         return 0
     path.unlink()
-    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    digest = data[:_DIGEST_BYTES]
+    content = data[_DIGEST_BYTES:]
     if digest != _digest(content):
         raise ValueError("its checksum is wrong")
     try:
