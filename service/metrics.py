@@ -84,11 +84,14 @@ prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens computed or
 generation_tokens_total = _counter("generation_tokens_total", "Tokens generated")
 prefix_cache_queries_total = _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
 prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache")
+prefix_cache_misses_total = _counter(
+    "prefix_cache_misses_total", "Requests that the prefix cache held nothing of, by reason", "reason")
 tokens_in_vain_total = _counter(
     "tokens_in_vain_total", "Tokens computed for requests whose deadline passed before the first token")
 preemptions_total = _counter("preemptions_total", "Requests preempted, to be recomputed")
 kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks held by live requests")
 kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
+state_slots = _gauge("state_slots", "Slots of fixed state: used, checkpoints and free", "state")
 kv_cache_config_info = _gauge(
     "kv_cache_config_info", "1; the labels are the tokens of a KV-cache block and the number of blocks", "block_size",
     "num_blocks", mode="livemax")

@@ -147,6 +147,7 @@ class Backend(ABC):
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
     scale_dtype: dtype of the scales of a quantized KV cache.
+    fixed_state: the kernels support layers with a fixed state, such as linear attention.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     """
@@ -172,6 +173,7 @@ class Backend(ABC):
     sampling_bytes: int = 0
     int8_levels: float = 127.5
     float8: bool = False
+    fixed_state: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str

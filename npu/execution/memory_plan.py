@@ -231,6 +231,9 @@ def _checked(
 ) -> tuple[torch.dtype, torch.dtype, int]:
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
+    if config.has_fixed_state and not backend.fixed_state:
+        raise BackendError(f"device: {backend.name} does not serve models with linear attention ({config.family}); "
+                           "possible is device: cpu")
     for state in config.paged_states:
         backend.check_heads(state.head_dim, config.rotary_dim)
     check_schemes(config, backend)

@@ -20,7 +20,7 @@ from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Array, Block, Fixed, Inputs, Paged, Smoothing
 from npuserve.npu.model.layers.layer import Layer as MixerOrMlp
-from npuserve.npu.model.layers.shard import WHOLE
+from npuserve.npu.model.layers.shard import WHOLE, Rows, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Layer:
         self.int8: dict[str, Tensor] = {}
         self.power: dict[str, Tensor] | None = None
         self._config = config
+        self._offset = 1.0 if config.zero_centred_norms else 0.0
 
     def outputs(self, block: int, x: Tensor) -> Tensor:
         """Return what a block adds to the residual stream x [T, H], a sequence from its beginning."""
@@ -93,7 +94,7 @@ class Layer:
         eps = config.rms_norm_eps
         metadata = AttentionMetadata.from_lengths(torch.zeros(1, 1, dtype=torch.int32), [len(x)], [len(x)])
         step = Inputs(kernels, positions, positions, metadata, torch.zeros(1, dtype=torch.int64), self.cos_sin, eps)
-        normed = normalize(x, self.weights[f"{norm}.weight"], eps)
+        normed = normalize(x, self.weights[f"{norm}.weight"] + self._offset, eps)
         return layer.forward(normed, weights, empty_state(layer, len(x)), step)
 
     def _block_weights(self, block: Block) -> tuple[Any, dict[int, tuple[str, ...]]]:
@@ -102,11 +103,14 @@ class Layer:
         projections: dict[int, tuple[str, ...]] = {}
         for field, parameter in block.layer.parameters(self._config.hidden_size, WHOLE).items():
             if isinstance(parameter, Array):
-                fields[field] = self.weights[f"{block.name}.{parameter.tensor}"]
+                numbers = self.weights[f"{block.name}.{parameter.tensor}"].view(parameter.shape)
+                fields[field] = numbers + parameter.offset if parameter.offset else numbers
                 continue
-            names = tuple(f"{block.name}.{name}" for name in parameter.parts)
-            weight = _stacked([self.int8.get(name, self.weights[f"{name}.weight"]) for name in names])
-            biases = [self.weights[f"{name}.bias"] for name in names] if parameter.biased else []
+            rows = {f"{block.name}.{name}": rows for name, rows in parameter.parts.items()}
+            names = tuple(rows)
+            weight = _stacked([_taken(self.int8.get(name, self.weights[f"{name}.weight"]), rows[name])
+                               for name in names])
+            biases = [_taken(self.weights[f"{name}.bias"], rows[name]) for name in names] if parameter.biased else []
             projections[id(weight)] = names
             fields[field] = Linear(weight, _stacked(biases) if biases else None)
         return block.layer.weights(**fields), projections
@@ -133,10 +137,12 @@ class Layer:
         weight, bias = self.weights[f"{mapping.before}.weight"], self.weights.get(f"{mapping.before}.bias")
         if mapping.is_norm:
             # The norm is rounded to the checkpoint's dtype; the columns use the factors that result from the rounding.
-            norm = (weight / factors).to(self.dtypes[f"{mapping.before}.weight"]).float()
+            offset, dtype = self._offset, self.dtypes[f"{mapping.before}.weight"]
+            folded = ((weight + offset) / factors - offset).to(dtype).float()
+            norm = folded + offset
             usable = (norm != 0) & norm.isfinite()
-            factors = torch.where(usable, weight / norm, 1.0)
-            self.weights[f"{mapping.before}.weight"] = torch.where(usable, norm, weight)
+            factors = torch.where(usable, (weight + offset) / norm, 1.0)
+            self.weights[f"{mapping.before}.weight"] = torch.where(usable, folded, weight)
         else:
             self.weights[f"{mapping.before}.weight"] = weight / factors[:, None]
         if bias is not None:
@@ -209,6 +215,13 @@ def empty_state(layer: MixerOrMlp, tokens: int) -> tuple[Tensor, ...] | None:
     if isinstance(state, Fixed):
         return tuple(torch.zeros(1, *shape) for shape in state.shapes)
     return None
+
+
+def _taken(tensor: Tensor, rows: Span | Rows) -> Tensor:
+    """Return the rows of a tensor that a matrix stacks."""
+    if isinstance(rows, Span):
+        return tensor
+    return torch.cat([tensor[first : first + size] for first, size in rows.ranges])
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.layers.layer import Matrix
+from npuserve.npu.model.layers.shard import WHOLE
 from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears
@@ -73,7 +75,7 @@ def quantize_checkpoint(
     config = ModelConfig.from_folder(folder)
     if config.quantization is not None:
         raise ModelError(f"{folder}: is quantized already; supported are bfloat16, float16 or float32")
-    quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *ignore))
+    quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *_float_modules(config), *ignore))
     everything, int8 = _linears(config, quantization, ignore)
     largest = max(map(max, sequences), default=0)
     if largest >= config.vocab_size:
@@ -125,6 +127,13 @@ def _layer(
     return strengths
 
 
+def _float_modules(config: ModelConfig) -> list[str]:
+    """Return patterns of the linear layers that stay floats, whatever the user ignores."""
+    return sorted({f"re:.*[.]{block.name}[.]{module}$" for blocks in config.layers for block in blocks
+                   for matrix in block.layer.parameters(config.hidden_size, WHOLE).values()
+                   if isinstance(matrix, Matrix) and not matrix.can_quantize for module in matrix.parts})
+
+
 def _linears(
     config: ModelConfig, quantization: Quantization, ignore: Sequence[str]
 ) -> tuple[frozenset[str], frozenset[str]]:
@@ -137,7 +146,8 @@ def _linears(
                 raise ModelError(f"ignore: {pattern!r} is not a regular expression: {error}") from None
     planned = replace(config, quantization=quantization)
     stored = [linear for index in range(config.num_layers) for linear in linears(planned, index)]
-    everything = frozenset(name for linear in stored for name in linear.parts)
+    kept = Quantization(quantization.groups, tuple(_float_modules(config)))
+    everything = frozenset(name for linear in stored for name in linear.parts if kept.of(name))
     for pattern in ignore:
         alone = Quantization(quantization.groups, (pattern,))
         if all(alone.of(name) for name in (*everything, "lm_head")):

@@ -16,7 +16,7 @@ from npuserve.service.errors import (
 )
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
-from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.scheduler import MISS_REASONS, Scheduler
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
@@ -33,6 +33,7 @@ HOST_GAP = metrics.tally(metrics.step_host_gap_seconds)
 TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase in PHASES}
 DECODE_MODES = ("captured", "decoder", "eager")
 DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in DECODE_MODES}
+MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
 
@@ -143,6 +144,12 @@ class EngineMetrics:
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
             metrics.tokens_in_vain_total, metrics.forced_tokens_total)
+        for reason, misses in scheduler.take_misses().items():
+            MISSES[reason].inc(misses)
+        if (slots := scheduler.slots) is not None:
+            for state, number in (("used", slots.num_used), ("checkpoint", slots.num_checkpoints),
+                                  ("free", slots.num_slots - slots.num_used - slots.num_checkpoints)):
+                metrics.state_slots.labels(state).set(number)
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts

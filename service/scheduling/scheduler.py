@@ -61,6 +61,9 @@ class AddedRequest(NamedTuple):
     displaced: DroppedRequest | None
 
 
+MISS_REASONS = "too_short", "no_block", "no_state"
+
+
 class Scheduler:
     """Owner of the sequences, and the only user of `blocks`. Not thread-safe: the engine's loop calls it.
 
@@ -111,6 +114,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
+        self._misses: Counter[str] = Counter()
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
         self._estimator = LatencyEstimator(max_num_batched_tokens)
@@ -279,7 +283,8 @@ class Scheduler:
         """Make the state that was taken at a block boundary a checkpoint, once its row is applied."""
         assert self.slots is not None
         if (taken := sequence.slots.taken) is not None and taken[0] <= num_computed_tokens:
-            self.slots.register(sequence.slots, self._digest(sequence, taken[0]))
+            self.slots.register(sequence.slots, self._digest(sequence, taken[0]),
+                                is_of_answer=taken[0] > sequence.num_prompt_tokens)
 
     def _digest(self, sequence: Sequence, position: int) -> bytes:
         """Return the digest of the block that ends at a position."""
@@ -581,10 +586,12 @@ class Scheduler:
         num_cached_tokens = len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
         sequence.admit(num_cached_tokens, now)
-        self._plan_checkpoint(sequence)
+        self._plan_checkpoints(sequence)
         if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
             self.prefix_queries += sequence.num_prompt_tokens
             self.prefix_hits += sequence.cached_tokens
+            if not num_cached_tokens:
+                self._misses[self._miss_reason(sequence)] += 1
         self._add_running(sequence)
         return True
 
@@ -602,6 +609,19 @@ class Scheduler:
         count, slot = self.slots.longest(digests)
         return prefix[:count], slot
 
+    def _miss_reason(self, sequence: Sequence) -> str:
+        """Return why the prefix cache holds nothing of a request; one of MISS_REASONS."""
+        if sequence.num_prompt_tokens <= self.blocks.block_size:
+            return "too_short"
+        is_cached = self.slots is not None and self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        return "no_state" if is_cached else "no_block"
+
+    def take_misses(self) -> Counter[str]:
+        """Return the number of requests that the prefix cache held nothing of, by reason, since the last call."""
+        misses = self._misses
+        self._misses = Counter()
+        return misses
+
     def _allocate(self, sequence: Sequence, prefix: list[int], checkpoint: int) -> bool:
         """Give a request blocks for all its tokens, and slots. Return False, and change nothing, if any are lacking."""
         if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=len(self._running)):
@@ -612,15 +632,22 @@ class Scheduler:
         self.blocks.free(sequence.blocks)
         return False
 
-    def _plan_checkpoint(self, sequence: Sequence) -> None:
-        """Let a chunk of an admitted request end at the last block boundary of its prompt, for a checkpoint there."""
-        sequence.checkpoint_position = 0
+    def _plan_checkpoints(self, sequence: Sequence) -> None:
+        """Let chunks of an admitted request end where another prompt may continue its state.
+
+        That is at the last block boundary of its prompt, for the same prompt and longer ones, and at the end of the
+        cached blocks that have no checkpoint, where prompts with the same beginning part. Such checkpoints are those of
+        Marconi (Pan et al. 2024, arXiv:2411.19379).
+        """
+        sequence.checkpoint_positions = []
         if self.slots is None or not self.blocks.is_shared(sequence.blocks):
             return
         size = self.blocks.block_size
-        position = (sequence.num_prompt_tokens - 1) // size * size
-        if position > sequence.num_computed_tokens and not self.slots.has(self._digest(sequence, position)):
-            sequence.checkpoint_position = position
+        last = (sequence.num_prompt_tokens - 1) // size * size
+        parting = len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * size
+        sequence.checkpoint_positions = sorted(
+            position for position in {last, parting}
+            if position > sequence.num_computed_tokens and not self.slots.has(self._digest(sequence, position)))
 
     def _free(self, sequence: Sequence) -> None:
         """Free the blocks and slots of a request."""

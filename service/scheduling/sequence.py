@@ -91,7 +91,7 @@ class Sequence:
     account: account of the request's client.
     scope: scope of its blocks, see BlockTable.
     slots: slots of its fixed state.
-    checkpoint_position: block boundary of the prompt at which a row ends, for a checkpoint of its state; 0 for none.
+    checkpoint_positions: block boundaries at which a row ends, for a checkpoint of its state; ascending.
     matcher: matcher of its constraint, advanced over the answer; None without a constraint, and until it is compiled.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
     num_pending_tokens: tokens that the steps in flight sample, without a forced one that is in token_ids already.
@@ -108,7 +108,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "checkpoint_position", "deadline", "id", "is_deferred",
+        "account", "age_key", "blocks", "cached_tokens", "checkpoint_positions", "deadline", "id", "is_deferred",
         "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
         "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key",
         "request", "slots", "state", "timer", "token_ids", "was_admitted",
@@ -142,7 +142,7 @@ class Sequence:
         self.cached_tokens = prior.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt, scope)
         self.slots = SlotTable()
-        self.checkpoint_position = 0
+        self.checkpoint_positions: list[int] = []
         self.matcher: AnswerMatcher | None = None
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False

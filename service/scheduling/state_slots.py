@@ -36,12 +36,14 @@ class SlotTable:
     spare: slot that a retractable row writes; NO_SLOT for a request without constraint.
     source: checkpoint that the next row reads instead of `current`; NO_SLOT for none.
     taken: (position, slot) of a state that becomes a checkpoint once its row is applied; None for none.
+    of_answer: digest of the checkpoint within the answer; the next one replaces it.
     """
 
     current: int = NO_SLOT
     spare: int = NO_SLOT
     source: int = NO_SLOT
     taken: tuple[int, int] | None = None
+    of_answer: bytes = b""
     _before: tuple[int, int, int, int] | None = field(default=None, repr=False)
 
     def __bool__(self) -> bool:
@@ -134,6 +136,7 @@ class StateSlots:
         self._tables.pop(id(table), None)
         table.current = table.spare = table.source = NO_SLOT
         table.taken = table._before = None
+        table.of_answer = b""
 
     def free(self, table: SlotTable) -> None:
         """Take back the slots of a table, which is empty afterwards."""
@@ -164,9 +167,16 @@ class StateSlots:
             table.source = table.current
             table.current = self._free.pop()
 
-    def register(self, table: SlotTable, digest: bytes) -> None:
-        """Make the state that was taken a checkpoint: its row is applied."""
+    def register(self, table: SlotTable, digest: bytes, *, is_of_answer: bool = False) -> None:
+        """Make the state that was taken a checkpoint: its row is applied.
+
+        is_of_answer: it lies within the answer, so that the one before it there is no longer needed.
+        """
         assert table.taken is not None
+        if is_of_answer:
+            if table.of_answer in self._checkpoints:
+                self._checkpoints.move_to_end(table.of_answer, last=False)
+            table.of_answer = digest
         slot = table.taken[1]
         table.taken = None
         if digest not in self._checkpoints:

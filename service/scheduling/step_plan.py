@@ -63,8 +63,10 @@ class StepBuilder:
         tokens = sequence.token_ids
         planned = len(tokens) + sequence.num_pending_tokens
         end = min(start + max_tokens, planned)
-        if start < sequence.checkpoint_position < end:
-            end = sequence.checkpoint_position
+        while sequence.checkpoint_positions and sequence.checkpoint_positions[0] <= start:
+            del sequence.checkpoint_positions[0]
+        if sequence.checkpoint_positions:
+            end = min(end, sequence.checkpoint_positions[0])
         samples = end == planned
         is_constrained = False
         if samples:
@@ -83,7 +85,9 @@ class StepBuilder:
         state_source, state_slot = NO_SLOT, NO_SLOT
         if self._slots is not None:
             state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
-            if end == sequence.checkpoint_position:
+            is_boundary = not samples and end in sequence.checkpoint_positions[:1]
+            is_answer = samples and not is_constrained and start > 0 and end % self._block_size == 0
+            if is_boundary or is_answer:
                 self._slots.take(sequence.slots, end)
         row = Row(
             sequence.id,

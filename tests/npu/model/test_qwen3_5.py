@@ -1,0 +1,202 @@
+"""Qwen3.5: hybrids of random shapes, served as a request can ask, and compared with transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.step import SamplingParams
+from tests.npu.execution.test_runner import load
+from tests.support.loop import Ask, serve
+from tests.support.models import greedy, saved
+
+BLOCK = 16
+VOCABULARY = 120
+GREEDY = SamplingParams(temperature=0.0, logprobs=3)
+
+
+def settings_of(seed: int) -> dict[str, Any]:
+    """Return a random configuration."""
+    draw = random.Random(seed)
+    key_heads, ratio = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    kv_heads, group = draw.choice([1, 2]), draw.choice([1, 2, 3])
+    interval = draw.choice([2, 3, 4])
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": draw.choice([24, 32, 48]), "intermediate_size": draw.choice([40, 64]),
+        "num_hidden_layers": interval + draw.choice([0, 1]), "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads, "head_dim": draw.choice([16, 32]), "max_position_embeddings": 256,
+        "full_attention_interval": interval, "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * ratio, "linear_key_head_dim": draw.choice([8, 16]),
+        "linear_value_head_dim": draw.choice([8, 16]), "linear_conv_kernel_dim": draw.choice([3, 4]),
+        "tie_word_embeddings": draw.random() < 0.5, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor":
+                            draw.choice([0.25, 0.5]), "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
+
+
+def random_hybrid(seed: int, **changes: Any) -> PreTrainedModel:
+    """Return a float32 model whose numbers are all random, so that a missing one changes the results."""
+    torch.manual_seed(seed)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings_of(seed), **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-1, 2)
+            elif name.endswith("linear_attn.norm.weight"):
+                parameter.normal_(1, 0.3)
+            elif parameter.dim() == 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, (0.6 if "conv1d" in name else 1.5 / parameter.shape[-1] ** 0.5))
+    return model  # type: ignore[no-any-return]
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Return prompts of which a part begins with the same 40 tokens."""
+    draw = random.Random(seed)
+    shared = draw.choices(range(3, VOCABULARY), k=40)
+    return [[*(shared if draw.random() < 0.5 else ()), *draw.choices(range(3, VOCABULARY), k=draw.randint(1, 60))]
+            for _ in range(count)]
+
+
+def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
+    return Ask(tick, None, {"prompt_ids": prompt, "max_tokens": count, "sampling": GREEDY, **fields})
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, PreTrainedModel]:
+    model = random_hybrid(0)
+    folder = saved(model, tmp_path_factory.mktemp("hybrid"))
+    return load(folder, dtype="float32", max_num_batched_tokens=48), model
+
+
+@torch.no_grad()
+def logprobs_of(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Return the log-probability of each token of an answer."""
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
+    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).flatten()
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
+def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> None:
+    """The chunk budget differs by configuration."""
+    model = random_hybrid(seed)
+    budget = (1, 5, 16, 48, 512)[seed % 5]
+    runner = load(saved(model, tmp_path), dtype="float32", max_num_batched_tokens=max(budget, 8))
+    chosen = prompts(5, seed)
+    answers, _ = serve(runner, [ask(prompt, 10, 2 * index) for index, prompt in enumerate(chosen)], 1 + seed % 2, 64, 4,
+                       budget if budget > 1 else 8)
+    for prompt, answer in zip(chosen, answers, strict=True):
+        assert answer.tokens == greedy(model, prompt, 10)
+        ours = torch.tensor([report.logprob for report in answer.logprobs])
+        torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("pool", "seats", "budget", "depth"), [
+    (64, 8, 48, 2), (64, 1, 48, 1), (64, 3, 5, 2), (12, 8, 16, 2), (10, 4, 16, 1)])
+def test_numbers_do_not_depend_on_the_batch(
+    served: tuple[Runner, PreTrainedModel], pool: int, seats: int, budget: int, depth: int
+) -> None:
+    """Ids and log-probabilities are the same bits alone, beside others, in chunks, preempted, and with prefix hits."""
+    runner, _ = served
+    if not runner.deterministic:
+        pytest.skip("the native kernels are not built")
+    chosen = prompts(9, 7)
+    chosen += chosen[:3]
+    alone = [serve(runner, [ask(prompt, 16, bypass_prefix_cache=True)], 1, 64, 1, 48)[0][0] for prompt in chosen]
+    answers, scheduler = serve(
+        runner, [ask(prompt, 16, index // 2) for index, prompt in enumerate(chosen)], depth, pool, seats, budget)
+    for answer, expected in zip(answers, alone, strict=True):
+        assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
+    assert scheduler.prefix_hits > 0
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    config = Qwen3_5TextConfig(**settings_of(0)).to_dict()
+    return {**config, "architectures": ["Qwen3_5ForCausalLM"], **changes}
+
+
+def test_nested_configuration_is_that_of_the_text_model() -> None:
+    plain = ModelConfig.from_dict(config_of())
+    nested = ModelConfig.from_dict({
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {"depth": 3}, "text_config": config_of(),
+        "tie_word_embeddings": plain.tie_word_embeddings})
+    assert nested.prefix == "model.language_model."
+    assert nested.layers == plain.layers
+    assert (nested.rope, nested.context_length) == (plain.rope, plain.context_length)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"attn_output_gate": False}, "attn_output_gate: false is not supported"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types: must be a list of"),
+    ({"layer_types": ["mamba", "full_attention"], "num_hidden_layers": 2}, "layer_types: mamba is not supported"),
+    ({"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "3 does not divide linear_num_value_heads"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}},
+     "partial_rotary_factor: must be above 0"),
+])
+def test_configurations_that_are_not_supported(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict(config_of(**changes))
+
+
+def test_shared_beginnings_and_chats_hit_checkpoints(served: tuple[Runner, PreTrainedModel]) -> None:
+    """A system prompt is found from its third use on, and a turn of a chat continues the state of the answer before."""
+    runner, model = served
+    system = prompts(1, 11)[0][:20] * 2
+    draw = random.Random(1)
+    asks = [ask([*system, *draw.choices(range(3, VOCABULARY), k=20)], 4, 40 * index) for index in range(4)]
+    answers, scheduler = serve(runner, asks, 1, 64, 1, 48)
+    assert scheduler.prefix_hits == 2 * 32
+    assert scheduler.take_misses() == {"no_block": 1, "no_state": 1}
+    first = draw.choices(range(3, VOCABULARY), k=30)
+    turn = greedy(model, first, 40)
+    second = [*first, *turn, *draw.choices(range(3, VOCABULARY), k=9)]
+    answers, scheduler = serve(runner, [ask(first, 40), ask(second, 8, 100)], 1, 64, 1, 48)
+    assert answers[0].tokens == turn
+    assert answers[1].tokens == greedy(model, second, 8)
+    assert scheduler.prefix_hits == 64  # the last block boundary before the end of the first answer
+
+
+def test_devices_without_kernels_for_linear_attention_refuse_it() -> None:
+    backend = CpuBackend()
+    backend.fixed_state = False
+    with pytest.raises(BackendError, match=r"does not serve models with linear attention \(qwen3_5\); possible is"):
+        predict(ModelConfig.from_dict(config_of()), backend)
+
+
+def test_context_whose_state_does_not_fit_names_the_least_memory() -> None:
+    config = ModelConfig.from_dict(config_of())
+    with pytest.raises(ModelError, match=r"kv_cache_memory: 0.0 MiB holds the state of no request; the least is") as error:
+        predict(config, CpuBackend(), kv_cache_memory=1000)
+    least = float(str(error.value).split("the least is ")[1].split()[0])
+    assert predict(config, CpuBackend(), kv_cache_memory=int(least * 2**20) + 200000).num_slots >= 2
+
+
+def test_tensors_of_a_vision_tower_and_of_drafts_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_hybrid(0)
+    folder = saved(model, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    nested |= {"model.visual.patch_embed.weight": torch.ones(3, 3), "mtp.fc.weight": torch.ones(3, 3)}
+    save_file(nested, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {},
+        "tie_word_embeddings": text["tie_word_embeddings"], "dtype": "float32"}))
+    with caplog.at_level("INFO"):
+        runner = load(folder, dtype="float32", max_num_batched_tokens=48)
+    assert "1 tensors mtp.… are not loaded" in caplog.text
+    assert "1 tensors model.visual.… are not loaded" in caplog.text
+    (answer,), _ = serve(runner, [ask([5, 6, 7, 8], 12)], 1, 16, 1, 48)
+    assert answer.tokens == greedy(model, [5, 6, 7, 8], 12)
