@@ -11,9 +11,12 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 from npuserve.kernels import (
     attention,
+    causal_conv_silu,
     collectives,
     decoder_layers,
     embedding,
+    gated_delta_rule,
+    gated_rms_norm,
     greedy,
     last_ids,
     linear,
@@ -24,14 +27,18 @@ from npuserve.kernels import (
     qk_norm_rope_kv_write,
     quantize,
     sample,
+    sigmoid_gate,
     swiglu,
 )
 
 __all__ = [
     "attention",
+    "causal_conv_silu",
     "collectives",
     "decoder_layers",
     "embedding",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "greedy",
     "last_ids",
     "linear",
@@ -42,5 +49,6 @@ __all__ = [
     "qk_norm_rope_kv_write",
     "quantize",
     "sample",
+    "sigmoid_gate",
     "swiglu",
 ]

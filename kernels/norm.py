@@ -1,6 +1,7 @@
 """Root-mean-square normalization (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-Rounding matches Hugging Face's models: float32 inside, then the input's dtype, then times gamma.
+Rounding matches Hugging Face's models: float32 inside, then the input's dtype, then times gamma. With a float32 gamma,
+the weight 1 + w of a zero-centered norm, the result is rounded once, as in Qwen3.5.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from npuserve.kernels.registry import Case, kernel
 
 
 def normalize(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
-    """Normalize x [..., H] over the last dimension and multiply by gamma [H]; the result has x's dtype."""
+    """Normalize x [..., H] over the last dimension and multiply by gamma [H]; the result has x's dtype.
+
+    gamma: in x's dtype or float32.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if gamma.dtype != x.dtype:
+        return (wide * gamma).to(x.dtype)
     return wide.to(x.dtype) * gamma
 
 

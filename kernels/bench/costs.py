@@ -174,6 +174,38 @@ def _decoder_layers(
     return Cost(moved, operations, kind, cold=(1, 2))
 
 
+def _causal_conv_silu(
+    x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, state_slots: Tensor
+) -> Cost:
+    moved = 2 * x.nbytes + nbytes(weight, state_slots) + _states(state, metadata)
+    return Cost(moved, (2 * weight.shape[1] + 4) * x.numel(), "fp32", cold=(2,))
+
+
+def _states(state: Tensor, metadata: AttentionMetadata) -> int:
+    """Return the bytes of the rows' states: written, and read by rows that continue them."""
+    starts, accesses = metadata.host_cu_seqlens_q, 0
+    for begin, end, context in zip(starts, starts[1:], metadata.host_context_lens, strict=False):
+        accesses += (end > begin) + (context > end - begin > 0)
+    return accesses * prod(state.shape[1:]) * state.itemsize
+
+
+def _gated_delta_rule(qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
+                      metadata: AttentionMetadata, state_slots: Tensor, key_heads: int) -> Cost:
+    """Count decay, two products with a vector and a sum with an outer product for each token and head."""
+    value_heads, key_dim, value_dim = state.shape[1:]
+    out = len(qkv) * value_heads * value_dim * qkv.itemsize
+    moved = nbytes(qkv, a, b, a_log, dt_bias, state_slots) + out + _states(state, metadata)
+    return Cost(moved, 7 * len(qkv) * value_heads * key_dim * value_dim, "fp32", cold=(5,))
+
+
+def _gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Cost:
+    return Cost(3 * x.nbytes + gamma.nbytes, 9 * x.numel(), "fp32")
+
+
+def _sigmoid_gate(x: Tensor, gate: Tensor) -> Cost:
+    return Cost(3 * x.nbytes, 4 * x.numel(), "fp32")
+
+
 def _swiglu(gate_up: Tensor) -> Cost:
     return Cost(gate_up.nbytes * 3 // 2, 5 * gate_up.numel() // 2, "fp32")
 
@@ -218,6 +250,10 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "linear_swiglu": _linear_swiglu,
     "qk_norm_rope_kv_write": _qk_norm_rope_kv_write,
     "paged_attention": _paged_attention,
+    "sigmoid_gate": _sigmoid_gate,
+    "causal_conv_silu": _causal_conv_silu,
+    "gated_delta_rule": _gated_delta_rule,
+    "gated_rms_norm": _gated_rms_norm,
     "decoder_layers": _decoder_layers,
     "swiglu": _swiglu,
     "greedy": _greedy,

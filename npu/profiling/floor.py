@@ -86,6 +86,23 @@ class CostRecorder:
         self._record("paged_attention", q, *args)
         return q.flatten(1)
 
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        self._record("sigmoid_gate", x, gate)
+        return x
+
+    def causal_conv_silu(self, x: Tensor, *args: Any) -> Tensor:
+        self._record("causal_conv_silu", x, *args)
+        return x
+
+    def gated_delta_rule(self, qkv: Tensor, *args: Any) -> Tensor:
+        self._record("gated_delta_rule", qkv, *args)
+        state: Tensor = args[4]
+        return meta(len(qkv), state.shape[1] * state.shape[3], dtype=self.dtype)
+
+    def gated_rms_norm(self, x: Tensor, *args: Any) -> Tensor:
+        self._record("gated_rms_norm", x, *args)
+        return x
+
     def linear_argmax(self, x: Tensor, weight: Tensor, bias: Tensor | None, vocabulary: int) -> Tensor:
         self._record("linear_argmax", x, weight, bias, vocabulary)
         return meta(len(x), 1, dtype=torch.int64)

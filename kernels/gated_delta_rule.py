@@ -1,0 +1,105 @@
+"""Gated delta rule, the recurrence of linear attention in Qwen3-Next (Yang et al. 2024, arXiv:2412.06464)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels.attention import AttentionMetadata
+from npuserve.kernels.causal_conv_silu import name_of, random_rows
+from npuserve.kernels.registry import Case, kernel
+
+NORM_EPS = 1e-6
+"""Epsilon of the l2 norm of queries and keys."""
+
+
+def _case(
+    rows: list[tuple[int, int]], key_heads: int, value_heads: int, key_dim: int, value_dim: int,
+    benchmark: bool = False,
+) -> Case:
+    """Return a case. rows: (tokens, context) of each row."""
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+        tokens, width = sum(n for n, _ in rows), 2 * key_heads * key_dim + value_heads * value_dim
+        qkv = F.silu(torch.randn(tokens, width, generator=generator)).to(dtype)
+        a, b = (torch.randn(2, tokens, value_heads, generator=generator)).to(dtype)
+        a_log = torch.rand(value_heads, generator=generator).mul(16).add(0.01).log()
+        dt_bias = torch.randn(value_heads, generator=generator).sub(2)
+        state = torch.randn(len(rows) + 2, value_heads, key_dim, value_dim, generator=generator).mul(0.3)
+        return qkv, a, b, a_log, dt_bias, state, *random_rows(rows, generator), key_heads
+
+    return Case(f"{name_of(rows)} {key_heads}/{value_heads}x{key_dim}x{value_dim}", make, benchmark)
+
+
+@kernel(
+    "gated_delta_rule",
+    cases=[
+        _case([(1, 1)], 1, 1, 8, 8),
+        _case([(1, 9), (5, 5), (2, 20), (1, 1), (3, 3)], 2, 4, 16, 16),
+        _case([(2, 2), (7, 31), (0, 4), (1, 5)], 1, 3, 24, 40),
+        _case([(70, 70), (1, 300), (33, 290)], 2, 2, 32, 48),
+        _case([(9, 9), (1, 300), (40, 290)], 2, 4, 128, 128),
+        *(_case([(1, 512)] * rows, 16, 16, 128, 128, benchmark=True) for rows in (1, 8, 32)),
+        _case([(512, 512)], 16, 16, 128, 128, benchmark=True),
+    ],
+)
+def gated_delta_rule(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    metadata: AttentionMetadata,
+    state_slots: Tensor,
+    key_heads: int,
+) -> Tensor:
+    """Advance the state of each row token by token, and return its products with the queries: [T, Hv Dv].
+
+    qkv: [T, 2 Hk Dk + Hv Dv], queries, keys and values. Queries and keys are l2-normalized, and value head h has those
+        of head h // (Hv / Hk).
+    a, b: [T, Hv], inputs of the decay and of the learning rate.
+    a_log, dt_bias: [Hv] float32.
+    state: [slots, Hv, Dk, Dv] float32, written in place. A row whose context is this step's tokens begins with zeros.
+    state_slots: [R] int64.
+
+    With decay d = exp(-exp(a_log) softplus(a + dt_bias)), a token's state is S = d S' + k (sigmoid(b) (v - d S'^T k))^T,
+    and its result is S^T q / sqrt(Dk), 0 for tokens of no row. All is in float32, and the result is rounded. The
+    results of a row do not depend on the other rows.
+    """
+    value_heads, key_dim, value_dim = state.shape[1:]
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    sizes = [key_heads * key_dim, key_heads * key_dim, value_heads * value_dim]
+    queries, keys, values = qkv.to(wide).split(sizes, dim=1)
+    group = value_heads // key_heads
+    q = _normalized(queries, key_heads).mul(key_dim**-0.5).repeat_interleave(group, dim=1)
+    k = _normalized(keys, key_heads).repeat_interleave(group, dim=1)
+    v = values.unflatten(1, (value_heads, value_dim))
+    decay = (-a_log.exp() * F.softplus(a.to(wide) + dt_bias)).exp()[..., None, None]
+    beta = b.to(wide).sigmoid()[..., None]
+
+    out = torch.zeros_like(v)
+    starts, slots = metadata.host_cu_seqlens_q, state_slots.tolist()
+    for row, context in enumerate(metadata.host_context_lens):
+        begin, end = starts[row], starts[row + 1]
+        if begin == end:
+            continue
+        own = state[slots[row]]
+        if context == end - begin:
+            own = torch.zeros_like(own)
+        for t in range(begin, end):
+            own = own * decay[t]
+            delta = beta[t] * (v[t] - (k[t, :, :, None] * own).sum(1))
+            own = own + k[t, :, :, None] * delta[:, None]
+            out[t] = (q[t, :, :, None] * own).sum(1)
+        state[slots[row]] = own
+    return out.flatten(1).to(qkv.dtype)
+
+
+def _normalized(x: Tensor, heads: int) -> Tensor:
+    """Return the heads of x [T, heads D], each divided by its length: [T, heads, D]."""
+    split = x.unflatten(1, (heads, -1))
+    return split * torch.rsqrt(split.square().sum(-1, keepdim=True) + NORM_EPS)

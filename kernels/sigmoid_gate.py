@@ -1,0 +1,22 @@
+"""Sigmoid gate of the output of attention (Qiu et al. 2025, arXiv:2505.06708)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.registry import Case, kernel
+
+
+def _case(tokens: int, width: int, benchmark: bool = False) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x, gate = torch.randn(2, tokens, width, generator=generator).mul(2).to(dtype)
+        return x, gate
+
+    return Case(f"{tokens}x{width}", make, benchmark)
+
+
+@kernel("sigmoid_gate", cases=[_case(1, 8), _case(5, 33), *(_case(t, 2048, True) for t in (1, 32, 512))])
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate); x, gate: [T, N]."""
+    return x * torch.sigmoid(gate)
