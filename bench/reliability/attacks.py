@@ -8,8 +8,8 @@ The model is the built-in one with a chat template and a context of CONTEXT toke
 its own, with and without API keys. With keys, the attacks in NO_KEY send none, and the others send the key of another
 tenant. Each hostile connection sends one call after the other. Meanwhile a client in a process of its own generates 4
 tokens, fifty times a second. Reported are the growth of the front end's peak resident memory in MiB, the client's
-seconds per call, and the statuses of the hostile calls. Exit code 1 if the memory grows by GROWTH_MIB or more, if the
-client's p99 reaches STALL_SECONDS, or if one of its calls fails.
+seconds per call, and the statuses of the hostile calls. Exit code 1 if the memory grows by GROWTH_MIB or more, in
+the attack "held" by HELD_GROWTH_MIB, if the client's p99 reaches STALL_SECONDS, or if one of its calls fails.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ HELD = "held"
 """Attack with messages of HELD_BYTES, near the channel's limit, whose last byte never arrives. Each connection sends a
 small message before."""
 HELD_BYTES = 3 << 20
+HELD_GROWTH_MIB = 100
+"""Incomplete messages may take 48 MiB (service/requests/reader.py). Over loopback up to 20 MiB more arrive until the
+reads above the limit have ended, and the allocator keeps a part of what these have freed."""
 SETTLE_SECONDS = 1.0
 CONTEXT = 8192
 TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -266,7 +269,8 @@ def main() -> int:
                     rounds.append(measure(server, name, used, key if keyed else "", args))
                 print(json.dumps(rounds[-1]), file=sys.stderr, flush=True)
     wrong = [f"{found['attack']}, keys {found['keys']}: {what}" for found in rounds for what, missed in (
-        (f"{found['growth_mib']} MiB", found["growth_mib"] >= GROWTH_MIB),
+        (f"{found['growth_mib']} MiB",
+         found["growth_mib"] >= (HELD_GROWTH_MIB if found["attack"] == HELD else GROWTH_MIB)),
         (f"p99 {found['client_ms']['p99']} ms", found["client_ms"]["p99"] >= 1000 * STALL_SECONDS),
         (f"the client had {found['client']}", set(found["client"]) != {"OK"})) if missed]
     report({"attacks": rounds, "wrong": wrong}, args.json)

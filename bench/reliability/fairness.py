@@ -1,13 +1,15 @@
 """First token of one tenant's short requests while other tenants fill the server with long streams.
 
     python bench/reliability/fairness.py [MODEL] [--tenants 2] [--streams 64] [--prompt 16] [--output 400]
-        [--context 0] [--seconds 12] [--rounds 3] [--before PYTHON] [--json FILE] [-- FLAGS]
+        [--context 0] [--seconds 12] [--rounds 3] [--before PYTHON] [--together] [--json FILE] [-- FLAGS]
 
 All tenants but one run `--streams` streams each in a closed loop. The last one sends requests of 8 tokens one after the
 other, with a pause of 0.2 s. It gives up after `--seconds`, which then counts as its time to first token. Each round
-is a server of its own. With `--before`, the interpreter of another checkout's environment, rounds of that checkout and
-of this one alternate, and the ratio of all tokens per second is printed with its range, also of those per second of the
-engine's processor time, on which other programs have less influence.
+is a server of its own. With `--before`, the interpreter of another checkout's environment, each round measures that
+checkout and this one, in an order that is reversed from round to round. The ratio of all tokens per second is printed
+with its range, also of those per second of the engine's processor time, on which other programs have less influence.
+With `--together` both servers run at the same time: other programs slow down both alike, and times to first token are
+longer. A prompt counts when its first step is launched, so a round should be long compared with a prompt.
 
 MODEL is a folder; the built-in model by default. `--context` is a new max_position_embeddings of a copy of it: its
 answers mean nothing beyond its own context, and cost the same.
@@ -134,6 +136,14 @@ async def measure(server: Serving, keys: list[str], args: argparse.Namespace) ->
     }
 
 
+async def measure_all(
+    servers: dict[str, Serving], keys: list[str], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Measure servers at the same time, by name."""
+    return dict(zip(servers, await asyncio.gather(*(measure(server, keys, args) for server in servers.values())),
+                    strict=True))
+
+
 def quantile(ordered: list[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
@@ -168,19 +178,27 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=12, help="length of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--before", metavar="PYTHON", help="interpreter of another checkout to compare with")
+    parser.add_argument("--together", action="store_true", help="run both checkouts at the same time")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, flags = arguments(parser)
+    if args.together and not args.before:
+        parser.error("--together needs --before")
     programs = {"now": HERE}
     if args.before:
         replace = f"import os, sys; os.execv({args.before!r}, [{args.before!r}, *{HERE!r}, *sys.argv[1:]])"
         programs = {"before": ("-c", replace), "now": HERE}
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
     with prepared(args) as (model, file, keys):
-        for _ in range(args.rounds):
-            for name, program in programs.items():
-                with serving(model, ["--api-keys", file, *flags], program) as server:
-                    rounds[name].append(asyncio.run(measure(server, keys, args)))
-                print(name, json.dumps(rounds[name][-1]), file=sys.stderr, flush=True)
+        for number in range(args.rounds):
+            order = list(programs.items())[:: -1 if number % 2 else 1]
+            for group in [order] if args.together else [[pair] for pair in order]:
+                with contextlib.ExitStack() as stack:
+                    servers = {name: stack.enter_context(serving(model, ["--api-keys", file, *flags], program))
+                               for name, program in group}
+                    measured = asyncio.run(measure_all(servers, keys, args))
+                for name, figures_of_round in measured.items():
+                    rounds[name].append(figures_of_round)
+                    print(name, json.dumps(figures_of_round), file=sys.stderr, flush=True)
     figures: dict[str, Any] = {"rounds": rounds}
     if args.before:
         for unit in ("tokens_per_second", "tokens_per_cpu_second"):

@@ -50,7 +50,7 @@ class AddressBlock:
 
     def block(self, host: str, port: int) -> None:
         """Block an address for BLOCK_SECONDS; of IPv6 its network of 64 bits."""
-        key = (port, _network(host))
+        key = (port, network_of(host))
         self._until.pop(key, None)
         self._until[key] = time.monotonic() + BLOCK_SECONDS
         changed = {port}
@@ -122,7 +122,8 @@ def _instruction(code: int, if_true: int, if_false: int, operand: int) -> bytes:
     return struct.pack("@HBBI", code, if_true, if_false, operand)
 
 
-def _network(host: str) -> str:
+def network_of(host: str) -> str:
+    """Return what is blocked with an address: itself, of IPv6 its network of 64 bits."""
     address = ipaddress.ip_address(host)
     return host if address.version == 4 else str(ipaddress.ip_network((host, 64), strict=False))
 

@@ -12,8 +12,9 @@ newcomer has time for its first call.
 gRPC limits the headers of a call only once the client has acknowledged the server's SETTINGS. Before, the limits are
 those of HTTP/2 and of gRPC's defaults: 16 MiB, and one byte of HPACK may stand for a header that takes 64 bytes in gRPC
 and 180 with its Python objects. No channel argument changes that, and an attacker acknowledges nothing. So the guard
-compares the growth of the process's memory with the bytes that strangers have sent, and closes those that sent most. It
-has a thread, since the event loop may be busy for seconds with the headers of one such call.
+compares the growth of the process's memory with the bytes that strangers have sent. It closes those that sent most, and
+all other strangers of their addresses: an attacker opens many connections before it sends on the first. The guard has a
+thread, since the event loop may be busy for seconds with the headers of one such call.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import resource
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
 
 from npuserve.service import logs, metrics
-from npuserve.service.rpc.address_block import AddressBlock
+from npuserve.service.rpc.address_block import AddressBlock, network_of
 from npuserve.service.rpc.call import Context
 from npuserve.service.rpc.connections import (
     DESCRIPTORS,
@@ -62,6 +63,9 @@ call is accepted, a client can send 64 KiB of messages, the initial HTTP/2 windo
 a client certificate takes up to 6 KiB."""
 MAX_AMPLIFICATION = 256
 """Bytes of memory that a byte of headers may take."""
+ATTACK_SECONDS = 2.0
+"""Time for which the bytes of a closed attacker may still be the cause of the memory's growth. Without it the next of
+several attackers could send as much as the first."""
 BASELINE_BYTES_PER_SECOND = 1 << 20
 """Speed at which the memory that is taken for normal follows the memory in use."""
 MAX_HEADER_BYTES, MAX_HEADER_SECONDS = 1 << 20, 60.0
@@ -97,6 +101,7 @@ class ConnectionGuard:
         self._resident_bytes = resident_bytes or ResidentMemory().bytes
         self._baseline = 0  # resident bytes; 0: memory is not compared yet
         self._shut_down: set[AcceptedSocket] = set()  # whose descriptors gRPC has not closed yet
+        self._attacks: deque[tuple[float, int]] = deque()  # latest attackers: time of the closing, bytes received
         self._closed: defaultdict[str, int] = defaultdict(int)  # why -> connections since the last log line
         self._next_log = 0.0
         for why in ("headers", "connections"):
@@ -144,15 +149,19 @@ class ConnectionGuard:
 
     def _close_large_strangers(self, resident: int, growth: int, rise: int) -> None:
         received = self._received_by_strangers()
-        growth = min(growth, MAX_AMPLIFICATION * sum(received.values()))
+        while self._attacks and self._attacks[0][0] < time.monotonic() - ATTACK_SECONDS:
+            self._attacks.popleft()
+        of_attackers = sum(received_bytes for _, received_bytes in self._attacks)
+        growth = min(growth, MAX_AMPLIFICATION * (sum(received.values()) + of_attackers))
         limits = [max_bytes for min_growth, max_bytes in MAX_BYTES_BY_GROWTH if growth >= min_growth]
         if not limits:
             self._baseline = resident  # callers, or the server itself, are the cause
             return
         self._baseline += rise
-        for stranger, received_bytes in received.items():
-            if received_bytes > limits[-1]:
-                self._close_attacker(stranger)
+        attackers = [stranger for stranger, received_bytes in received.items() if received_bytes > limits[-1]]
+        networks = {(network_of(attacker.peer[0]), attacker.local_port) for attacker in attackers}
+        self._close_attackers(attackers, [
+            stranger for stranger in received if (network_of(stranger.peer[0]), stranger.local_port) in networks])
 
     def check_connections(self) -> None:
         """Close connections above `max_connections`, and those with headers that never end."""
@@ -168,11 +177,10 @@ class ConnectionGuard:
         for port in self._ports():
             self._make_room([one for one in open_sockets if one.local_port == port])
         latest = time.monotonic() - MAX_HEADER_SECONDS
-        for stranger in self._strangers(open_sockets):
-            if stranger.first_seen < latest:
-                traffic = stranger.traffic()
-                if traffic and traffic.received_bytes > MAX_HEADER_BYTES:
-                    self._close_attacker(stranger)
+        self._close_attackers([
+            stranger for stranger in self._strangers(open_sockets)
+            if stranger.first_seen < latest and (traffic := stranger.traffic())
+            and traffic.received_bytes > MAX_HEADER_BYTES])
 
     def close_for_metadata(self, context: Context) -> None:
         """Close the connection of a call whose metadata is far above gRPC's limit: its client has not acknowledged the
@@ -180,9 +188,8 @@ class ConnectionGuard:
         """
         address = peer_address(context.peer())
         with self._lock:
-            for one in self._scan():
-                if one.peer == address and one.local_port in self._ports():
-                    self._close_attacker(one)
+            self._close_attackers([
+                one for one in self._scan() if one.peer == address and one.local_port in self._ports()])
 
     def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
         """Close connections of one port until `max_connections` are left and descriptors are free, or until all others
@@ -221,15 +228,24 @@ class ConnectionGuard:
         strangers = self._strangers(self._scan())
         return {stranger: traffic.received_bytes for stranger in strangers if (traffic := stranger.traffic())}
 
-    def _close_attacker(self, attacker: AcceptedSocket) -> None:
-        """Close a connection, and let its address open no new ones for a time, since each could be as costly."""
-        self._close(attacker, "headers")
-        self._block.block(attacker.peer[0], attacker.local_port)
+    def _close_attackers(
+        self, attackers: Collection[AcceptedSocket], neighbours: Collection[AcceptedSocket] = ()
+    ) -> None:
+        """Close connections, and let their addresses open no new ones for a time, since each could be as costly.
+
+        neighbours: further connections to close.
+        """
+        for closed in {*attackers, *neighbours} - self._shut_down:
+            if traffic := closed.traffic():
+                self._attacks.append((time.monotonic(), traffic.received_bytes))
+            self._close(closed, "headers")
+        for attacker in attackers:
+            self._block.block(attacker.peer[0], attacker.local_port)
 
     def _close(self, closed: AcceptedSocket, why: str) -> None:
         if closed in self._shut_down:
             return
-        closed.shut_down()
+        closed.shut_down(discards=why == "headers")
         self._shut_down.add(closed)
         metrics.closed_connections_total.labels(why).inc()
         self._closed[why] += 1

@@ -40,6 +40,7 @@ MAX_SCAN_SHARE = 0.1
 """Share of the time that may go into the search for sockets of unknown peers."""
 MAX_AGE_SECONDS = 1.0
 """A lookup scans again after this time, since a peer may have a second connection, to another address of this host."""
+DISCARD_BYTES = 1 << 16
 _TCP_INFO_BYTES = 136
 _LAST_RECEIVED = struct.Struct("@I")
 _LAST_RECEIVED_OFFSET = 52
@@ -92,8 +93,11 @@ class AcceptedSocket:
         (idle_milliseconds,) = _LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_OFFSET)
         return Traffic(received_bytes, idle_milliseconds / 1000) if received_bytes else None
 
-    def shut_down(self) -> None:
-        """End the connection. Does nothing if it is closed."""
+    def shut_down(self, discards: bool = False) -> None:
+        """End the connection. Does nothing if it is closed.
+
+        discards: drops what has arrived and gRPC has not read; it would read that after the end, too.
+        """
         try:
             duplicate = os.dup(self.descriptor)
         except OSError as error:
@@ -107,6 +111,8 @@ class AcceptedSocket:
         with contextlib.suppress(OSError), socket.socket(fileno=duplicate) as connection:
             if _inode(duplicate) == self.inode:
                 connection.shutdown(socket.SHUT_RDWR)
+                while discards and connection.recv(DISCARD_BYTES, socket.MSG_DONTWAIT):
+                    pass
 
 
 class SocketTable:

@@ -39,7 +39,7 @@ class Socket:
     def traffic(self) -> Traffic:
         return Traffic(self.received_bytes, 0.0)
 
-    def shut_down(self) -> None:
+    def shut_down(self, discards: bool = False) -> None:
         self.closed.append(True)
 
 
@@ -181,8 +181,8 @@ def test_connection_guard_memory_that_strangers_may_have_taken_closes_those_that
     guarded.guard.start_baseline()
     caller = guarded.connect(received_bytes=64 * MIB)
     guarded.call(caller)
-    for received_bytes in (900_000, 70_000, 16_400, 8_000, 500):
-        guarded.connect(received_bytes=received_bytes)
+    for number, received_bytes in enumerate((900_000, 70_000, 16_400, 8_000, 500)):
+        guarded.connect(f"10.0.1.{number}", received_bytes=received_bytes)
     for _ in range(100):
         guarded.connect(received_bytes=2_000)
     guarded.resident += growth
@@ -190,6 +190,34 @@ def test_connection_guard_memory_that_strangers_may_have_taken_closes_those_that
     guarded.guard.check_memory()
     assert [one.received_bytes for one in guarded.closed()] == closed_bytes
     assert [len(one.closed) for one in guarded.closed()] == [1] * len(closed_bytes)
+
+
+def test_connection_guard_closes_the_strangers_of_an_attackers_address_that_sent_nothing() -> None:
+    guarded = Guarded()
+    guarded.guard.start_baseline()
+    caller = guarded.connect()
+    guarded.call(caller)
+    hostile = [guarded.connect(received_bytes=received_bytes) for received_bytes in (900_000, 0, 500)]
+    hostile += [guarded.connect(f"fd00::{number}", received_bytes=900_000 * number) for number in range(2)]
+    guarded.connect("10.0.0.2")
+    guarded.resident += 20 * MIB
+    guarded.guard.check_memory()
+    assert guarded.closed() == hostile
+
+
+def test_connection_guard_further_attackers_may_not_send_as_much_as_the_first() -> None:
+    guarded = Guarded()
+    guarded.guard.start_baseline()
+    for number in range(4):
+        guarded.connect(f"10.0.1.{number}", received_bytes=900_000)
+    guarded.resident += 300 * MIB
+    guarded.guard.check_memory()
+    guarded.table.open.clear()  # gRPC has closed them, and not freed what they took
+    guarded.guard.check_memory()
+    later = guarded.connect("10.0.2.1", received_bytes=20_000)
+    guarded.resident += MIB
+    guarded.guard.check_memory()
+    assert later.closed
 
 
 def test_connection_guard_closes_the_connection_of_a_call_with_large_metadata() -> None:

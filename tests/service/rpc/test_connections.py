@@ -132,6 +132,17 @@ def test_socket_table_find_counts_received_bytes(pair: Pair) -> None:
         assert found.traffic().idle_seconds < 60
 
 
+@pytest.mark.parametrize(("discards", "unread"), [(False, 70_000), (True, 0)])
+def test_shut_down_that_discards_leaves_nothing_to_read(pair: Pair, discards: bool, unread: int) -> None:
+    client, peer = pair.connect()
+    with client:
+        client.sendall(bytes(70_000))
+        (found,) = SocketTable().find(peer)
+        until(lambda: found.traffic().received_bytes == 70_000)
+        found.shut_down(discards=discards)
+        assert len(pair.accepted[0].recv(100_000)) == unread
+
+
 def test_socket_table_find_of_reused_descriptor_is_the_new_socket(pair: Pair) -> None:
     table = SocketTable()
     client, peer = pair.connect()
