@@ -280,25 +280,24 @@ def _attend_rows(
     Heads above `ascend.HEAD_DIM` are supported only with more query heads than KV heads. Where there are as many,
     each query head is given twice.
     """
-    if q.shape[2] > ascend.HEAD_DIM and q.shape[1] == kv_heads:
-        twice = q.repeat_interleave(2, dim=1)
-        return _attend_rows(twice, keys, values, tables, ends, contexts, scale, kv_heads)[:, ::2]
+    is_doubled = q.shape[2] > ascend.HEAD_DIM and q.shape[1] == kv_heads
+    queries = q.unsqueeze(2).expand(-1, -1, 2, -1).flatten(1, 2) if is_doubled else q
     out, _ = torch_npu.npu_fused_infer_attention_score(
-        q,
+        queries,
         keys,
         values,
         atten_mask=ascend.causal_mask(q.device),
         actual_seq_lengths=ends,
         actual_seq_lengths_kv=contexts,
         block_table=tables,
-        num_heads=q.shape[1],
+        num_heads=queries.shape[1],
         scale=scale,
         input_layout="TND",
         num_key_value_heads=kv_heads,
         sparse_mode=3,
         block_size=keys.shape[-2],
     )
-    return out  # type: ignore[no-any-return]
+    return out[:, ::2] if is_doubled else out  # type: ignore[no-any-return]
 
 
 def _attend_int8(
@@ -334,9 +333,7 @@ def _attend_int8(
         parts.append(out.squeeze(2))
     for first, last, width in _groups(contexts, singles, size):
         ids = metadata.block_tables[first:last, :width].flatten()
-        keys, values = (_dequantized(cache, ids, q.dtype) for cache in (k_cache, v_cache))
-        if dim > ascend.HEAD_DIM:
-            keys, values = (blocks.transpose(1, 2).flatten(2) for blocks in (keys, values))
+        keys, values = (_for_rows(_dequantized(cache, ids, q.dtype)) for cache in (k_cache, v_cache))
         tables = torch.arange(len(ids), dtype=torch.int32, device=q.device).view(last - first, width)
         ends = [end - starts[first] for end in starts[first + 1 : last + 1]]
         parts.append(_attend_rows(
@@ -369,6 +366,11 @@ def _dequantized(cache: Quantized, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return blocks `ids` of an int8 cache, multiplied by their scales in float32 and rounded once to `dtype`."""
     scale = cache.scale.index_select(0, ids)
     return (cache.values.index_select(0, ids) * scale.unsqueeze(-1)).to(dtype)
+
+
+def _for_rows(blocks: Tensor) -> Tensor:
+    """Lay blocks [B, Hkv, block_size, D] out as `_attend_rows` takes them."""
+    return blocks if blocks.shape[-1] <= ascend.HEAD_DIM else blocks.transpose(1, 2).flatten(2)
 
 
 def gathered_bytes(context: int, block_size: int, kv_size: int) -> int:
