@@ -14,7 +14,7 @@ from npuserve.cli import main as cli
 from npuserve.cli.acceptance import captures, kernels, latency, model, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
-from npuserve.kernels import ascend, registry
+from npuserve.kernels import ascend
 from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
 from tests.cli.acceptance.running import few_tokens, few_wide_tokens, narrow_lm_heads
@@ -76,7 +76,7 @@ def test_latency_kernels_are_timed_on_the_device() -> None:
     from npuserve.npu.backends import select
 
     few = {name: KERNELS[name] for name in ("swiglu", "qk_norm_rope_kv_write")}
-    with mock.patch.object(registry, "KERNELS", few), mock.patch.object(measure, "_PASS_SECONDS", 1e-4):
+    with mock.patch.object(latency, "KERNELS", few), mock.patch.object(measure, "_PASS_SECONDS", 1e-4):
         found = list(LatencyCheck(True, None, bytes_per_second=1e9).kernels(select("npu", RELAX)))
     assert [x.name.split()[0] for x in found] == list(few)
     assert all(x.figures["seconds"] > 0 and x.passed is None for x in found)
