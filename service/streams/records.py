@@ -276,8 +276,7 @@ def load(folder: Path, model: ModelInfo, name: str, records: Records) -> int:
     except FileNotFoundError:
         return 0
     path.unlink()
-    digest = data[:_DIGEST_BYTES]
-    content = data[_DIGEST_BYTES:]
+    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if digest != _digest(content):
         raise ValueError("its checksum is wrong")
     try:
