@@ -161,20 +161,20 @@ async def test_generate_of_a_client_with_too_many_unread_answers_is_resource_exh
     """The first client's window is smaller than its answer."""
     async with running(folder) as server:
         unread = server.frontend._servers._servicers.inference._unread_answers
-        unread._max_bytes = 64
+        unread._shares.max_bytes = 64
         message = ask([1] * 60, 1, prompt_logprobs=20)
         async with grpc.aio.insecure_channel(
             server.target, [*SMALL_WINDOW, ("grpc.use_local_subchannel_pool", 1)]
         ) as channel:
             call = channel.stream_stream("/npuserve.v1.InferenceService/Generate")()
             await call.write(message.SerializeToString())
-            await until(lambda: unread._bytes)
+            await until(lambda: bool(unread._shares))
             with pytest.raises(grpc.aio.AioRpcError, match="replies to this client are unread") as refused:
                 await server.inference.Generate(ask(request_id="mine"))
             assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert ("x-request-id", "mine") in tuple(refused.value.trailing_metadata())
             assert len(server.engine.got(Submit)) == 1  # nothing is generated in vain
-        await until(lambda: not unread._bytes)
+        await until(lambda: not unread._shares)
         assert (await server.inference.Generate(ask("a", 1))).text == "b"
 
 

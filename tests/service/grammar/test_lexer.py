@@ -19,7 +19,7 @@ from npuserve.service.grammar.compiler import Compilation
 from npuserve.service.grammar.lexer_pool import LexerPool
 from npuserve.service.grammar.translation.translate import translate
 from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling import constraint as answers
+from npuserve.service.scheduling import answer_matcher as answers
 from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from tests.support.grammars import END, encode, vocabulary
 
