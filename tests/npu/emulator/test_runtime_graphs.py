@@ -44,6 +44,45 @@ def test_capture_computes_nothing_and_replay_reads_current_values():
         assert y.tolist() == [value + 1] * 4
 
 
+@emulated(fresh=True)
+def test_graphs_take_streams_of_the_device():
+    """A graph takes one stream for each 2,016 tasks. Further graphs are refused, and other work continues."""
+    y, one = tensors(0, 1)
+    graphs = [capture(lambda: y.add_(one))]
+    torch.npu.synchronize()
+    free = 0
+    for streams in range(2, 200):  # those of torch_npu's pool are created at its first capture
+        emulator.limit(streams=streams)
+        try:
+            graphs.append(capture(lambda: y.add_(one)))
+            free = streams
+            break
+        except RuntimeError as error:
+            assert "207008" in str(error)
+    with pytest.raises(RuntimeError, match="207008"):
+        capture(lambda: y.add_(one))
+    emulator.limit(streams=free + 2)
+    graphs.append(capture(lambda: [y.add_(one) for _ in range(2017)]))
+    with pytest.raises(RuntimeError, match="207008"):
+        capture(lambda: y.add_(one))
+    y.zero_()
+    graphs[-1].replay()
+    assert y.tolist() == [2017.0] * 4
+    del graphs[0]
+    with pytest.raises(RuntimeError, match="operator name is aclnnInplaceAdd"):  # the code is on stderr
+        capture(lambda: [y.add_(one) for _ in range(2017)])
+
+
+@emulated(fresh=True)
+def test_device_has_so_many_events():
+    events = [torch.npu.Event() for _ in range(4)]
+    emulator.limit(events=3)
+    with pytest.raises(RuntimeError, match="207007|current working event"):  # torch_npu's thread fails
+        for event in events:
+            event.record()
+            torch.npu.synchronize()
+
+
 @emulated()
 def test_replays_run_in_stream_order():
     y, one = tensors(0, 1)
