@@ -99,7 +99,9 @@ def test_every_installed_package_but_torch_has_a_hash(file: Path):
     for command in locked:
         assert "--require-hashes" in command.split()
         assert "--no-deps" in command.split()
-    others = [command for command in installs(file) if command not in locked]
+    triton = [command for command in installs(file) if "triton.txt" in command]
+    assert len(triton) == (file.suffix == ".ascend")
+    others = [command for command in installs(file) if command not in locked + triton]
     torch = [command for command in others if "torch" in command]
     assert len(torch) == (file.suffix != ".gateway")
     assert [command for command in others if command not in torch] == (
@@ -124,6 +126,42 @@ def test_a_pin_without_a_hash_is_refused(line: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tests.docker.test_dockerfiles.FOLDER", tmp_path)
     with pytest.raises(AssertionError, match=r"not pinned in requirements\.txt"):
         pins("requirements.txt")
+
+
+@pytest.mark.parametrize(("version", "given", "wanted"), [
+    ("3.2.2", "", "triton-ascend==3.2.2\n"),
+    ("3.2.2", "sha256:" + "0" * 64, f"triton-ascend==3.2.2 --hash=sha256:{'0' * 64}\n"), ("", "", None)])
+def test_ascend_image_has_triton_ascend_unless_it_is_empty(
+    version: str, given: str, wanted: str | None, tmp_path: Path
+):
+    (command,) = [text for name, text in read(FOLDER / "Dockerfile.ascend")[1] if name == "RUN" and "triton.txt" in text]
+    (tmp_path / "pip").write_text("#!/bin/sh\necho $PIP_INDEX_URL $* >>asked\n")
+    (tmp_path / "pip").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ASCEND_INDEX": "index",
+                   "TRITON_ASCEND": version, "TRITON_ASCEND_HASH": given}
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True, env=environment)
+    if wanted is None:
+        assert not (tmp_path / "asked").exists()
+        return
+    assert (tmp_path / "triton.txt").read_text() == wanted
+    assert (tmp_path / "asked").read_text() == "index install --no-deps -r triton.txt\n"
+
+
+@pytest.mark.parametrize(("given", "preloaded"), [(None, "libjemalloc.so.2"), ("", ""), ("other.so", "other.so")])
+def test_ascend_image_preloads_jemalloc_unless_the_variable_is_set(
+    given: str | None, preloaded: str, tmp_path: Path
+):
+    final = dict(read(FOLDER / "Dockerfile.ascend")[-1])
+    script = json.loads(final["ENTRYPOINT"])[2].replace("/usr/local/Ascend/ascend-toolkit/set_env.sh", "./set_env.sh")
+    script = script.replace("exec npuserve", 'echo "<$LD_PRELOAD>"; exec echo')
+    (tmp_path / "set_env.sh").touch()
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    if given is not None:
+        variables["LD_PRELOAD"] = given
+    done = subprocess.run(["bash", "-c", script, "npuserve", "serve"], cwd=tmp_path, env=variables, capture_output=True,
+                          text=True, check=True)
+    assert done.stdout == f"<{preloaded}>\nserve\n"
+    assert "OMP_NUM_THREADS=1" in final["ENV"]
 
 
 @pytest.mark.parametrize("given", ["", "sha256:" + "0" * 64])
