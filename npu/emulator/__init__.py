@@ -39,8 +39,8 @@ from npuserve.npu.emulator.profiler import TaskProfiler
 from npuserve.npu.large_import import import_large
 
 __all__ = ["DEFECTS", "Call", "EmulatorError", "Memory", "Task", "activate", "active", "calls", "clear_calls",
-           "defects", "emulate", "fail", "faults", "hang", "heal", "limit", "log_tasks", "lose_device", "mark", "memory",
-           "operators", "pending", "preload", "relaxations", "tasks"]
+           "defects", "emulate", "fail", "faults", "hang", "heal", "limit", "log_tasks", "lose_device", "mark",
+           "memory", "operators", "pending", "preload", "relaxations", "tasks"]
 
 log = logging.getLogger(__name__)
 
@@ -295,8 +295,8 @@ def pending() -> int:
 def limit(*, streams: int = 2048, events: int = 65536) -> None:
     """Set the device's number of streams and of events. The defaults are those of a device.
 
-    streams: created ones, and those of graphs: one for each 2,016 tasks of each captured stream. Sources: aclrtCreateStream
-        of CANN 8.0 and vllm-ascend#8585 (2,048; A3 has 1,984).
+    streams: created ones, and those of graphs: one for each 2,016 tasks of each captured stream. Sources:
+        aclrtCreateStream of CANN 8.0 and vllm-ascend#8585 (2,048; A3 has 1,984).
     events: recorded at least once and not destroyed (aclrtCreateEvent of CANN 8.5). External events are none, since
         torch_npu waits for values in device memory.
     """

@@ -233,8 +233,8 @@ VARIANT = """if True:
     positions = torch.tensor([0, 1]).npu()
     torch_npu.npu_mrope(positions, ones(2, 256), ones(2, 128), ones(9, 64), 64, mrope_section=[0, 0, 0])
     torch.npu.synchronize()
-    print(torch_npu.npu.utils.get_cann_version("CANN"), 
-          next(call.name for call in emulator.calls() if "Rope" in call.name).removesuffix("GetWorkspaceSize"))
+    rope = next(call.name for call in emulator.calls() if "Rope" in call.name)
+    print(torch_npu.npu.utils.get_cann_version("CANN"), rope.removesuffix("GetWorkspaceSize"))
     torch_npu.npu_swiglu(ones(2, 64))
 """
 
@@ -259,7 +259,8 @@ def test_operator_that_cann_lacks_is_an_error_of_torch_npu():
 
 @needs_npu
 def test_unknown_version_of_cann_is_refused():
-    assert "EMULATED_CANN must be one of 8.5.0, 9.0.0, 9.1.0, 9.2.0, not 7.0" in python(VARIANT, EMULATED_CANN="7.0").stderr
+    done = python(VARIANT, EMULATED_CANN="7.0")
+    assert "EMULATED_CANN must be one of 8.5.0, 9.0.0, 9.1.0, 9.2.0, not 7.0" in done.stderr
 
 
 @needs_npu
@@ -269,8 +270,8 @@ def test_backend_refuses_a_cann_without_an_operator_that_it_needs():
     select("npu", [])"""
     done = python(code, EMULATED_CANN_WITHOUT="aclnnRmsNorm aclnnFusedInferAttentionScoreV3")
     assert done.stderr.splitlines()[-1].endswith(
-        "BackendError: device: CANN lacks aclnnFusedInferAttentionScoreV3, aclnnRmsNorm, which the kernels call: install "
-        "the versions of torch_npu and CANN that docs/ascend.md pairs")
+        "BackendError: device: CANN lacks aclnnFusedInferAttentionScoreV3, aclnnRmsNorm, which the kernels call: "
+        "install the versions of torch_npu and CANN that docs/ascend.md pairs")
 
 
 @needs_npu
