@@ -87,9 +87,10 @@ def test_device_has_so_many_events():
         event.record()
     torch.npu.synchronize()
     del events[0]
-    torch.npu.Event().record()
+    events[-1].record()  # takes the place of the destroyed one
     torch.npu.synchronize()
-    events[-1].record()
+    one_more = torch.npu.Event()
+    one_more.record()
     with pytest.raises(RuntimeError, match=r"current working event"):  # of torch_npu's thread; the code is on stderr
         torch.npu.synchronize()
 
