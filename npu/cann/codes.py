@@ -25,6 +25,8 @@ VISIBLE = ("check with npu-smi info that the device is healthy and free, that AS
 SEND_LOG = "the engine is restarted; if it repeats, run npuserve check --accept and send the file of npuserve collect"
 REPAIR = "see npu-smi info: the device, its driver or its links need a repair"
 
+MATCHING = "install the versions of torch_npu and CANN that docs/ascend.md pairs"
+
 RANKS = "the group is restarted; the first error in the logs of its ranks names the cause"
 
 _NO_FUNCTION = "the driver lacks a function of this CANN: it is too old"
@@ -95,6 +97,8 @@ TEXTS: dict[str, ErrorCode] = {
     "CAPTURE_STATUS_ACTIVE INTERNAL ASSERT FAILED": ErrorCode(
         "CAPTURE_STATUS_ACTIVE INTERNAL ASSERT FAILED", _NO_FUNCTION, OLD_DRIVER, True),
     "Invalid end capture model id": ErrorCode("Invalid end capture model id", _NO_FUNCTION, OLD_DRIVER, True),
+    "not in libopapi.so": ErrorCode(
+        "not in libopapi.so", "CANN lacks an operator that this torch_npu calls", MATCHING),
     "HCCL function error": ErrorCode("HCCL function error", "HCCL refused a call of this rank", RANKS),
 }
 """Texts in messages and in CANN's log that have no code."""

@@ -20,10 +20,12 @@ class Pair(NamedTuple):
 
 
 PAIRS: dict[str, Pair] = {
-    "2.13.0": Pair("2.13.0", ("8.5", "9.2"), "the tests run on it, on the emulator"),
     "2.10.0.post4": Pair("2.10.0", ("9.1", "9.1"), "the tests run on it, on the emulator"),
+    "2.13.0": Pair("2.13.0", ("8.5", "9.2"), "the tests run on it, on the emulator"),
 }
-"""Sources: release notes of TorchNPU (gitcode.com/Ascend/pytorch); for 2.10.0.post4 with CANN 9.1.0 the versions that
+"""The first is the default of the extra `npu` and of the image.
+
+Sources: release notes of TorchNPU (gitcode.com/Ascend/pytorch); for 2.10.0.post4 with CANN 9.1.0 the versions that
 vllm-ascend pins."""
 
 

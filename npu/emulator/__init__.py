@@ -9,8 +9,9 @@ yields wrong data (see `activate`). Calls that a device refuses are refused. Cal
 error that names them.
 
 `activate` registers the backend `EmulatedAscend` in place of the device's. The libraries are built on demand
-(build.py): libascendcl from runtime/, libhccl from hccl/, libopapi and libopapi_transformer from ops/. If
-EMULATED_NPU_LOG is set, torch_npu logs to stderr.
+(build.py): libascendcl from runtime/, libhccl from hccl/, libopapi and libopapi_transformer from ops/. Environment
+variables: EMULATED_CANN is the version of CANN, which decides what operators there are (absent.py), by default 9.1.0;
+EMULATED_CANN_WITHOUT names operators that it lacks besides; with EMULATED_NPU_LOG torch_npu logs to stderr.
 
 The machine has 8 devices, of which a process uses one. Processes communicate by HCCL through memory that they share. A
 device also runs its part of a collective when another device waits for it. Imports of `npu`: `backends`.
@@ -31,14 +32,15 @@ from typing import Any, Literal, NamedTuple
 
 from npuserve.npu.backends import register_emulated
 from npuserve.npu.backends.base import BackendError
+from npuserve.npu.emulator.absent import VERSIONS
 from npuserve.npu.emulator.backend import EmulatedAscend
 from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
 from npuserve.npu.emulator.profiler import TaskProfiler
 from npuserve.npu.large_import import import_large
 
 __all__ = ["DEFECTS", "Call", "EmulatorError", "Memory", "Task", "activate", "active", "calls", "clear_calls",
-           "defects", "emulate", "fail", "faults", "hang", "heal", "log_tasks", "lose_device", "mark", "memory",
-           "operators", "pending", "preload", "relaxations", "tasks"]
+           "defects", "emulate", "fail", "faults", "hang", "heal", "limit", "log_tasks", "lose_device", "mark",
+           "memory", "operators", "pending", "preload", "relaxations", "tasks"]
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +181,10 @@ def _load() -> ctypes.CDLL:
         return _library
     if "torch_npu" in sys.modules:
         raise EmulatorError("emulated NPU: torch_npu was imported before; activate the emulator first")
-    folder = libraries()
+    cann = os.environ.get("EMULATED_CANN", "9.1.0")
+    if cann not in VERSIONS:
+        raise EmulatorError(f"emulated NPU: EMULATED_CANN must be one of {', '.join(VERSIONS)}, not {cann}")
+    folder = libraries(cann, os.environ.get("EMULATED_CANN_WITHOUT", "").split())
     # torch would import torch_npu automatically, before CANN is loaded.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     # Where torch_npu finds the names of further libraries of operators. It checks that both folders exist.
@@ -285,6 +290,17 @@ def pending() -> int:
     """Return the number of submitted tasks that have not run."""
     count: int = _lib().emu_pending()
     return count
+
+
+def limit(*, streams: int = 2048, events: int = 65536) -> None:
+    """Set the device's number of streams and of events. The defaults are those of a device.
+
+    streams: created ones, and those of graphs: one for each 2,016 tasks of each captured stream. Sources:
+        aclrtCreateStream of CANN 8.0 and vllm-ascend#8585 (2,048; A3 has 1,984).
+    events: recorded at least once and not destroyed (aclrtCreateEvent of CANN 8.5). External events are none, since
+        torch_npu waits for values in device memory.
+    """
+    _lib().emu_limits(ctypes.c_uint64(streams), ctypes.c_uint64(events))
 
 
 def fail(what: str, code: int, *, nth: int = 1, times: int = 1) -> None:

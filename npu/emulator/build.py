@@ -20,12 +20,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from npuserve.npu.emulator.absent import lacking
 from npuserve.npu.emulator.absent import source as absent_source
 
 log = logging.getLogger(__name__)
@@ -142,8 +143,12 @@ def _units(folder: str, headers: list[Path], flags: tuple[str, ...], salt: str) 
     return [_Unit(source, flags, _digest(salt, flags, *headers, source)) for source in sources]
 
 
-def libraries() -> Path:
-    """Return the folder of the libraries, building them if necessary. Raises EmulatorError."""
+def libraries(cann: str = "9.1.0", without: Sequence[str] = ()) -> Path:
+    """Return the folder of the libraries, building them if necessary. Raises EmulatorError.
+
+    cann: emulated version, of absent.VERSIONS.
+    without: operators that it lacks besides.
+    """
     place, compiler = find(), find_compiler()
     acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
     torch = place.torch / "include"
@@ -156,7 +161,8 @@ def libraries() -> Path:
     ops = _units("ops", [*SHARED, *sorted((HERE / "ops").glob("*.h"))], (*FLAGS, "-O1", *includes), salt)
     home = cache()
     layout = (*STUBS, *PARTS, TRANSFORMER, *TRANSFORMER_SOURCES)
-    folder = home / _digest(layout, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
+    hidden = [*lacking(cann), *without]
+    folder = home / _digest(layout, hidden, HERE / "absent.py", *(unit.digest for unit in runtime + ops))
     if (folder / "built").exists():
         return folder
     try:
@@ -168,7 +174,7 @@ def libraries() -> Path:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "built").exists():
-            _build(place, compiler, runtime, ops, home, folder)
+            _build(place, compiler, runtime, ops, home, folder, hidden)
     return folder
 
 
@@ -184,8 +190,10 @@ def _precompiled(compiler: list[str], flags: tuple[str, ...], files: int) -> Ite
 
 
 def _build(
-    place: Packages, compiler: list[str], runtime: list[_Unit], ops: list[_Unit], home: Path, libraries: Path
+    place: Packages, compiler: list[str], runtime: list[_Unit], ops: list[_Unit], home: Path, libraries: Path,
+    hidden: list[str],
 ) -> None:
+    """Build the libraries. hidden: operators that they do not export."""
     begun = time.monotonic()
     log.warning("building the emulated NPU, which is done once for torch_npu %s", place.versions[1])
 
@@ -216,10 +224,13 @@ def _build(
     torch = place.torch / "lib"
     for name in ("lib64", *PARTS):
         (part / name).mkdir()
-    (part / "transformer.map").write_text(f"{{ global: {TRANSFORMER}*; emuOperators; local: *; }};\n")
+    local = "".join(f" {name}; {name}GetWorkspaceSize;" for name in hidden)
+    (part / "libopapi.map").write_text(f"{{ local:{local} }};\n" if local else "{ };\n")
+    (part / "transformer.map").write_text(f"{{ global: {TRANSFORMER}*; emuOperators; local:{local} *; }};\n")
     aten = (f"-L{part}", "-lascendcl", f"-L{torch}", "-ltorch_cpu", "-lc10", "-Wl,-z,defs")
     attention = HERE / "ops" / TRANSFORMER_SOURCES[0]
-    link("libopapi", [objects[unit] for unit in (*ops, others[-1]) if unit.source != attention], *aten)
+    link("libopapi", [objects[unit] for unit in (*ops, others[-1]) if unit.source != attention],
+         f"-Wl,--version-script={part / 'libopapi.map'}", *aten)
     link("lib64/libopapi_transformer", [objects[unit] for unit in ops if unit.source.name in TRANSFORMER_SOURCES],
          f"-Wl,--version-script={part / 'transformer.map'}", "-Wl,-rpath,$ORIGIN/..", *aten)
     for stub in STUBS:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from npuserve.npu.cann import versions
+from npuserve.service.frontend.process import LARGE_BLOCK_BYTES
 from tests.docker import dockerfile
 from tests.docker.dockerfile import FOLDER, ROOT, read, sent
 
@@ -99,7 +100,9 @@ def test_every_installed_package_but_torch_has_a_hash(file: Path):
     for command in locked:
         assert "--require-hashes" in command.split()
         assert "--no-deps" in command.split()
-    others = [command for command in installs(file) if command not in locked]
+    triton = [command for command in installs(file) if "triton.txt" in command]
+    assert len(triton) == (file.suffix == ".ascend")
+    others = [command for command in installs(file) if command not in locked + triton]
     torch = [command for command in others if "torch" in command]
     assert len(torch) == (file.suffix != ".gateway")
     assert [command for command in others if command not in torch] == (
@@ -126,6 +129,35 @@ def test_a_pin_without_a_hash_is_refused(line: str, tmp_path: Path, monkeypatch:
         pins("requirements.txt")
 
 
+@pytest.mark.parametrize(("version", "given", "wanted"), [
+    ("3.2.2", "", "triton-ascend==3.2.2\n"),
+    ("3.2.2", "sha256:" + "0" * 64, f"triton-ascend==3.2.2 --hash=sha256:{'0' * 64}\n"), ("", "", None)])
+def test_ascend_image_has_triton_ascend_unless_it_is_empty(
+    version: str, given: str, wanted: str | None, tmp_path: Path
+):
+    build = read(FOLDER / "Dockerfile.ascend")[1]
+    (command,) = [text for name, text in build if name == "RUN" and "triton.txt" in text]
+    (tmp_path / "pip").write_text("#!/bin/sh\necho $PIP_INDEX_URL $* >>asked\n")
+    (tmp_path / "pip").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "ASCEND_INDEX": "index",
+                   "TRITON_ASCEND": version, "TRITON_ASCEND_HASH": given}
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, check=True, env=environment)
+    if wanted is None:
+        assert not (tmp_path / "asked").exists()
+        return
+    assert (tmp_path / "triton.txt").read_text() == wanted
+    assert (tmp_path / "asked").read_text() == "index install --no-deps -r triton.txt\n"
+
+
+def test_ascend_image_has_jemalloc_and_one_openmp_thread():
+    final = read(FOLDER / "Dockerfile.ascend")[-1]
+    (install,) = [text for name, text in final if name == "RUN" and "apt-get install" in text]
+    assert "libjemalloc2" in install.split()
+    variables = dict(pair.split("=", 1) for name, text in final if name == "ENV" for pair in text.split())
+    assert variables["OMP_NUM_THREADS"] == "1"
+    assert variables["MALLOC_CONF"] == f"oversize_threshold:{LARGE_BLOCK_BYTES}"
+
+
 @pytest.mark.parametrize("given", ["", "sha256:" + "0" * 64])
 @pytest.mark.parametrize("kind", ["cpu", "ascend"])
 def test_torch_is_checked_against_a_given_hash(kind: str, given: str, tmp_path: Path):
@@ -134,7 +166,8 @@ def test_torch_is_checked_against_a_given_hash(kind: str, given: str, tmp_path: 
     (write,) = [part.strip() for part in command.split("&&") if part.strip().startswith("printf")]
     defaults = dict(text.split("=", 1) for name, text in build if name == "ARG")
     subprocess.run(["sh", "-c", write], cwd=tmp_path, check=True, env={**os.environ, **defaults, "TORCH_HASH": given})
-    wanted = f"torch==2.13.0 --hash={given}" if given else "torch==2.13.0"
+    pin = f"torch=={defaults['TORCH'] if kind == 'ascend' else '2.13.0'}"
+    wanted = f"{pin} --hash={given}" if given else pin
     assert (tmp_path / "torch.txt").read_text() == f"{wanted}\n"
 
 
@@ -145,17 +178,16 @@ def test_the_gateways_version_is_one_that_the_page_names():
 
 @pytest.mark.parametrize("file", SERVERS, ids=SERVER_KINDS)
 def test_torch_version_is_supported(file: Path):
-    """All images have the version of the extra `npu`."""
+    """The image for Ascend has the version of the extra `npu`, the others the newest that is accepted."""
     requirements = pytest.importorskip("packaging.requirements")
     (asked,) = [made for made in map(requirements.Requirement, PROJECT["dependencies"]) if made.name == "torch"]
-    (pinned,) = [name for name in PROJECT["optional-dependencies"]["npu"] if name.startswith("torch==")]
+    pinned = PROJECT["optional-dependencies"]["npu"][0] if file.suffix == ".ascend" else "torch==2.13.0"
     stated = re.findall(r"\btorch==[\d.]+", file.read_text()) or [
         f"torch=={version}" for version in re.findall(r"^ARG TORCH=(\S+)$", file.read_text(), re.MULTILINE)]
     assert stated == [pinned]
     version = pinned.removeprefix("torch==")
-    major, minor, _ = map(int, version.split("."))
     assert asked.specifier.contains(version)
-    assert not asked.specifier.contains(f"{major}.{minor + 1}.0"), "which nobody has tested"
+    assert not asked.specifier.contains("2.14.0"), "which nobody has tested"
 
 
 def test_grpcio_is_below_the_first_minor_version_that_is_not_tested():
@@ -201,7 +233,7 @@ def test_pins_satisfy_the_project():
     assert not ascend.keys() & pinned.keys()
 
 
-@pytest.mark.parametrize("extra", ["npu", "npu210"])
+@pytest.mark.parametrize("extra", ["npu", "npu213"])
 def test_each_pair_of_torch_and_torch_npu_has_a_lock_file(extra: str):
     """The extras name pairs of npu/cann/versions.py; the first is the image's default."""
     torch, torch_npu = (text.split("==")[1] for text in PROJECT["optional-dependencies"][extra])
@@ -217,7 +249,7 @@ def test_each_pair_of_torch_and_torch_npu_has_a_lock_file(extra: str):
 def test_lock_files_of_torch_npu_are_those_of_the_extras():
     assert sorted(name for name in LOCKS if "torch-npu" in name) == sorted(
         f"requirements-torch-npu-{PROJECT['optional-dependencies'][extra][1].split('==')[1]}.txt"
-        for extra in ("npu", "npu210"))
+        for extra in ("npu", "npu213"))
 
 
 def test_build_context_is_the_package_only():

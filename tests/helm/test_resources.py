@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from npuserve.npu.cann import processors
 from tests.helm.chart import Object, find, merged, needs_helm, pod, render, workload
 from tests.helm.combinations import COMBINATIONS
 
@@ -40,7 +41,8 @@ def test_pod_with_equal_requests_and_limits_is_guaranteed(presets: tuple[str, ..
     """Only such a pod gets whole cores from the static CPU manager."""
     values = merged(EQUAL, DOWNLOAD)
     assert quality_of_service(pod(render(values, presets))) == "Guaranteed"
-    assert quality_of_service(pod(render(DOWNLOAD, presets))) == "Burstable"
+    assert quality_of_service(pod(render(DOWNLOAD, presets))) == (
+        "Guaranteed" if presets == ("ascend",) else "Burstable")
 
 
 def test_every_container_has_limits_for_a_quota():
@@ -56,13 +58,20 @@ def test_every_container_has_limits_for_a_quota():
         assert all({"cpu", "memory"} <= container["resources"]["limits"].keys() for container in containers(spec))
 
 
+def test_ascend_preset_has_exclusive_processors_enough_to_bind_threads():
+    """From this many on the engine binds its threads (npu/cann/processors.py)."""
+    resources = pod(render({}, ("ascend",)))["containers"][0]["resources"]
+    assert isinstance(resources["limits"]["cpu"], int)
+    assert resources["requests"]["cpu"] == resources["limits"]["cpu"] >= processors.MIN_PROCESSORS
+
+
 @pytest.mark.parametrize("preset", ["ascend", "cuda"])
 def test_device_preset_asks_for_what_its_model_needs(preset: str):
     """One replica of Qwen3-0.6B, whose files have 1.5 GB."""
     objects = render({}, (preset,))
     server = pod(objects)["containers"][0]["resources"]
     assert workload(objects)["spec"]["replicas"] == 1
-    assert server["requests"]["cpu"] <= 4
+    assert server["requests"]["cpu"] <= 8
     assert quantity(server["requests"]["memory"]) <= 16 << 30
     assert quantity(server["requests"]["memory"]) == quantity(server["limits"]["memory"])
     assert 1.5e9 < quantity(server["requests"]["ephemeral-storage"]) <= 10 << 30

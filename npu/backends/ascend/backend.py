@@ -24,6 +24,7 @@ from npuserve.kernels.attention import gathered_bytes
 from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend import errors as acl_errors
+from npuserve.npu.backends.ascend import functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
@@ -34,7 +35,7 @@ from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import MAX_TOKENS, row_buckets
 from npuserve.npu.backends.streams import StreamBackend
 from npuserve.npu.cann import preflight, processors
-from npuserve.npu.cann.codes import TOO_OLD
+from npuserve.npu.cann.codes import MATCHING, TOO_OLD
 from npuserve.npu.cann.readings import Readings
 from npuserve.npu.large_import import import_large
 from npuserve.npu.notices import Notice
@@ -104,6 +105,8 @@ class AscendBackend(StreamBackend):
             super().__init__(torch.npu, device, place)
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {acl_errors.advice(error)}") from error
+        if lacking := functions.missing():
+            raise BackendError(f"device: CANN lacks {', '.join(lacking)}, which the kernels call: {MATCHING}")
         self._acl = ctypes.CDLL("libascendcl.so")
         self._takes_lengths = False
         self._captured = False

@@ -73,10 +73,11 @@ class AscendGraphs(Graphs[CapturedGraph]):
 def takes_lengths(lengths: LengthUpdates, stream: Any, pool: Any, device: torch.device) -> bool:
     """Return True if captured attention applies new lengths. An old driver may ignore them without an error.
 
-    The test's values are their slots' numbers, so that a context of n tokens yields the mean of 0 ... n - 1. Raises
-    AclError if an update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
+    The test's values are their slots' numbers, so that a context of n tokens yields the mean of 0 ... n - 1. They
+    are in bfloat16, the only dtype that CANN 8.5 documents for attention in this layout. Raises AclError if an
+    update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
     """
-    slots = torch.arange(BLOCK).to(torch.float16).view(1, BLOCK, 1, 1).repeat(1, 1, 1, 128)
+    slots = torch.arange(BLOCK).to(torch.bfloat16).view(1, BLOCK, 1, 1).repeat(1, 1, 1, 128)
     values, keys, query = slots.to(device), torch.zeros_like(slots).to(device), slots[0, :1].to(device)
     tables = torch.zeros(1, 1, dtype=torch.int32).to(device)
     attend = paged_attention.implementations[LABEL].function

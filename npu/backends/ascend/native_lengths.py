@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.native.binding import BINDING
+from npuserve.npu.backends.ascend import functions
 from npuserve.npu.backends.ascend.captured_graph import MAX_LAGS, CapturedGraph, Lengths
 from npuserve.npu.backends.ascend.errors import AclError, check
 from npuserve.npu.cann.versions import PAIRS, fits_cann, pair_of
@@ -47,11 +48,6 @@ CACHES = (
 `Functions` in lengths.cpp. torch_npu calls the last ones around each call of an operator, also in an update
 ([update_op_api_common.h](https://github.com/Ascend/op-plugin/blob/517f2e7d0f202f38b76310706cb977ca2388ad21/op_plugin/utils/custom_functions/opapi/update_op_api_common.h#L24)):
 they reset the thread's cache of executors, and free its memory for large arguments."""
-
-LOOKUP = "_Z16GetOpApiFuncAddrPKc"
-"""torch_npu's look-up of a function of the operators, which it exports: in user-defined libraries first, then in
-$ASCEND_HOME_PATH/lib64/libopapi_*.so, of which libopapi_transformer.so has attention, then in libopapi.so
-([op_api_common.cpp](https://github.com/Ascend/op-plugin/blob/517f2e7d0f202f38b76310706cb977ca2388ad21/op_plugin/utils/op_api_common.cpp#L861))."""
 
 EXAMINED = tuple(PAIRS)
 """Versions of torch_npu that were examined. External events are flags in device memory where CANN has both
@@ -120,8 +116,8 @@ class NativeLengths:
         _check_versions(version("torch_npu"), cann)
         self._lib = BINDING
         runtime = ctypes.CDLL("libascendcl.so")
-        functions = [*_runtime_functions(runtime), *_operator_functions()]
-        addresses = (ctypes.c_void_p * len(functions))(*functions)
+        pointers = [*_runtime_functions(runtime), *_operator_functions()]
+        addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         context, made = ctypes.c_void_p(), ctypes.c_void_p()
         check(runtime.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
         check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
@@ -189,11 +185,9 @@ def _operator_functions() -> list[int | None]:
     Raises UnsupportedCall for one of OPERATORS that is missing.
     """
     try:
-        find = getattr(ctypes.CDLL("libtorch_npu.so"), LOOKUP)  # torch_npu has loaded the library
-    except (OSError, AttributeError) as error:
-        raise UnsupportedCall(f"torch_npu's look-up of operators is not found: {error}") from None
-    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
-    addresses = {name: find(name.encode()) for name in (*OPERATORS, *CACHES)}
+        addresses = functions.addresses((*OPERATORS, *CACHES))
+    except LookupError as error:
+        raise UnsupportedCall(str(error)) from None
     if missing := [name for name in OPERATORS if not addresses[name]]:
         raise UnsupportedCall(f"CANN lacks {', '.join(missing)}")
     return list(addresses.values())

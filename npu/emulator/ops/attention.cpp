@@ -233,6 +233,9 @@ Work prepare(Attention a) {
   require(kOther, !a.other && a.keys->tensors.size() == 1, "one of them");
   require(kLayout, tnd || layout == "BSH" || layout == "BSND" || layout == "BNSD", layout);
   const auto dtype = scalar_type(a.query->dtype);
+  // Only on that version, so no rule of the table: aclnnFusedInferAttentionScoreV3.md, "TND", of 8.5 and of 9.1.
+  if (const char *cann = getenv("EMULATED_CANN"); cann && *cann == '8' && tnd && dtype == at::kHalf)
+    throw Refusal("aclnnFusedInferAttentionScoreV3: float16 with TND, for which CANN 8.5 documents bfloat16 alone");
   require(kDtype, dtype == at::kHalf || dtype == at::kBFloat16 || (dtype == at::kFloat && emu::option("fp32")),
           describe(a.query));
   require(kSameDtype,

@@ -26,6 +26,11 @@ const Rule kRange(kOp, "ropecache.range", "a position is within the table",
                   "torch_npu-npu_mrope.md, parameter positions");
 const Rule kRows(kOp, "ropecache.rows", "the numbers of a row of query and key are contiguous; rows may be apart",
                  "aclnn_rope_with_sin_cos_cache.cpp, queryStride and keyStride (cann/ops-transformer)");
+const Rule kGap(kOp, "ropecache.gap",
+                "rows begin at multiples of 32 bytes, and 0 to 65535 blocks of 32 bytes lie between two",
+                "rope_with_sin_cos_cache_f_bf16.h and _fp32.h, srcStride of DataCopy (cann/ops-transformer 3311e26e5)");
+const Rule kEmpty(kOp, "ropecache.empty", "positions, query, key and the table are not empty",
+                  "aclnnRopeWithSinCosCacheV2.md, parameters");
 const Rule kHead(kOp, "ropecache.head_size", "head_size and rotary_dim are multiples of 32, of 16 in float32", kDoc);
 
 // x (tokens, heads * head_size), cos and sin (tokens, 1, rotary_dim / 2). `half` rotates the first with the second half
@@ -38,6 +43,14 @@ at::Tensor turned(const at::Tensor &x, const at::Tensor &cos, const at::Tensor &
   const auto a = pairs.select(-2, 0), b = pairs.select(-2, 1);
   const auto made = at::stack({a * cos - b * sin, b * cos + a * sin}, half ? -2 : -1).flatten(-2);
   return at::cat({made, heads.narrow(-1, rotary, head_size - rotary)}, -1).flatten(-2);
+}
+
+// True if the kernel's copies can take the rows apart: in blocks of 32 bytes, with the gap as a number of 16 bits.
+bool apart(const at::Tensor &x) {
+  constexpr int64_t block = 32, most_blocks = 65535;
+  const int64_t size = x.element_size(), gap = (x.stride(0) - x.size(1)) * size;
+  const bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % block == 0;
+  return aligned && (x.size(0) < 2 || (gap >= 0 && gap % block == 0 && gap / block <= most_blocks));
 }
 
 int plan_cache(const char *entry, uint64_t *workspace, aclOpExecutor **executor, const aclTensor *positions,
@@ -58,6 +71,9 @@ int plan_cache(const char *entry, uint64_t *workspace, aclOpExecutor **executor,
                 k.size(1) % head_size == 0,
             describe(query) + " and " + describe(key) + " of heads of " + std::to_string(head_size));
     require(kRows, (q.size(1) < 2 || q.stride(1) == 1) && (k.size(1) < 2 || k.stride(1) == 1),
+            "strides " + describe(query->strides) + " and " + describe(key->strides));
+    require(kEmpty, p.numel() && q.numel() && k.numel() && t.numel(), describe(positions) + " and " + describe(query));
+    require(kGap, emu::option("small_heads") || (apart(q) && apart(k)),
             "strides " + describe(query->strides) + " and " + describe(key->strides));
     require(kPositions, is_one_of(p.scalar_type(), {at::kInt, at::kLong}) && p.size(0) == q.size(0),
             describe(positions) + " for query " + describe(query));
@@ -81,6 +97,13 @@ int plan_cache(const char *entry, uint64_t *workspace, aclOpExecutor **executor,
 }
 
 }  // namespace
+
+// Of CANN 8.5, which lacks the other.
+OP(aclnnRopeWithSinCosCache, const aclTensor *positions, const aclTensor *query, const aclTensor *key,
+   const aclTensor *table, const aclIntArray *section, int64_t head_size, bool half, const aclTensor *query_out,
+   const aclTensor *key_out) {
+  return plan_cache(PHASE, positions, query, key, table, section, head_size, half, 0, query_out, key_out);
+}
 
 OP(aclnnRopeWithSinCosCacheV2, const aclTensor *positions, const aclTensor *query, const aclTensor *key,
    const aclTensor *table, const aclIntArray *section, int64_t head_size, bool half, int64_t mode,

@@ -82,6 +82,9 @@ struct Device {
   std::vector<std::unique_ptr<Stream>> streams;   // [0] is the default stream
   Order order = Order::lazy;
   size_t depth = 4096;             // maximum tasks of a stream; submit waits beyond it
+  size_t most_streams = 2048;      // of the device: created ones, and those of graphs
+  size_t most_events = 65536;      // that were recorded and still exist
+  size_t events = 0;
   std::mt19937_64 random;
   uint64_t released = 0;           // number of injected hangs that were released
   int next_id = 0;
@@ -121,6 +124,8 @@ int no_sync(const char *name);                              // 107027 while any 
 int no_sync(const Mark &mark, const char *name);            // 107028 if the event was recorded in a capture
 int capture_of(const Stream *stream);                       // 0: none
 bool has_task_group(const Stream *stream);                 // its capture has one
+size_t graph_streams();                                     // streams of the device that graphs take
+bool has_stream();                                          // one more stream can be taken
 bool unsafe_is_forbidden();                                 // for this thread: aclrtMemcpy and aclrtMemset
 
 // log.cpp

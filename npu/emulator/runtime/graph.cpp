@@ -54,6 +54,10 @@ struct Replaying {
   ~Replaying() { replaying = false; }
 };
 int updates = 0;
+// Tasks that a stream of a graph holds: its queue of 2,048 less 32 that are reserved (910_B_93/dev_info_reg.cc,
+// rtsqDepth; stream.hpp, CAPTURE_TASK_RESERVED_NUM). Further ones take another stream (stream_capture.cc,
+// AllocCaptureTaskWithoutLock).
+constexpr size_t kTasksOfStream = 2048 - 32;
 constexpr int kLostUpdate = 15;  // with the defect "lost_update" every 15th update is lost
 
 pid_t thread_id() { return static_cast<pid_t>(syscall(SYS_gettid)); }
@@ -135,6 +139,19 @@ int invalidate(Stream *stream, int code) {
   return code;
 }
 
+size_t graph_streams() {
+  size_t count = 0;
+  for (auto &[handle, graph] : graphs)
+    for (auto &lane : graph->lanes) count += std::max<size_t>(1, (lane.size() + kTasksOfStream - 1) / kTasksOfStream);
+  return count;
+}
+
+bool has_stream() {
+  const Device &d = device();
+  const size_t created = std::count_if(d.streams.begin(), d.streams.end(), [](auto &stream) { return !stream->lane; });
+  return created + graph_streams() < d.most_streams;
+}
+
 int capture_of(const Stream *stream) { return stream->capture ? stream->capture->graph->id : 0; }
 
 bool has_task_group(const Stream *stream) { return stream->capture && !stream->capture->graph->groups.empty(); }
@@ -161,7 +178,10 @@ int record(Lock &lock, Stream *stream, Task task) {
                                      node->task.name));
     capture->graph->groups.back()->nodes.push_back(node);
   }
-  capture->graph->lanes[capture->lanes.at(stream)].push_back(std::move(node));
+  auto &lane = capture->graph->lanes[capture->lanes.at(stream)];
+  if (!lane.empty() && lane.size() % kTasksOfStream == 0 && !has_stream())
+    return invalidate(stream, fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "%s: no stream for more tasks", node->task.name));
+  lane.push_back(std::move(node));
   return 0;
 }
 
@@ -179,6 +199,7 @@ int join(Stream *stream, const Mark &mark) {
   if (stream == device().streams[0].get())
     return fail(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT, "the default stream cannot be captured");
   if (!stream->capture) {
+    if (!has_stream()) return fail(ACL_ERROR_RT_RESOURCE_ALLOC_FAIL, "no stream for another stream of the graph");
     stream->capture = capture;
     capture->lanes[stream] = capture->graph->lanes.size();
     capture->graph->lanes.emplace_back();
@@ -219,6 +240,7 @@ aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
   if (!stream) return fail(ACL_ERROR_RT_STREAM_CONTEXT, "%s: no such stream", __func__);
   if (!handle) return fail(ACL_ERROR_RT_STREAM_CAPTURE_IMPLICIT, "the default stream cannot be captured");
   if (stream->capture) return fail(ACL_ERROR_RT_STREAM_CAPTURED, "the stream is capturing already");
+  if (!has_stream()) return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE, "%s: no stream for the graph", __func__);
   auto graph = std::make_shared<Graph>(Graph{next_id++, {{}}, {}});
   auto capture = std::make_unique<Capture>(Capture{graph, stream, mode, thread_id(), {{stream, 0}}});
   stream->capture = capture.get();

@@ -1,6 +1,6 @@
-// Properties of the machine: 8 Atlas A2 (Ascend910B4, each of 32 GB of memory or the configured size) under CANN 9.1.0,
-// the version that matches torch_npu 2.13. A process uses one NPU: the device that is set when the process first
-// allocates memory.
+// Properties of the machine: 8 Atlas A2 (Ascend910B4, each of 32 GB of memory or the configured size) under the CANN of
+// the environment variable EMULATED_CANN, by default 9.1.0. A process uses one NPU: the device that is set when the
+// process first allocates memory.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,7 +18,7 @@ using namespace emu;
 
 namespace {
 
-constexpr const char *SOC = "Ascend910B4", *CANN = "9.1.0", *DRIVER = "26.0.RC1";
+constexpr const char *SOC = "Ascend910B4", *DRIVER = "26.0.RC1";
 constexpr int CORES = 20, VECTOR_CORES = 40, DEVICES = 8;
 
 std::atomic<bool> initialized{false};
@@ -28,6 +28,11 @@ std::atomic<bool> settled{false};    // it uses that device
 thread_local bool device_set = false;
 std::atomic<int64_t> parameters[ACL_OPT_STRONG_CONSISTENCY + 1];
 int context;  // its address is the context handle
+
+const char *cann() {
+  const char *named = getenv("EMULATED_CANN");
+  return named ? named : "9.1.0";
+}
 
 // Numbers of the devices that ASCEND_RT_VISIBLE_DEVICES names, up to the first that does not exist; all without it.
 std::vector<int> visible() {
@@ -97,7 +102,7 @@ aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion 
     strcpy(version->majorVersion, "26");
     strcpy(version->minorVersion, "0");
   } else {
-    strcpy(version->version, CANN);
+    snprintf(version->version, sizeof version->version, "%s", cann());
     strcpy(version->majorVersion, "9");
     strcpy(version->minorVersion, "1");
     strcpy(version->releaseVersion, "0");
@@ -107,7 +112,7 @@ aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion 
 
 aclError aclsysGetVersionStr(char *package, char *version) {
   ENTER();
-  strcpy(version, strcmp(package, "driver") ? CANN : DRIVER);
+  strcpy(version, strcmp(package, "driver") ? cann() : DRIVER);
   return 0;
 }
 

@@ -9,7 +9,7 @@ using namespace emu;
 namespace {
 
 struct Event {
-  MarkPtr mark;  // of the latest record; null before the first
+  MarkPtr mark;  // of the latest record; null before the first, which takes the device's event
 };
 
 int no_stream(const char *name, aclrtStream stream) {
@@ -28,6 +28,7 @@ int synchronize(const char *name, aclrtStream handle, int timeout) {
 int create(aclrtStream *stream) {
   Lock lock(device().lock);
   find(nullptr);  // creates the default stream first
+  if (!has_stream()) return fail(ACL_ERROR_RT_NO_STREAM_RESOURCE, "aclrtCreateStream: the device has no more streams");
   *stream = make_stream();
   return 0;
 }
@@ -58,6 +59,13 @@ int synchronize_device(int timeout) {
 }
 
 }  // namespace
+
+// The device's streams and events. A device waits for an event that is returned (aclrtCreateEvent); here it is an error.
+extern "C" EMU_API void emu_limits(uint64_t streams, uint64_t events) {
+  Lock lock(device().lock);
+  device().most_streams = streams;
+  device().most_events = events;
+}
 
 aclError aclrtCreateStream(aclrtStream *stream) {
   ENTER();
@@ -141,6 +149,8 @@ aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t flag) {
 
 aclError aclrtDestroyEvent(aclrtEvent event) {
   ENTER();
+  Lock lock(device().lock);
+  if (static_cast<Event *>(event)->mark) device().events--;
   delete static_cast<Event *>(event);
   return 0;
 }
@@ -151,6 +161,11 @@ aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream_handle) {
   Lock lock(device().lock);
   Stream *stream = find(stream_handle);
   if (!stream) return no_stream(__func__, stream_handle);
+  if (auto &recorded = static_cast<Event *>(handle)->mark; !recorded) {
+    if (device().events == device().most_events)
+      return fail(ACL_ERROR_RT_NO_EVENT_RESOURCE, "%s: the device has no more events", __func__);
+    device().events++;
+  }
   MarkPtr mark = std::make_shared<Mark>();
   mark->capture = capture_of(stream);
   Task task{__func__, nullptr};

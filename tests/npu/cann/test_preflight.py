@@ -37,14 +37,14 @@ def test_accepted_host_has_no_warning(tmp_path: Path) -> None:
     ("driver", "warning", "driver 25.2.0 may refuse .* 25.5.1 or later", {DRIVER: "Version=25.2.0\n"}, {}),
     ("driver", "warning", "driver 25.5.1.rc1 may", {DRIVER: "Version=25.5.1.rc1\n"}, {}),
     ("driver", "warning", "cannot be read: in a container mount", {DRIVER: None}, {}),
-    ("CANN", "warning", "CANN 8.2.RC1 is untried with torch_npu 2.10.0.post4; known are .*CANN 9.1$",
+    ("CANN", "warning", "CANN 8.2.RC1 is untried with torch_npu 2.10.0.post4; known are .*CANN 9.1; torch_npu 2.13.0",
      {TOOLKIT: "version=8.2.RC1\n"}, {}),
     ("CANN", "warning", "cannot be read: source its set_env.sh", {TOOLKIT: None}, {}),
     ("CANN", "ok", "9.1.0", {}, {"torch": "2.13.0", "torch_npu": "2.13.0"}),
     ("torch_npu", "error", "is made for torch 2.10.0, and torch is 2.11.0", {}, {"torch": "2.11.0"}),
     ("torch_npu", "error", "not installed: pip install", {}, {"torch_npu": ""}),
-    ("torch_npu", "warning", "torch_npu 2.15.0 is untried here; known are torch_npu 2.13.0 with torch 2.13.0 and CANN "
-     "8.5 to 9.2;", {}, {"torch_npu": "2.15.0"}),
+    ("torch_npu", "warning", "torch_npu 2.15.0 is untried here; known are torch_npu 2.10.0.post4 with torch 2.10.0 "
+     "and CANN 9.1; ", {}, {"torch_npu": "2.15.0"}),
     ("torch_npu", "error", "torch 2.14.0 is not accepted: this version of npuserve takes 2.10 up to, but without, "
      "2.14; known are", {}, {"torch_npu": "2.14.0", "torch": "2.14.0"}),
     ("torch_npu", "error", "torch 2.9.1 is not accepted", {}, {"torch_npu": "2.9.0", "torch": "2.9.1"}),

@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 import torch
 
+from npuserve.npu.backends.ascend.functions import NEEDED
 from tests.npu.compatibility.calls import Use, our_uses
 from tests.npu.compatibility.record import Calls, Recorded, recorded
 from tests.npu.compatibility.release import EMULATED, VERSIONS, Release, operator, problems
@@ -33,6 +34,15 @@ def test_record_every_kernel_runs_emulated(run: Recorded) -> None:
 def test_record_functions_equal_data(run: Recorded) -> None:
     version = importlib.metadata.version("torch_npu")
     assert ran(run) == read_ran()[version], "run python -m tests.npu.compatibility.table --write"
+
+
+def test_functions_needed_at_the_start_are_those_that_ran() -> None:
+    """A start refuses a CANN that lacks one of them; models without int8 need no others."""
+    of_int8 = ("quant", "format_cast", "scatter_nd")
+    used = [{name for path, names in each.items() if not any(word in path for word in of_int8) for name in names}
+            for each in read_ran().values()]
+    either = {"aclnnRopeWithSinCosCacheV2"}
+    assert {f"aclnn{name}" for name in NEEDED.split()} == set.intersection(*used) - either
 
 
 def test_record_schemas_equal_wheel(run: Recorded) -> None:

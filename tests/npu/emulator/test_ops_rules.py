@@ -79,6 +79,8 @@ def test_valid_calls_are_accepted() -> None:
     both(on(1, 9, 4, 128), on(1, 9, 2, 128), on(1, 9, 1, 128))
     scatter()
     mrope()
+    qkv = on(2, 512)
+    mrope(query=qkv[:, :256], key=qkv[:, 256:384])
     ops().npu_top_k_top_p(on(2, 8), on(2) * 0, whole(1, 8))
     torch.npu.synchronize()
 

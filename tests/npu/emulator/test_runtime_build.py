@@ -225,6 +225,67 @@ def test_activate_logs_and_exit_frees_everything():
     assert done.stdout.splitlines()[-1] == "left 0 0"
 
 
+VARIANT = """if True:
+    from npuserve.npu import emulator
+    emulator.activate(memory=128 << 20)
+    import torch, torch_npu
+    ones = lambda *size: torch.ones(size, dtype=torch.bfloat16, device="npu")
+    positions = torch.tensor([0, 1]).npu()
+    torch_npu.npu_mrope(positions, ones(2, 256), ones(2, 128), ones(9, 64), 64, mrope_section=[0, 0, 0])
+    torch.npu.synchronize()
+    rope = next(call.name for call in emulator.calls() if "Rope" in call.name)
+    print(torch_npu.npu.utils.get_cann_version("CANN"), rope.removesuffix("GetWorkspaceSize"))
+    torch_npu.npu_swiglu(ones(2, 64))
+"""
+
+
+@needs_npu
+@pytest.mark.parametrize(("cann", "called"), [
+    ("8.5.0", "aclnnRopeWithSinCosCache"), ("9.1.0", "aclnnRopeWithSinCosCacheV2"),
+    ("9.2.0", "aclnnRopeWithSinCosCacheV2")])
+def test_version_of_cann_decides_the_operator(cann: str, called: str):
+    done = python(VARIANT, EMULATED_CANN=cann)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{cann} {called}"
+
+
+@needs_npu
+def test_operator_that_cann_lacks_is_an_error_of_torch_npu():
+    """The message is torch_npu's own."""
+    done = python(VARIANT, EMULATED_CANN_WITHOUT="aclnnSwiGlu aclnnAdd", ASCEND_LAUNCH_BLOCKING="1")
+    assert done.returncode != 0
+    assert "aclnnSwiGlu or aclnnSwiGluGetWorkspaceSize not in libopapi.so" in done.stdout + done.stderr
+
+
+@needs_npu
+def test_unknown_version_of_cann_is_refused():
+    done = python(VARIANT, EMULATED_CANN="7.0")
+    assert "EMULATED_CANN must be one of 8.5.0, 9.0.0, 9.1.0, 9.2.0, not 7.0" in done.stderr
+
+
+@needs_npu
+def test_backend_refuses_a_cann_without_an_operator_that_it_needs():
+    code = """if True:
+    from npuserve.npu.backends import select
+    select("npu", [])"""
+    done = python(code, EMULATED_CANN_WITHOUT="aclnnRmsNorm aclnnFusedInferAttentionScoreV3")
+    assert done.stderr.splitlines()[-1].endswith(
+        "BackendError: device: CANN lacks aclnnFusedInferAttentionScoreV3, aclnnRmsNorm, which the kernels call: "
+        "install the versions of torch_npu and CANN that docs/ascend.md pairs")
+
+
+@needs_npu
+def test_capture_probe_succeeds_on_cann_that_documents_bfloat16_alone():
+    code = """if True:
+    from npuserve.npu.backends import select
+    backend = select("npu", [])
+    import torch
+    backend.capture(lambda rows: backend.empty((rows, 8), torch.bfloat16).zero_(), 1, decode=True)
+    print(backend._takes_lengths)"""
+    done = python(code, EMULATED_CANN="8.5.0")
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+
+
 @emulated()
 def test_device_properties():
     import torch

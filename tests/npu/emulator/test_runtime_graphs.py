@@ -44,6 +44,57 @@ def test_capture_computes_nothing_and_replay_reads_current_values():
         assert y.tolist() == [value + 1] * 4
 
 
+def is_captured(streams: int, work: Callable[[], object]) -> bool:
+    """Return whether a capture succeeds with this number of streams, or is refused for lack of one."""
+    emulator.limit(streams=streams)
+    try:
+        work()
+    except RuntimeError as error:
+        if "207008" not in str(error):
+            raise
+        return False
+    return True
+
+
+@emulated(fresh=True)
+def test_graphs_take_streams_of_the_device():
+    """A graph takes one stream for each 2,016 tasks. Further graphs are refused, and other work continues."""
+    y, one = tensors(0, 1)
+    graphs = [capture(lambda: y.add_(one))]
+    torch.npu.synchronize()
+    taken = 2
+    while not is_captured(taken + 1, lambda: graphs.append(capture(lambda: y.add_(one)))):
+        taken += 1  # streams of torch_npu's pool
+    with pytest.raises(RuntimeError, match="207008"):
+        capture(lambda: y.add_(one))
+    emulator.limit(streams=taken + 3)
+    graphs.append(capture(lambda: [y.add_(one) for _ in range(2017)]))
+    with pytest.raises(RuntimeError, match="207008"):
+        capture(lambda: y.add_(one))
+    y.zero_()
+    graphs[-1].replay()
+    assert y.tolist() == [2017.0] * 4
+    del graphs[0]
+    with pytest.raises(RuntimeError, match="operator name is aclnnInplaceAdd"):  # the code is on stderr
+        capture(lambda: [y.add_(one) for _ in range(2017)])
+
+
+@emulated(fresh=True)
+def test_device_has_so_many_events():
+    events = [torch.npu.Event() for _ in range(4)]
+    emulator.limit(events=3)
+    for event in events[:3]:
+        event.record()
+    torch.npu.synchronize()
+    del events[0]
+    events[-1].record()  # takes the place of the destroyed one
+    torch.npu.synchronize()
+    one_more = torch.npu.Event()
+    one_more.record()
+    with pytest.raises(RuntimeError, match=r"current working event"):  # of torch_npu's thread; the code is on stderr
+        torch.npu.synchronize()
+
+
 @emulated()
 def test_replays_run_in_stream_order():
     y, one = tensors(0, 1)

@@ -254,6 +254,11 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
     "ropecache.shape": [lambda: mrope(key=on(3, 128)), lambda: mrope(query=on(2, 250))],
     "ropecache.table": [lambda: mrope(table=on(9, 128))],
     "ropecache.rows": [lambda: mrope(query=on(256, 2).t()), lambda: mrope(key=on(128, 2).t())],
+    "ropecache.gap": [
+        lambda: mrope(query=on(2, 264)[:, :256]), lambda: mrope(key=on(2, 256)[:, 8:136]),
+        lambda: mrope(key=on(1, 128).expand(2, 128)),
+    ],
+    "ropecache.empty": [lambda: mrope(positions=whole(), query=on(0, 256), key=on(0, 128))],
     "ropecache.head_size": [lambda: mrope(query=on(2, 192), key=on(2, 96), head_size=48, table=on(9, 48))],
     "ropecache.range": [lambda: (mrope(positions=whole(0, 9)), torch.npu.synchronize())],
     "topktopp.logits": [lambda: ops().npu_top_k_top_p(on(2, 3, 8), on(2), whole(1, 1))],
