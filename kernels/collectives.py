@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
-from npuserve.kernels.embedding import embedding, transposed
+from npuserve.kernels.embedding import embedding
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.linear import argmax_calls, linear
-from npuserve.kernels.quantize import from_nz, to_nz
-from npuserve.kernels.quantized import Weight, packed
 from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.weight import Weight, from_ascend, packed, to_ascend, to_ascend_table
 
 Choose = Callable[[Tensor, int], Tensor]
 """Function with the arguments of `greedy`."""
@@ -253,7 +252,7 @@ def _(x: Tensor, ranks: Ranks) -> Tensor:
     return ranks.gather(part).view(x.shape)
 
 
-@ascend.implementation(embedding_shard, adapt=transposed, restore=from_nz)
+@ascend.implementation(embedding_shard, adapt=to_ascend_table, restore=from_ascend)
 def _(ids: Tensor, table: Weight, first: int, count: int) -> Tensor:
     return _rows_inside(ids, table, first, count, embedding.implementations[ascend.LABEL].function)
 
@@ -263,7 +262,7 @@ def _(ids: Tensor, table: Weight, first: int, count: int) -> Tensor:
     return _rows_inside(ids, table, first, count, embedding.implementations[triton.LABEL].function)
 
 
-@ascend.implementation(linear_argmax_shard, adapt=to_nz, restore=from_nz)
+@ascend.implementation(linear_argmax_shard, adapt=to_ascend, restore=from_ascend)
 def _(x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, first: int, ranks: Ranks) -> Tensor:
     logits = linear.implementations[ascend.LABEL].function(x, weight, bias)
     return _argmax_of(logits, vocabulary, first, ranks, greedy.implementations[ascend.LABEL].function)

@@ -14,8 +14,8 @@ from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.linear import linear, linear_swiglu
 from npuserve.kernels.norm import add_rms_norm, rms_norm
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
-from npuserve.kernels.quantize import weight_of
 from npuserve.kernels.quantized import DYNAMIC, FLOAT8_DYNAMIC, Scheme
+from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel, to_host
 
 _SCHEMES: dict[str, Scheme | None] = {"": None, "int8": DYNAMIC, "float8": FLOAT8_DYNAMIC}

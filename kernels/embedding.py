@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
-from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantize import from_nz, weight_of
-from npuserve.kernels.quantized import QuantizedWeight, Scheme, Weight, packed
+from npuserve.kernels.quantized import Scheme
+from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.weight import Weight, form_of, from_ascend, packed, to_ascend_table
 
 
 def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False, int8: str = "") -> Case:
@@ -36,45 +34,24 @@ def _case(tokens: int, vocabulary: int, hidden: int, benchmark: bool = False, in
 )
 def embedding(ids: Tensor, table: Weight) -> Tensor:
     """Return rows `ids` [T] int64 (below V) of table [V, H]: [T, H]. Rows of an int8 table are in its `dtype`."""
-    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
+    return form_of(table).rows(ids)
 
 
 def _pack_int8(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return packed(args) if isinstance(args[1], QuantizedWeight) else args
+    return args if isinstance(args[1], Tensor) else packed(args)
 
 
 @native.implementation(embedding, adapt=_pack_int8)
 def _(ids: Tensor, table: Weight) -> Tensor:
     out = native.empty(len(ids), table.shape[1], dtype=table.dtype)
-    if isinstance(table, QuantizedWeight):
-        assert isinstance(table.values, PackedWeight)
-        call: native.Call = (
-            "embedding_int8", table.dtype, [ids, table.values.words, out, table.scale, table.zero], [*out.shape])
-    elif isinstance(table, PackedWeight):
-        call = table.unpack(ids, out)
-    else:
-        call = ("embedding", table.dtype, [ids, table, out], [*out.shape])
-    native.call("embedding", call)
+    native.call("embedding", form_of(table).native_rows(ids, out))
     return out
 
 
-def transposed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move arguments to Ascend. The second is a table, whose int8 values become [H, V]."""
-    ids, table, *more = ascend.to_device(args)
-    if isinstance(table, QuantizedWeight):
-        table = replace(table, values=dense(table.values).t())
-    return ids, table, *more
-
-
-@ascend.implementation(embedding, adapt=transposed, restore=from_nz)
+@ascend.implementation(embedding, adapt=to_ascend_table, restore=from_ascend)
 def _(ids: Tensor, table: Weight) -> Tensor:
     """Look up an int8 table whose values are [H, V], a view of [V, H]. Zero points are not supported."""
-    if not isinstance(table, QuantizedWeight):
-        return F.embedding(ids, dense(table))
-    if table.zero is not None:
-        raise ValueError("zero: on Ascend an int8 table has no zeros")
-    scale = F.embedding(ids, table.scale.unsqueeze(1))
-    return (F.embedding(ids, dense(table.values).t()).to(scale.dtype) * scale).to(table.dtype)
+    return form_of(table).ascend_rows(ids)
 
 
 @triton.implementation(embedding)
@@ -82,4 +59,4 @@ def _(ids: Tensor, table: Weight) -> Tensor:
     """Look up a table; the values of an int8 table are [V, H]."""
     from npuserve.kernels.triton import launch_rows
 
-    return launch_rows.embedding(ids, dense(table) if isinstance(table, PackedWeight) else table)
+    return launch_rows.embedding(ids, table)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from npuserve.kernels.quantized import QuantizedWeight, Scheme, Weight
+from npuserve.kernels.quantized import Scheme
+from npuserve.kernels.weight import Weight, form_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Linear:
     @property
     def inputs(self) -> Scheme | None:
         """Quantization scheme of its inputs; None if they are floats."""
-        return self.weight.inputs if isinstance(self.weight, QuantizedWeight) else None
+        return form_of(self.weight).inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,39 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.mask_logits import mask_logits, random_masks
-from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantize import (
-    ascend_fuses,
-    ascend_quantize,
-    from_nz,
-    int8_of,
-    native_quantize,
-    quantize,
-    to_nz,
-    weight_of,
-)
+from npuserve.kernels.quantize import ascend_quantize, int8_of, native_quantize, quantize
 from npuserve.kernels.quantized import (
     FLOAT8_DYNAMIC,
     FLOAT8_GROUPED,
     FLOAT8_SCHEMES,
-    GROUP,
     ZEROS,
     Quantized,
-    QuantizedWeight,
     Scheme,
-    Weight,
-    packed,
     scheme_of,
 )
+from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
+from npuserve.kernels.weight import Weight, form_of, from_ascend, packed, to_ascend
 
 FLIPS = 3e-2
 """Tolerance of products whose x is quantized inside: last-bit differences of x flip int8 and float8 values."""
@@ -100,26 +87,7 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor
 
     Raises TypeError for a quantized x with a weight of floats.
     """
-    if not isinstance(weight, QuantizedWeight):
-        return F.linear(_floats(x), dense(weight), bias)
-    given = x if isinstance(x, Quantized) else quantize(x, weight.inputs)
-    left, right = given.values.double(), dense(weight.values).double()
-    if given.zero is not None:
-        left = left - given.zero.unsqueeze(1)
-    if weight.zero is not None:
-        right = right - weight.zero.unsqueeze(1)
-    if weight.is_grouped:
-        out = F.linear(*(x * scale.double().repeat_interleave(GROUP, dim=1)[:, : x.shape[1]]
-                         for x, scale in ((left, given.scale), (right, weight.scale))))
-    else:
-        out = F.linear(left, right) * given.scale.double().unsqueeze(1) * weight.scale.double()
-    return (out if bias is None else out + bias).to(weight.dtype)
-
-
-def _floats(x: Tensor | Quantized) -> Tensor:
-    if isinstance(x, Quantized):
-        raise TypeError("x is quantized, the weight is not")
-    return x
+    return form_of(weight).linear(x, bias)
 
 
 def _swiglu_case(
@@ -165,13 +133,11 @@ def _argmax_case(
 ) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x, weight, _ = _case(rows, k, vocabulary + padding, int8=int8).make(generator, dtype)
-        if isinstance(weight, QuantizedWeight):
-            for part in (dense(weight.values), weight.scale, weight.sums):
-                if part is not None:
-                    part[vocabulary:] = part[0]
-            weight.scale[vocabulary:] *= 3
-        else:
-            dense(weight)[vocabulary:] = 3 * dense(weight)[0]
+        form = form_of(weight)
+        form.repeat_first(vocabulary)
+        values, scale, _ = form.parts
+        factors = values if scale is None else scale
+        factors[vocabulary:] *= 3
         return x, weight, None, vocabulary, *(random_masks(generator, rows, vocabulary) if masked else ())
 
     float8 = "float8" in int8
@@ -207,14 +173,6 @@ def linear_argmax(
     return greedy(logits, vocabulary)
 
 
-def _op(name: str, weight: Weight) -> str:
-    """Return the name of the native op for weights of this form."""
-    if isinstance(weight, QuantizedWeight):
-        return f"{name}_int8"
-    assert isinstance(weight, PackedWeight)
-    return weight.op(name)
-
-
 def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: list[Tensor], *sizes: int,
              more: Sequence[Tensor | None] = ()) -> list[native.Call]:
     """Return the calls of a native product whose results go to `out`.
@@ -222,19 +180,10 @@ def _product(name: str, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
     sizes: further sizes after T, K, N.
     more: further tensors after the product's.
     """
-    n, k = weight.shape
-    p: list[Tensor | None] = [bias, *out, *[None] * (2 - len(out))]
-    shape = [len(x), k, n, *sizes]
-    if not isinstance(weight, QuantizedWeight):
-        assert isinstance(weight, PackedWeight)
-        return [(_op(name, weight), weight.dtype, [_floats(x), weight.words, *p, *more], shape)]
-    assert isinstance(weight.values, PackedWeight)
-    calls: list[native.Call] = []
-    if not isinstance(x, Quantized):
-        x, call = native_quantize(x, weight.inputs)
-        calls.append(call)
-    p += [x.scale, weight.scale, weight.sums, x.zero, weight.zero, x.sums]
-    return [*calls, (_op(name, weight), weight.dtype, [x.values, weight.values.words, *p, *more], shape)]
+    form = form_of(weight)
+    n, k = form.shape
+    tensors = [bias, *out, *[None] * (2 - len(out))]
+    return form.native_product(name, x, tensors, more, [len(x), k, n, *sizes])
 
 
 @native.implementation(linear, adapt=packed)
@@ -280,68 +229,40 @@ def argmax_calls(
 
     pairs: [R, 2] float32 for the largest value and its id, which is `first` plus its column; or None.
     """
-    n, k = weight.shape
+    form = form_of(weight)
+    n, k = form.shape
     panels = -(-n // native.LANES)
     best = native.empty(panels, len(x), dtype=torch.float32)
     places = native.empty(panels, len(x), dtype=torch.int32)
     words = 0 if masks[0] is None else masks[0].shape[1]
     return [
-        *_product("linear_argmax", x, weight, bias, [best, places], vocabulary, words, more=masks),
-        (_op("argmax_of_units", weight), weight.dtype, [best, places, ids, pairs], [len(x), k, n, first])]
+        *_product("linear_argmax", x, form, bias, [best, places], vocabulary, words, more=masks),
+        (form.native_op("argmax_of_units"), form.dtype, [best, places, ids, pairs], [len(x), k, n, first])]
 
 
-def _ascend_linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
-    """Multiply x by a weight whose dtype is float16 or bfloat16.
-
-    weight: int8 values are [K, N], from `ascend.fractal_nz` or a transposed view of [N, K].
-    """
-    if not isinstance(weight, QuantizedWeight):
-        return F.linear(_floats(x), dense(weight), bias)
-    given = _without_zeros(x, weight)
-    out: Tensor = torch_npu.npu_quant_matmul(
-        given.values, weight.values, weight.scale, pertoken_scale=given.scale, bias=bias, output_dtype=weight.dtype)
-    return out
-
-
-def _without_zeros(x: Tensor | Quantized, weight: QuantizedWeight) -> Quantized:
-    given = x if isinstance(x, Quantized) else ascend_quantize(x, weight.inputs)
-    if given.zero is not None or weight.zero is not None:
-        raise ValueError("zero: on Ascend int8 activations and weights have no zeros")
-    return given
-
-
-@ascend.implementation(linear, adapt=to_nz, restore=from_nz)
+@ascend.implementation(linear, adapt=to_ascend, restore=from_ascend)
 def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
-    return _ascend_linear(x, weight, bias)
+    return form_of(weight).ascend_linear(x, bias)
 
 
-@ascend.implementation(linear_swiglu, adapt=to_nz, restore=from_nz)
+@ascend.implementation(linear_swiglu, adapt=to_ascend, restore=from_ascend)
 def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Quantized:
-    """Fuse the epilogue into one operator after the exact int8 product, for an int8 weight and a dynamic scheme.
-
-    Rows wider than the operator's limit take three operators. So does a bias, which the fused operator supports only
-    with groups.
-    """
-    n = len(weight.scale) if isinstance(weight, QuantizedWeight) else 0
-    if n % 64 or not 0 < n <= ascend.SWIGLU_ROW or bias is not None or not ascend_fuses(scheme):
-        gated: Tensor = torch_npu.npu_swiglu(_ascend_linear(x, weight, bias), dim=-1)
-        return gated if scheme is None else ascend_quantize(gated, scheme)
-    assert isinstance(weight, QuantizedWeight)
-    given = _without_zeros(x, weight)
-    product = torch_npu.npu_quant_matmul(given.values, weight.values, weight.scale, output_dtype=torch.int32)
-    values, scale = torch_npu.npu_dequant_swiglu_quant(
-        product, weight_scale=weight.scale.unsqueeze(0), activation_scale=given.scale.unsqueeze(1),
-        group_index=ascend.one_group(len(product), product.device), activate_left=True, quant_mode=1)
-    return Quantized(values, scale)
+    """Use three operators where the form of the weight has no fused ones."""
+    form = form_of(weight)
+    fused = form.ascend_swiglu(x, bias, scheme)
+    if fused is not None:
+        return fused
+    gated: Tensor = torch_npu.npu_swiglu(form.ascend_linear(x, bias), dim=-1)
+    return gated if scheme is None else ascend_quantize(gated, scheme)
 
 
-@ascend.implementation(linear_argmax, adapt=to_nz, restore=from_nz)
+@ascend.implementation(linear_argmax, adapt=to_ascend, restore=from_ascend)
 def _(
     x: Tensor, weight: Weight, bias: Tensor | None, vocabulary: int, bits: Tensor | None = None,
     mask_of_row: Tensor | None = None,
 ) -> Tensor:
     """Multiply the padding rows of the weight too, since the padded size suits the cube unit; argmax ignores them."""
-    return _argmax_of(ascend.LABEL, _ascend_linear(x, weight, bias), vocabulary, bits, mask_of_row)
+    return _argmax_of(ascend.LABEL, form_of(weight).ascend_linear(x, bias), vocabulary, bits, mask_of_row)
 
 
 def _argmax_of(
@@ -353,30 +274,21 @@ def _argmax_of(
     return greedy.implementations[backend].function(logits, vocabulary)
 
 
-def _given(x: Tensor | Quantized, weight: Weight) -> Tensor | Quantized:
-    """Return x as the CUDA kernels take it: quantized if the weight is."""
-    if not isinstance(weight, QuantizedWeight):
-        return _floats(x)
-    return x if isinstance(x, Quantized) else quantize.implementations[triton.LABEL].function(x, weight.inputs)
-
-
 @triton.implementation(linear)
-def _cuda_linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
+def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x by a weight whose quantized values are [N, K], without zero points."""
-    from npuserve.kernels.triton import launch_linear
-
-    return launch_linear.linear(_given(x, weight), weight, bias)
+    form = form_of(weight)
+    return form.cuda_linear(form.cuda_input(x), bias)
 
 
 @triton.implementation(linear_swiglu)
 def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Quantize the gated values in a second launch, since a dynamic scale needs the whole row."""
-    from npuserve.kernels.triton import launch_linear
-
-    given = _given(x, weight)
-    gated = launch_linear.linear_swiglu(given, weight, bias)
+    form = form_of(weight)
+    given = form.cuda_input(x)
+    gated = form.cuda_swiglu(given, bias)
     if gated is None:
-        gated = swiglu.implementations[triton.LABEL].function(_cuda_linear(given, weight, bias))
+        gated = swiglu.implementations[triton.LABEL].function(form.cuda_linear(given, bias))
     return gated if scheme is None else quantize.implementations[triton.LABEL].function(gated, scheme)
 
 
@@ -386,10 +298,9 @@ def _(
     mask_of_row: Tensor | None = None,
 ) -> Tensor:
     """Store the logits if rows have masks: the fused epilogue applies none."""
-    from npuserve.kernels.triton import launch_linear
-
-    given = _given(x, weight)
-    ids = launch_linear.linear_argmax(given, weight, bias, vocabulary) if bits is None else None
+    form = form_of(weight)
+    given = form.cuda_input(x)
+    ids = form.cuda_argmax(given, bias, vocabulary) if bits is None else None
     if ids is None:
-        return _argmax_of(triton.LABEL, _cuda_linear(given, weight, bias), vocabulary, bits, mask_of_row)
+        return _argmax_of(triton.LABEL, form.cuda_linear(given, bias), vocabulary, bits, mask_of_row)
     return ids

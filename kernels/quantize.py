@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +19,11 @@ from npuserve.kernels.quantized import (
     SCHEMES,
     ZEROS,
     Quantized,
-    QuantizedWeight,
     Scheme,
     native_int8,
     scheme_of,
 )
-from npuserve.kernels.registry import Case, kernel, to_host
+from npuserve.kernels.registry import Case, kernel
 
 
 def _quantize_case(tokens: int, hidden: int, scheme: str = "int8", benchmark: bool = False) -> Case:
@@ -96,13 +94,6 @@ def int8_of(x: Tensor, generator: torch.Generator, scheme: Scheme = DYNAMIC) -> 
     return Quantized(made.values, (made.scale.t() * factor).t(), made.zero)
 
 
-def weight_of(weight: Tensor, generator: torch.Generator, dtype: torch.dtype, inputs: Scheme = DYNAMIC
-              ) -> QuantizedWeight:
-    """Quantize weight [N, K] as a case's argument, by the scheme of its inputs."""
-    made = int8_of(weight, generator, inputs)
-    return QuantizedWeight.of(made.values, made.scale, dtype, made.zero, inputs)
-
-
 def native_quantize(x: Tensor, scheme: Scheme) -> tuple[Quantized, native.Call]:
     """Return the output of `quantize` for x [T, K] and the native call that fills it."""
     out, p = native_int8(x.shape, scheme)
@@ -152,21 +143,3 @@ def ascend_fuses(scheme: Scheme | None) -> bool:
     if scheme.levels != ascend.LEVELS:
         raise ValueError(f"levels: {scheme.levels}; on Ascend the largest magnitude is divided by {ascend.LEVELS}")
     return True
-
-
-def to_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a case's arguments as the Ascend implementations take them; the weight is the second."""
-    x, weight, *rest = ascend.to_device(args)
-    if isinstance(weight, QuantizedWeight):
-        assert isinstance(weight.values, Tensor)
-        weight = replace(weight, values=ascend.fractal_nz(weight.values))
-    return x, weight, *rest
-
-
-def from_nz(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Undo `to_nz`, also for a transposed table."""
-    x, weight, *rest = to_host(args)
-    if isinstance(weight, QuantizedWeight):
-        assert isinstance(weight.values, Tensor)
-        weight = replace(weight, values=weight.values.t())
-    return x, weight, *rest

@@ -1,4 +1,4 @@
-"""int8 and float8 activations and weights (W8A8), and their schemes. quantize.py quantizes, linear.py multiplies."""
+"""int8 and float8 activations (W8A8), and their schemes. quantize.py quantizes; quantized_weight.py has the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.native.packed import Matrix, PackedWeight
 from npuserve.kernels.registry import Case
 
 FLOAT8 = torch.float8_e4m3fn
@@ -80,64 +79,6 @@ class Quantized:
         return replace(self, values=values, sums=sums)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """Quantized weight [N, K]: (values - zero) * scale by row. K of int8 is at most 32768, so that sums fit an int32.
-
-    values: int8 or FLOAT8.
-    scale: [N] float32, or [N, ceil(K / GROUP)] by columns (stride 1 between rows).
-    zero: [N] int32 (-128 to 127), or None for 0.
-    sums: int32, at least [N], the sum of each row's values; None for FLOAT8.
-    inputs: quantization scheme of the activations.
-    dtype: dtype of products, and of rows of an embedding table.
-    """
-
-    values: Matrix
-    scale: Tensor
-    zero: Tensor | None
-    sums: Tensor | None
-    inputs: Scheme
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, values: Tensor, scale: Tensor, dtype: torch.dtype, zero: Tensor | None = None,
-           inputs: Scheme = DYNAMIC) -> QuantizedWeight:
-        """Build a weight and its row sums from values [N, K]."""
-        sums = values.sum(dim=1, dtype=torch.int32) if values.dtype == torch.int8 else None
-        return cls(values, scale, zero, sums, inputs, dtype)
-
-    def packed(self) -> QuantizedWeight:
-        """Pack the values for the native kernels. `values` must be a Tensor."""
-        assert isinstance(self.values, Tensor)
-        return replace(self, values=PackedWeight.pack(self.values))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n, k = self.values.shape
-        return n, k
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def is_grouped(self) -> bool:
-        """True if rows have a scale for each GROUP columns."""
-        return self.scale.dim() == 2
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` [m] int64 as [m, K] of `dtype`, rounded once."""
-        values = self.values.rows(ids) if isinstance(self.values, PackedWeight) else self.values[ids]
-        whole = values.to(self.scale.dtype)
-        if self.zero is not None:
-            whole = whole - self.zero[ids].unsqueeze(1)
-        return (whole * self.scale[ids].unsqueeze(1)).to(self.dtype)
-
-
-Weight = Matrix | QuantizedWeight
-"""Weight or embedding table as kernels take it."""
-
-
 SCHEMES = ("int8", "asymmetric", "static", "static zero")
 """Names of schemes in the names of cases."""
 
@@ -161,19 +102,11 @@ def with_levels(case: Case, levels: float) -> Case:
     """Return the case with `levels` in all its schemes of int8."""
 
     def changed(value: Any) -> Any:
-        if isinstance(value, QuantizedWeight):
-            return replace(value, inputs=changed(value.inputs))
+        if isinstance(inputs := getattr(value, "inputs", None), Scheme):
+            return replace(value, inputs=changed(inputs))
         return replace(value, levels=levels) if isinstance(value, Scheme) and value.dtype == torch.int8 else value
 
     return replace(case, make=lambda generator, dtype: tuple(map(changed, case.make(generator, dtype))))
-
-
-def packed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a case's arguments for the native kernels: the weight (the second) packed, and int8 x with its sums."""
-    x, weight, *rest = args
-    if isinstance(x, Quantized):
-        x = replace(x, sums=x.values.sum(dim=1, dtype=torch.int32))
-    return x, weight.packed() if isinstance(weight, QuantizedWeight) else PackedWeight.pack(weight), *rest
 
 
 def native_int8(shape: Sequence[int], scheme: Scheme) -> tuple[Quantized, list[Tensor | None]]:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from npuserve.cli.bench.taps import Args, Tap, TappedKernels
-from npuserve.kernels.quantized import Quantized, QuantizedWeight, Scheme
+from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.kernels.registry import KernelSet
+from npuserve.kernels.weight import form_of
 from npuserve.npu.execution.decoder import Model
 
 MAX_TIE_DISTANCE = 2.0**-10
@@ -112,10 +113,11 @@ def _following(kernels: KernelSet, rounding: FollowedRounding) -> Tap:
 
 
 def _with_int8(name: str, args: Args, quantize: Callable[[Tensor, Scheme], Quantized]) -> Args:
-    """Return the arguments of a product with quantized activations, if its weight is int8."""
-    if name not in _PRODUCTS or not isinstance(args[1], QuantizedWeight) or isinstance(args[0], Quantized):
+    """Return the arguments of a product with quantized activations, if its weight takes them."""
+    if name not in _PRODUCTS or isinstance(args[0], Quantized):
         return args
-    return quantize(args[0], args[1].inputs), *args[1:]
+    scheme = form_of(args[1]).inputs
+    return args if scheme is None else (quantize(args[0], scheme), *args[1:])
 
 
 def _scheme_of(name: str, args: Args) -> Scheme | None:

@@ -15,7 +15,8 @@ from npuserve.kernels.bench.ceilings import DTYPES, Peak
 from npuserve.kernels.collectives import Ranks
 from npuserve.kernels.kv_cache import Cache, block_size
 from npuserve.kernels.layer import LayerWeights
-from npuserve.kernels.quantized import Quantized, QuantizedWeight, Scheme, Weight
+from npuserve.kernels.quantized import Quantized, Scheme
+from npuserve.kernels.weight import Weight, form_of
 
 _KINDS: dict[torch.dtype, Peak] = {dtype: kind for kind, dtype in DTYPES.items()}
 
@@ -55,9 +56,7 @@ def nbytes(*values: Any) -> int:
 
 
 def _embedding(ids: Tensor, table: Weight) -> Cost:
-    quantized = isinstance(table, QuantizedWeight)
-    read = nbytes(table) // table.shape[0] if quantized else table.shape[1] * table.dtype.itemsize
-    return Cost(nbytes(ids) + len(ids) * (read + table.shape[1] * table.dtype.itemsize), 0, "fp32")
+    return Cost(nbytes(ids) + len(ids) * (form_of(table).row_bytes + table.shape[1] * table.dtype.itemsize), 0, "fp32")
 
 
 def _embedding_shard(ids: Tensor, table: Weight, first: int, count: int) -> Cost:
@@ -104,8 +103,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme
 def _product(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: int) -> Cost:
     """Return the cost of a product. out: bytes of the result."""
     n, k = weight.shape
-    kind: Peak = "int8" if isinstance(weight, QuantizedWeight) else _KINDS[weight.dtype]
-    return Cost(nbytes(x, weight, bias) + out, 2 * len(x) * n * k, kind, cold=(1,))
+    return Cost(nbytes(x, weight, bias) + out, 2 * len(x) * n * k, _KINDS[form_of(weight).operand_dtype], cold=(1,))
 
 
 def _linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Cost:
@@ -170,7 +168,7 @@ def _decoder_layers(
         operations += attention.operations
         for linear in layer.linears:
             operations += 2 * len(residual) * prod(linear.weight.shape)
-            kind = "int8" if isinstance(linear.weight, QuantizedWeight) else _KINDS[linear.weight.dtype]
+            kind = _KINDS[form_of(linear.weight).operand_dtype]
     return Cost(moved, operations, kind, cold=(1, 2))
 
 

@@ -19,8 +19,8 @@ from npuserve.kernels.bench.ceilings import HOST, Ceilings, Machine, timed
 from npuserve.kernels.bench.costs import Cost, cost, nbytes
 from npuserve.kernels.bench.tensors import Args, copy_arguments, copy_value, tensors
 from npuserve.kernels.native.caches import cache_bytes
-from npuserve.kernels.native.packed import PackedWeight
 from npuserve.kernels.registry import GOLDEN, Case, Kernel
+from npuserve.kernels.weight import FloatWeight
 
 COLD_BYTES = max(256 << 20, 2 * cache_bytes())
 """Total bytes of the copies of cold weights and KV caches, which calls use round-robin: more than the caches hold."""
@@ -78,7 +78,7 @@ class Bench(Oracle):
         """Return the cost with weights in the implementation's form, which may take fewer bytes."""
         if label not in self._costs:
             held = self.implementation(label).adapt(self.args)
-            args = tuple(b if isinstance(b, PackedWeight) else a for a, b in zip(self.args, held, strict=True))
+            args = tuple(b if isinstance(b, FloatWeight) else a for a, b in zip(self.args, held, strict=True))
             self._costs[label] = cost(self.kernel.name, args)
         return self._costs[label]
 

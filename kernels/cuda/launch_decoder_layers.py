@@ -15,8 +15,9 @@ from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.cuda import compiled
 from npuserve.kernels.kv_cache import Cache
 from npuserve.kernels.layer import LayerWeights
-from npuserve.kernels.quantized import FLOAT8, QuantizedWeight, Weight
 from npuserve.kernels.triton.common import processors, shared_memory
+from npuserve.kernels.weight import Weight
+from npuserve.kernels.weight import form_of as weight_form
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +64,8 @@ def runs_on(device: torch.device) -> bool:
 
 def form_of(weights: Sequence[Weight]) -> int | None:
     """Return the constant FORM for weights that are all of one form; None for a form that the kernel does not take."""
-    if all(isinstance(w, Tensor) and w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights):
-        return 0
-    first = weights[0]
-    if not isinstance(first, QuantizedWeight) or not isinstance(first.values, Tensor):
-        return None
-    form = {torch.int8: 1, FLOAT8: 2}[first.values.dtype]
-    for w in weights:
-        if (not isinstance(w, QuantizedWeight) or not isinstance(w.values, Tensor) or w.zero is not None
-                or not w.values.is_contiguous()
-                or w.values.dtype != first.values.dtype or w.dtype != torch.bfloat16 or w.is_grouped
-                or w.inputs.scale is not None or w.inputs.has_zero or w.inputs.levels != first.inputs.levels):
-            return None
-    return form
+    first, *others = (weight.fused_form for weight in map(weight_form, weights))
+    return None if first is None or any(other != first for other in others) else first[0]
 
 
 def constants_of(
@@ -140,11 +130,9 @@ def arguments(
     step.levels = inputs.levels if inputs else 1.0
     for to, layer, (keys, values) in zip(step.layers, layers, caches, strict=True):
         for i, linear in enumerate(layer.linears):
-            if isinstance(weight := linear.weight, QuantizedWeight):
-                to.scale[i] = weight.scale.data_ptr()
-                weight = weight.values
-            assert isinstance(weight, Tensor)
-            to.weight[i] = weight.data_ptr()
+            parts = weight_form(linear.weight).parts
+            to.weight[i] = parts.values.data_ptr()
+            to.scale[i] = None if parts.scale is None else parts.scale.data_ptr()
         for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
             norm = getattr(layer, name)
             setattr(to, name, None if norm is None else norm.data_ptr())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import native
@@ -126,9 +127,40 @@ Matrix = Tensor | PackedWeight
 """Numbers [N, K] of a weight, in the form of the backend."""
 
 
+def packed_of(matrix: Matrix) -> PackedWeight:
+    """Return the matrix as the native kernels take it. Raises TypeError for a tensor."""
+    if not isinstance(matrix, PackedWeight):
+        raise TypeError("weight: not packed for the native kernels")
+    return matrix
+
+
+def tensor_of(matrix: Matrix) -> Tensor:
+    """Return the matrix as other kernels take it. Raises TypeError for a packed one."""
+    if isinstance(matrix, PackedWeight):
+        raise TypeError("weight: not a matrix of a tensor")
+    return matrix
+
+
 def dense(matrix: Matrix) -> Tensor:
     """Return the matrix as a tensor [N, K], for golden functions."""
     return matrix.dense() if isinstance(matrix, PackedWeight) else matrix
+
+
+def rows_of(matrix: Matrix, ids: Tensor) -> Tensor:
+    """Return rows `ids` [m] int64 as [m, K]."""
+    return matrix.rows(ids) if isinstance(matrix, PackedWeight) else F.embedding(ids, matrix)
+
+
+def first_row(matrix: Matrix) -> Tensor:
+    """Return row 0 as [1, K]."""
+    return matrix.rows(torch.zeros(1, dtype=torch.int64)) if isinstance(matrix, PackedWeight) else matrix[:1]
+
+
+def unpack_call(matrix: Matrix, ids: Tensor, out: Tensor) -> native.Call:
+    """Return the op that copies rows `ids` [m] int64 to out [m, K]."""
+    if isinstance(matrix, PackedWeight):
+        return matrix.unpack(ids, out)
+    return "embedding", matrix.dtype, [ids, matrix, out], [*out.shape]
 
 
 def write(matrix: Matrix, first: int, rows: Tensor) -> None:
@@ -137,3 +169,11 @@ def write(matrix: Matrix, first: int, rows: Tensor) -> None:
         matrix.write(first, rows)
     else:
         matrix[first : first + len(rows)] = rows
+
+
+def unplanned(matrix: Matrix) -> tuple[int, int]:
+    """Return the bytes of a matrix that could not be packed compact, and those that it has beyond the compact form."""
+    if not isinstance(matrix, PackedWeight) or not matrix.refused:
+        return 0, 0
+    nbytes = matrix.words.nbytes
+    return nbytes, nbytes - 4 * packed_words(matrix.n, matrix.k, matrix.dtype, True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized, QuantizedWeight, Weight
+from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.linear import argmax_merge_kernel, finish_kernel, product_kernel
@@ -22,6 +23,7 @@ from npuserve.kernels.triton.linear_tiles import (
     takes_float8,
     takes_int8,
 )
+from npuserve.kernels.weight import Weight, form_of
 
 TILES = 1 << 16
 """Maximum number of tiles whose K is split."""
@@ -52,33 +54,34 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Ti
 
     Raises TypeError or ValueError.
     """
-    values, numbers = _operands(x, weight, bias)
-    tiles = tiles or _choose("linear", values, numbers, weight, bias)
-    if tiles is None and not isinstance(weight, QuantizedWeight):
-        return F.linear(values, numbers, bias)
-    return _outputs("linear", x, weight, bias, tiles)
+    operands = _operands(x, weight, bias)
+    tiles = tiles or _choose("linear", operands, bias)
+    if tiles is None and operands.weight_scale is None:
+        return F.linear(operands.x, operands.weight, bias)
+    return _outputs("linear", operands, bias, tiles)
 
 
 def linear_swiglu(
     x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None
 ) -> Tensor | None:
     """Launch the kernel `linear_swiglu` without a scheme; None where `linear` and `swiglu` are faster by the table."""
-    values, numbers = _operands(x, weight, bias)
-    if len(numbers) % 2:
-        raise ValueError(f"weight: {len(numbers)} rows are not as many of gate and up")
-    tiles = tiles or _choose("linear_swiglu", values, numbers, weight, bias)
-    if tiles is None and numbers.dtype != torch.int8:
+    operands = _operands(x, weight, bias)
+    if len(operands.weight) % 2:
+        raise ValueError(f"weight: {len(operands.weight)} rows are not as many of gate and up")
+    tiles = tiles or _choose("linear_swiglu", operands, bias)
+    if tiles is None and operands.weight.dtype != torch.int8:
         return None
-    return _outputs("linear_swiglu", x, weight, bias, tiles)
+    return _outputs("linear_swiglu", operands, bias, tiles)
 
 
 def linear_argmax(
     x: Tensor | Quantized, weight: Weight, bias: Tensor | None, vocabulary: int, tiles: Tiles | None = None
 ) -> Tensor | None:
     """Launch the kernel `linear_argmax`; None where `linear` and `greedy` are faster by the table."""
-    values, numbers = _operands(x, weight, bias)
-    within("vocabulary", vocabulary, 1, len(numbers))
-    tiles = tiles or _choose("linear_argmax", values, numbers, weight, bias)
+    operands = _operands(x, weight, bias)
+    values = operands.x
+    within("vocabulary", vocabulary, 1, len(operands.weight))
+    tiles = tiles or _choose("linear_argmax", operands, bias)
     if tiles is None:
         return None
     if tiles.split != 1:
@@ -87,8 +90,8 @@ def linear_argmax(
     best = torch.empty(len(values), count, dtype=torch.float32, device=values.device)
     places = torch.empty(len(values), count, dtype=torch.int32, device=values.device)
     ids = torch.empty(len(values), 1, dtype=torch.int64, device=values.device)
-    nothing = torch.empty(0, dtype=weight.dtype, device=values.device)
-    _product("linear_argmax", x, weight, bias, nothing, tiles, vocabulary, best, places)
+    nothing = torch.empty(0, dtype=operands.dtype, device=values.device)
+    _product("linear_argmax", operands, bias, nothing, tiles, vocabulary, best, places)
     if len(values):
         argmax_merge_kernel[(len(values),)](
             best=best, places=places, ids=ids, tiles=count, BLOCK=min(_MERGED, power(count)), **dependent(values))
@@ -100,46 +103,64 @@ def library(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
 
     It stores the sums [T, N] of int8 in memory. Raises ValueError for operands that the library does not support.
     """
-    values, numbers = _operands(x, weight, bias)
+    operands = _operands(x, weight, bias)
+    values, numbers = operands.x, operands.weight
     if numbers.dtype == FLOAT8:
-        supported = kind == "linear" and _multiplies_float8(numbers, weight, bias)
+        supported = kind == "linear" and _multiplies_float8(operands, bias)
     else:
-        supported = isinstance(x, Quantized) and takes_int8(len(values), *numbers.shape)
+        supported = operands.x_scale is not None and takes_int8(len(values), *numbers.shape)
     if not supported:
         raise ValueError(f"x: {list(values.shape)} and a weight {list(numbers.shape)} are no product of the library's")
-    return _outputs(kind, x, weight, bias, None)
+    return _outputs(kind, operands, bias, None)
 
 
-def _outputs(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
+class _Operands(NamedTuple):
+    """Operands of a product. x [T, K], weight [N, K], and their scales if both are quantized; dtype of the result."""
+
+    x: Tensor
+    weight: Tensor
+    x_scale: Tensor | None
+    weight_scale: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def form(self) -> Form:
+        """Form by which tiles are chosen."""
+        if self.weight_scale is None or self.weight.dtype != FLOAT8:
+            return ""
+        return "grouped float8" if self.weight_scale.dim() == 2 else "float8"
+
+
+def _outputs(kind: Kind, operands: _Operands, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
     """Return the output for checked operands. tiles: None computes int8 and float8 by the library."""
     gated = kind == "linear_swiglu"
-    shape = len(x), weight.shape[0] // (1 + gated)
-    out = torch.empty(shape, dtype=weight.dtype, device=x.values.device if isinstance(x, Quantized) else x.device)
+    x, weight, x_scale, weight_scale, dtype = operands
+    shape = len(x), len(weight) // (1 + gated)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     if tiles is not None:
-        _product(kind, x, weight, bias, out, tiles)
+        _product(kind, operands, bias, out, tiles)
         return out
-    assert isinstance(x, Quantized)
-    assert isinstance(weight, QuantizedWeight)
-    assert isinstance(weight.values, Tensor)
-    if weight.values.dtype == FLOAT8:
+    assert x_scale is not None
+    assert weight_scale is not None
+    if weight.dtype == FLOAT8:
         assert not gated
         return torch._scaled_mm(
-            x.values, weight.values.t(), x.scale.unsqueeze(1), weight.scale.unsqueeze(0), out_dtype=weight.dtype,
-            use_fast_accum=True)
-    sums = torch._int_mm(x.values, weight.values.t())
+            x, weight.t(), x_scale.unsqueeze(1), weight_scale.unsqueeze(0), out_dtype=dtype, use_fast_accum=True)
+    sums = torch._int_mm(x, weight.t())
     finish_kernel[(shape[0], -(-shape[1] // _FINISHED))](
-        sums=sums, x_scale=x.scale, weight_scale=weight.scale, bias=bias, out=out, tokens=shape[0], n=shape[1],
+        sums=sums, x_scale=x_scale, weight_scale=weight_scale, bias=bias, out=out, tokens=shape[0], n=shape[1],
         GATED=gated, BLOCK=_FINISHED, **dependent(sums))
     return out
 
 
-def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Check x [T, K], weight [N, K] and their scales, and return the numbers of both."""
-    if isinstance(x, Quantized) != isinstance(weight, QuantizedWeight):
+def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> _Operands:
+    """Return the operands after checks of x [T, K], weight [N, K] and their scales."""
+    form = form_of(weight)
+    numbers, weight_scale, weight_zero = form.parts
+    values, x_scale, x_zero = (x.values, x.scale, x.zero) if isinstance(x, Quantized) else (x, None, None)
+    if (x_scale is None) != (weight_scale is None):
         raise TypeError("x and weight: one is quantized, the other is not")
-    values = x.values if isinstance(x, Quantized) else x
-    numbers = weight.values if isinstance(weight, QuantizedWeight) else weight
-    if not isinstance(numbers, Tensor) or numbers.dim() != 2:
+    if numbers.dim() != 2:
         raise TypeError("weight: not a matrix of a tensor")
     device, (n, k) = values.device, numbers.shape
     within("rows of weight", n, 1, INT32 // 4)
@@ -147,46 +168,37 @@ def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> tup
     if values.dim() != 2 or values.shape[1] != k:
         raise ValueError(f"x: {list(values.shape)} is not [rows, {k}]")
     within("rows of x", len(values), 0, 1 << 22)
-    if isinstance(x, Quantized) and isinstance(weight, QuantizedWeight):
-        if x.zero is not None or weight.zero is not None:
-            raise ValueError("zero: on CUDA quantized activations and weights have no zeros")
-        check("values of x", values, (len(values), k), (numbers.dtype,), device)
-        groups = (-(-k // GROUP),) if weight.is_grouped else ()
-        check("scale of x", x.scale.t(), (*groups, len(values)), (torch.float32,), device)
-        check("values of weight", numbers, (n, k), (torch.int8, FLOAT8), device)
-        check("scale of weight", weight.scale.t(), (*groups, n), (torch.float32,), device)
-        if weight.dtype not in FLOATS:
-            raise ValueError(f"weight: products of {weight.dtype}")
-    else:
+    if x_scale is None or weight_scale is None:
         matrix("x", values, device)
         check("weight", numbers, (n, k), (values.dtype,), device)
+    else:
+        if x_zero is not None or weight_zero is not None:
+            raise ValueError("zero: on CUDA quantized activations and weights have no zeros")
+        check("values of x", values, (len(values), k), (numbers.dtype,), device)
+        groups = (-(-k // GROUP),) if weight_scale.dim() == 2 else ()
+        check("scale of x", x_scale.t(), (*groups, len(values)), (torch.float32,), device)
+        check("values of weight", numbers, (n, k), (torch.int8, FLOAT8), device)
+        check("scale of weight", weight_scale.t(), (*groups, n), (torch.float32,), device)
+        if form.dtype not in FLOATS:
+            raise ValueError(f"weight: products of {form.dtype}")
     if bias is not None:
         check("bias", bias, (n,), FLOATS, device)
-    return values, numbers
+    return _Operands(values, numbers, x_scale, weight_scale, form.dtype)
 
 
-def _choose(kind: Kind, values: Tensor, numbers: Tensor, weight: Weight, bias: Tensor | None) -> Tiles | None:
-    (n, k), form = numbers.shape, _form(weight)
-    shape = kind, numbers.itemsize, len(values), n, k, processors(values.device), form
+def _choose(kind: Kind, operands: _Operands, bias: Tensor | None) -> Tiles | None:
+    values, numbers, form = operands.x, operands.weight, operands.form
+    shape = kind, numbers.itemsize, len(values), *numbers.shape, processors(values.device), form
     tiles = choose(*shape)
-    if tiles is None and form and not _multiplies_float8(numbers, weight, bias):
+    if tiles is None and form and not _multiplies_float8(operands, bias):
         tiles = calculated(*shape)
     return tiles and fitted(tiles, kind, numbers.itemsize, shared_memory(values.device))
 
 
-def _form(weight: Weight) -> Form:
-    if not isinstance(weight, QuantizedWeight):
-        return ""
-    if not isinstance(weight.values, Tensor) or weight.values.dtype != FLOAT8:
-        return ""
-    return "grouped float8" if weight.is_grouped else "float8"
-
-
-def _multiplies_float8(numbers: Tensor, weight: Weight, bias: Tensor | None) -> bool:
+def _multiplies_float8(operands: _Operands, bias: Tensor | None) -> bool:
     """Return True if the library multiplies float8 by this weight. On a CPU it does not take scales of rows."""
-    assert isinstance(weight, QuantizedWeight)
-    return (_on_gpu(numbers) and takes_float8(*numbers.shape) and weight.dtype == torch.bfloat16 and bias is None
-            and not weight.is_grouped)
+    return (_on_gpu(operands.weight) and takes_float8(*operands.weight.shape) and operands.dtype == torch.bfloat16
+            and bias is None and operands.form == "float8")
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -209,13 +221,11 @@ def _ahead(weight: Tensor, rows: int) -> int:
 
 
 def _product(
-    kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    vocabulary: int = 0, best: Tensor | None = None, places: Tensor | None = None,
+    kind: Kind, operands: _Operands, bias: Tensor | None, out: Tensor, tiles: Tiles, vocabulary: int = 0,
+    best: Tensor | None = None, places: Tensor | None = None,
 ) -> None:
     """Fill `out`, or `best` and `places`, of which `out` is then the dtype, for checked operands."""
-    values, x_scale = (x.values, x.scale) if isinstance(x, Quantized) else (x, None)
-    numbers, weight_scale = (weight.values, weight.scale) if isinstance(weight, QuantizedWeight) else (weight, None)
-    assert isinstance(numbers, Tensor)
+    values, numbers, x_scale, weight_scale, _ = operands
     gated = kind == "linear_swiglu"
     (rows, k), n = values.shape, len(numbers) // (1 + gated)
     if not rows:
@@ -229,7 +239,7 @@ def _product(
         size = heights * widths * tiles.split * (1 + gated) * tiles.n * tiles.m
         whole = torch.int32 if numbers.dtype == torch.int8 else torch.float32
         partial, arrived = torch.empty(size, dtype=whole, device=values.device), _arrived(values.device)
-    is_grouped = _form(weight) == "grouped float8"
+    is_grouped = operands.form == "grouped float8"
     if is_grouped and GROUP % tiles.k:
         raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {GROUP} share a scale")
     precise = numbers.dtype == FLOAT8 and tiles.m <= PRECISE_ROWS

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels.quantized import GROUP, Quantized, QuantizedWeight, Scheme
+from npuserve.kernels.quantized import GROUP, Quantized, Scheme
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.rows import (
@@ -22,6 +22,7 @@ from npuserve.kernels.triton.rows import (
     swiglu_kernel,
     take_ids_kernel,
 )
+from npuserve.kernels.weight import Weight, form_of
 
 WIDTH = 32768
 """Maximum numbers of a row in one program."""
@@ -93,18 +94,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def embedding(ids: Tensor, table: Tensor | QuantizedWeight) -> Tensor:
+def embedding(ids: Tensor, table: Weight) -> Tensor:
     """Launch the kernel `embedding`; ids are not range-checked. Raises ValueError."""
-    values, scale, zero = (table, None, None) if isinstance(table, Tensor) else (table.values, table.scale, table.zero)
-    if not isinstance(values, Tensor) or values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
+    values, scale, zero = form_of(table).parts
+    if values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
         raise ValueError("table: not a matrix whose rows are contiguous")
     if values.device != ids.device:
         raise ValueError(f"table: on {values.device}, and ids on {ids.device}")
     check("ids", ids, (ids.numel(),), (torch.int64,), values.device)
-    if isinstance(table, QuantizedWeight):
-        check("scale of table", table.scale, (len(values),), (torch.float32,), values.device)
-        if table.zero is not None:
-            check("zero of table", table.zero, (len(values),), (torch.int32,), values.device)
+    for name, numbers, dtype in (("scale", scale, torch.float32), ("zero", zero, torch.int32)):
+        if numbers is not None:
+            check(f"{name} of table", numbers, (len(values),), (dtype,), values.device)
     rows, width = len(ids), values.shape[1]
     out = torch.empty(rows, width, dtype=table.dtype, device=ids.device)
     if out.numel():

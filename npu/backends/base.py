@@ -18,9 +18,9 @@ import torch
 from npuserve.kernels.kv_cache import setting_of
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
-from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.kernels.registry import Span
 from npuserve.kernels.sample import Filters
+from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.notices import Notice
 from npuserve.npu.quantization import W8A8
@@ -279,8 +279,8 @@ class Backend(ABC):
         if refusal := scheme.refusal(self.name, zeros=self.int8_zeros, float8=self.float8):
             raise BackendError(f"quantization_config: {refusal}")
 
-    def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
-        """Convert a completely written, quantized weight in place to the layout that the kernels read.
+    def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:
+        """Convert a completely written weight in place to the layout that the kernels read.
 
         table: the embedding kernel reads it too.
         """

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.layer import Linear
-from npuserve.kernels.native.packed import Matrix, write
-from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import FLOAT8_DYNAMIC, FLOAT8_GROUPED, QuantizedWeight, Scheme, Weight
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Scheme
+from npuserve.kernels.quantized_weight import QuantizedWeight
+from npuserve.kernels.weight import Weight, form_of
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.shard import Rows, Span
@@ -27,8 +27,8 @@ FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "
 FLOAT8S = ("F8_E4M3",)
 """Names of dtypes in safetensors."""
 
-ROUNDED_AT_ONCE = 1 << 17
-"""Numbers rounded to int8 at a time, so that intermediate values stay in the processor's cache."""
+STORED = {torch.int8: INT8, FLOAT8: FLOAT8S}
+"""Dtype of a weight's numbers -> dtypes of the checkpoint; others are any of FLOATS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +164,14 @@ class _Allocator:
         weight: Weight = self._quantized(stored, stored.scheme) if stored.scheme else self._backend.weight(
             stored.rows, stored.inputs, dtype)
         bias = self._empty(stored.rows, dtype) if stored.adds_bias else None
-        put, dtypes, itemsize = (
-            (partial(_put, weight), FLOATS, dtype.itemsize) if not isinstance(weight, QuantizedWeight) else
-            (partial(_put_rounded, weight), FLOATS, 1) if stored.rounded else
-            (partial(_put_int8, weight), INT8, 1) if weight.sums is not None else
-            (partial(_put_float8, weight), FLOAT8S, 1))
+        form = form_of(weight)
+        write = form.write_rounded if stored.rounded else form.write
+        dtypes = FLOATS if stored.rounded else STORED.get(form.number_dtype, FLOATS)
+        itemsize = form.number_dtype.itemsize
         first, columns = 0, stored.columns
         for name, rows in stored.parts.items():
             self._add(f"{name}.weight", _of_rows(
-                partial(put, first), rows, ((rows.whole, columns.whole),), rows.size * columns.size * itemsize, dtypes,
+                partial(_put_rows, write, first), rows, ((rows.whole, columns.whole),), rows.size * columns.size * itemsize, dtypes,
                 columns=columns))
             if stored.biased:
                 put_bias = _ignore if bias is None else partial(_put, bias, first)
@@ -295,30 +294,12 @@ def _ignore(row: int, piece: Tensor) -> None:
     """Ignore a bias that another rank adds."""
 
 
-def _put(matrix: Matrix, first: int, row: int, piece: Tensor) -> None:
-    write(matrix, first + row, piece)
+def _put(into: Tensor, first: int, row: int, piece: Tensor) -> None:
+    into[first + row : first + row + len(piece)] = piece
 
 
-def _put_int8(weight: QuantizedWeight, first: int, row: int, piece: Tensor) -> None:
-    begin = first + row
-    write(weight.values, begin, piece)
-    assert weight.sums is not None
-    weight.sums[begin : begin + len(piece)] = piece.sum(dim=1, dtype=torch.int32)
-
-
-def _put_float8(weight: QuantizedWeight, first: int, row: int, piece: Tensor) -> None:
-    if bool((piece.view(torch.uint8) & 0x7F == 0x7F).any()):
-        raise ValueError("has numbers that are not finite (NaN)")
-    write(weight.values, first + row, piece)
-
-
-def _put_rounded(weight: QuantizedWeight, first: int, row: int, piece: Tensor) -> None:
-    begin = first + row
-    for rows in piece.split(max(1, ROUNDED_AT_ONCE // piece.shape[1])):
-        made = quantize(rows.float(), Scheme(levels=127))
-        _put_int8(weight, begin, 0, made.values)
-        weight.scale[begin : begin + len(rows)] = made.scale
-        begin += len(rows)
+def _put_rows(write: Callable[[int, Tensor], None], first: int, row: int, piece: Tensor) -> None:
+    write(first + row, piece)
 
 
 def _put_scales(into: Tensor, row: int, piece: Tensor) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.layer import LayerWeights, Linear
-from npuserve.kernels.native.packed import PackedWeight, packed_words, write
-from npuserve.kernels.quantized import QuantizedWeight, Scheme, Weight
+from npuserve.kernels.quantized import Scheme
+from npuserve.kernels.weight import Weight, WeightForm, form_of
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Layer
@@ -65,28 +65,27 @@ class ModelWeights:
 
     @property
     def padded_vocabulary(self) -> int:
-        head = self.lm_head.weight
-        return len(head.scale) if isinstance(head, QuantizedWeight) else head.shape[0]
+        return len(form_of(self.lm_head.weight))
 
     @property
     def quantized_inputs(self) -> set[torch.dtype]:
         """Return the dtypes of the quantized inputs of linear layers; empty if all inputs are floats."""
-        return {weight.inputs.dtype for weight in self._linear_weights() if isinstance(weight, QuantizedWeight)}
+        return {inputs.dtype for weight in self._linear_weights() if (inputs := form_of(weight).inputs)}
 
     @property
     def unplanned_bytes(self) -> int:
         """Bytes beyond `stored_bytes`: weights whose numbers could not be compacted and are stored elsewhere."""
-        return sum(w.words.nbytes for w in self._refused)
+        return sum(form.unplanned_bytes for form in self._forms)
 
     @property
     def unplanned_reads(self) -> int:
         """Bytes that a step reads of such weights beyond `read_bytes`."""
-        return sum(w.words.nbytes - 4 * packed_words(w.n, w.k, w.dtype, True) for w in self._refused)
+        return sum(form.unplanned_reads for form in self._forms)
 
     @property
-    def _refused(self) -> list[PackedWeight]:
-        held = {id(weight): weight for weight in (self.embedding, *self._linear_weights())}
-        return [weight for weight in held.values() if isinstance(weight, PackedWeight) and weight.refused]
+    def _forms(self) -> list[WeightForm]:
+        weights = {id(weight): weight for weight in (self.embedding, *self._linear_weights())}
+        return [form_of(weight) for weight in weights.values()]
 
     def attention_layers(self) -> tuple[LayerWeights, ...] | None:
         """Return the weights as the kernel `decoder_layers` takes them; None for layers other than its own."""
@@ -104,14 +103,13 @@ class ModelWeights:
         return tuple(layers)
 
     def finish(self, vocabulary: int, backend: Backend) -> None:
-        """Fill the padding rows, and convert quantized weights to the layout of the backend's kernels.
+        """Fill the padding rows, and convert weights to the layout of the backend's kernels.
 
         Call it once all other rows hold the checkpoint's numbers.
         """
         self._fill_padding(vocabulary)
         for weight in self._linear_weights():
-            if isinstance(weight, QuantizedWeight):
-                backend.prepare_weight(weight, table=weight is self.embedding)
+            backend.prepare_weight(form_of(weight), table=weight is self.embedding)
 
     def _linear_weights(self) -> list[Weight]:
         linears = [linear for block in self.blocks for linear in block.linears]
@@ -119,15 +117,7 @@ class ModelWeights:
 
     def _fill_padding(self, vocabulary: int) -> None:
         padded, head = self.padded_vocabulary, self.lm_head.weight
-        count = padded - vocabulary
         if self.embedding is not head:
-            assert not isinstance(self.embedding, QuantizedWeight)
-            zeros = torch.zeros(count, self.embedding.shape[1], device=self.norm.device)
-            write(self.embedding, vocabulary, zeros)
-        if isinstance(head, QuantizedWeight):
-            for numbers in (head.scale, head.zero, head.sums):
-                if numbers is not None:
-                    numbers[vocabulary:padded] = numbers[0].clone()
-            head = head.values
-        first = head.rows(torch.zeros(1, dtype=torch.int64)) if isinstance(head, PackedWeight) else head[:1]
-        write(head, vocabulary, first.expand(count, -1))
+            embedding = form_of(self.embedding)
+            embedding.write(vocabulary, torch.zeros(padded - vocabulary, embedding.shape[1], device=self.norm.device))
+        form_of(head).repeat_first(vocabulary)

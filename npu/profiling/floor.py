@@ -18,7 +18,8 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import Cost, cost
 from npuserve.kernels.kv_cache import LARGEST, Cache
-from npuserve.kernels.quantized import Quantized, Scheme, Weight
+from npuserve.kernels.quantized import Quantized, Scheme
+from npuserve.kernels.weight import Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord
 from npuserve.npu.execution.state_store import KeysAndValues, LayerState, Slots, StateStore

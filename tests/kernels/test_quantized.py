@@ -26,13 +26,13 @@ from npuserve.kernels.quantized import (
     GROUP,
     SCHEMES,
     Quantized,
-    QuantizedWeight,
     Scheme,
-    packed,
     scheme_of,
 )
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
+from npuserve.kernels.weight import packed
 from tests.kernels.comparison import generator, randn
 from tests.kernels.variants import ISAS, implementation, variants
 

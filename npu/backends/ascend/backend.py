@@ -21,8 +21,8 @@ import torch
 
 from npuserve.kernels import ascend
 from npuserve.kernels.attention import gathered_bytes
-from npuserve.kernels.quantized import QuantizedWeight
 from npuserve.kernels.sample import Filters
+from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.ascend import errors as acl_errors
 from npuserve.npu.backends.ascend import functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
@@ -189,13 +189,8 @@ class AscendBackend(StreamBackend):
     def is_capture_error(cls, error: BaseException) -> bool:
         return acl_errors.is_capture_error(error)
 
-    def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
-        """Lay the weight out as [K, N] in place, so that it is never in memory twice.
-
-        The layout is FRACTAL_NZ, or plain if rows are also read as embeddings.
-        """
-        assert isinstance(weight.values, torch.Tensor)
-        weight.values.data = weight.values.t() if table else ascend.fractal_nz(weight.values)
+    def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:
+        weight.prepare_for_ascend(table=table)
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -7,7 +7,8 @@ import torch
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import COSTS, cost, nbytes
-from npuserve.kernels.quantized import DYNAMIC, Quantized, QuantizedWeight, Scheme
+from npuserve.kernels.quantized import DYNAMIC, Quantized, Scheme
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.registry import KERNELS, Case
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels.linear import linear_swiglu
-from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized, QuantizedWeight
+from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.triton.linear_tiles import (
     BUCKETS,
     MEASURED,

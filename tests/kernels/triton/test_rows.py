@@ -15,7 +15,7 @@ from torch import Tensor
 from npuserve.kernels.embedding import embedding
 from npuserve.kernels.last_ids import keep_ids, take_ids
 from npuserve.kernels.norm import add_rms_norm
-from npuserve.kernels.quantize import quantize, weight_of
+from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import (
     DYNAMIC,
     FLOAT8,
@@ -23,10 +23,10 @@ from npuserve.kernels.quantized import (
     FLOAT8_SCHEMES,
     SCHEMES,
     Quantized,
-    QuantizedWeight,
     Scheme,
     scheme_of,
 )
+from npuserve.kernels.quantized_weight import QuantizedWeight, weight_of
 from npuserve.kernels.registry import KernelSet
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.comparison import generator

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from npuserve.kernels.native import available
-from npuserve.kernels.quantized import QuantizedWeight
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError

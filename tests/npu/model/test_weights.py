@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from npuserve.kernels import quantized_weight
 from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.native.packed import PackedWeight, dense
-from npuserve.kernels.quantized import QuantizedWeight, Scheme
+from npuserve.kernels.quantized import Scheme
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.model import allocation, loader
+from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import compared_inputs, read_bytes, stored_bytes
@@ -178,7 +180,7 @@ def test_int8_static_inputs_take_range_of_fused_parts(tmp_path, caplog, symmetri
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_head_is_quantized_by_row(tmp_path, monkeypatch, kind, quantized, dtype, cpu):
     monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 500)
-    monkeypatch.setattr(allocation, "ROUNDED_AT_ONCE", 100)  # three rows
+    monkeypatch.setattr(quantized_weight, "ROUNDED_AT_ONCE", 100)  # three rows
     model = random_model(kind)
     made = saved_w8a8(model, tmp_path) if quantized else saved(model, tmp_path)
     weights = load(made, cpu, "int8", dtype)

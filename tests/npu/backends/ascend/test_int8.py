@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npuserve.kernels import ascend
-from npuserve.kernels.quantized import QuantizedWeight
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.execution.memory_plan import predict
