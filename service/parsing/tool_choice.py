@@ -118,7 +118,12 @@ def tool_constraint(
         return None
     if message.sampling.allowed_token_ids:
         bad.add("sampling.allowed_token_ids", "must be empty if chat.tool_choice is required or a name")
-    tag = structural_tag(message.chat, tokenizer.chat.format, reasoning_state(tokenizer, prompt_ids))
+    form = tokenizer.chat.format
+    tag = structural_tag(message.chat, form, reasoning_state(tokenizer, prompt_ids))
+    for index, tool in enumerate(message.chat.tools if form.has_tagged_arguments else ()):
+        if set("<>\n").intersection(json.loads(tool)["function"]["name"]):
+            bad.add(f"chat.tools[{index}].function.name", (
+                f"must have no <, > or line feed for this tool_choice: the model writes it as {FUNCTION_BEGIN}NAME>"))
     size = len(tag.encode())
     if size > MAX_CONSTRAINT_BYTES:
         bad.add("chat.tools", (
