@@ -41,6 +41,7 @@ LARGE_FOLDERS = {
     "kernels": "one file per kernel",
     "kernels/triton": "one file per kernel, and the launches of each",
     "service": "what its folders share",
+    "service/grammar/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
     "bench/reliability": "one file per question that it answers, and what they share",

@@ -73,7 +73,7 @@ class ResponseBuilder:
 
             if checked.answer_format:
                 self._parser = ParsedStream(
-                    checked.answer_format, tokenizer, checked.request.prompt_ids, token_offset)
+                    checked.answer_format, tokenizer, checked.request.prompt_ids, token_offset, checked.call_types)
 
             self._detokenizer = Detokenizer(
                 tokenizer, skip_special_tokens=checked.skip_special_tokens, stop=checked.stop,

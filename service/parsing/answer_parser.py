@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from npuserve.service.parsing.parameter_types import CallTypes
+from npuserve.service.parsing.tagged_call import TaggedCallScanner
 from npuserve.service.parsing.tool_call import MALFORMED, OPEN, ToolCallScanner
 from npuserve.service.text.answer_format import CALL_BEGIN, CALL_END, THINK_BEGIN, THINK_END, AnswerFormat
 
@@ -53,25 +55,29 @@ class AnswerParser:
 
     form: format of the model.
     reasoning: state at the end of the prompt.
+    types: of the parameters of the tools, for a format with tagged arguments.
 
     - Reasoning is the text between <think> and </think> at the beginning of the answer. Line feeds at both its ends and
       after </think> belong to the format. An answer that ends before </think> is reasoning only.
-    - A tool call is the text between <tool_call> and </tool_call>, see `ToolCallScanner`. The line feed before it, and
-      white space alone before and after it, belong to the format. In a JSON string, </tool_call> is text.
+    - A tool call is the text between <tool_call> and </tool_call>, see `ToolCallScanner` and
+      `TaggedCallScanner`. The line feed before it (two with tagged arguments), and white space alone before and after
+      it, belong to the format. In a JSON string, and in the value of a tagged argument, </tool_call> is text.
     - All other text is content: also a block that is not a tool call, with its tags, and text between calls.
     - If a tool call is cut by the end of the answer, by another <tool_call>, or by </tool_call> too early, its
       arguments are the text up to there. Other text after the arguments, such as one brace too many, is content.
     """
 
-    def __init__(self, form: AnswerFormat, reasoning: Reasoning):
+    def __init__(self, form: AnswerFormat, reasoning: Reasoning, types: CallTypes | None = None):
         self._parts = Parts()
         self._calls = form.has_tool_calls
+        self._types = (types or {}) if form.has_tagged_arguments else None
+        self._line_feeds = "\n\n" if form.has_tagged_arguments else "\n"  # before a call, of the format
         self._count = 0  # of calls that have begun
         self._has_content = False
         self._held = ""  # white space that a tag may follow
         self._tag = ""  # text that may be the beginning of a tag, after _held
         self._expects_end = False  # </tool_call> is a tag: the rest of a malformed call is read
-        self._call = ToolCallScanner()
+        self._call = self._scanner()
         self._call_text = ""  # of a block that is not known to be a call
         self._is_named = False  # the name of the call was emitted
         self._has_reasoning_text = False
@@ -158,8 +164,10 @@ class AnswerParser:
         if self._tag or c == "<":
             return self._read_tag(text, at)
         if c == "\n":
-            self._emit(self._held)
-            self._held = c
+            if self._held == self._line_feeds:
+                self._emit(c)
+            else:
+                self._held += c
             return at + 1
         end = _end_of_run(text, at)
         self._emit(self._held + text[at:end])
@@ -220,9 +228,12 @@ class AnswerParser:
 
     def _begin_call(self, text: str) -> None:
         """Begin a block. text: of its tag, and the white space before it."""
-        self._call, self._call_text = ToolCallScanner(), text
+        self._call, self._call_text = self._scanner(), text
         self._is_named = self._expects_end = False
         self._state = self._tool_call
+
+    def _scanner(self) -> ToolCallScanner | TaggedCallScanner:
+        return ToolCallScanner() if self._types is None else TaggedCallScanner(self._types)
 
     def _emit(self, text: str) -> None:
         if text:

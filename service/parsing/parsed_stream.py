@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from npuserve.service.parsing.answer_parser import AnswerParser, Parts, Reasoning
+from npuserve.service.parsing.parameter_types import CallTypes
 from npuserve.service.text.answer_format import THINK_BEGIN, THINK_END, AnswerFormat
 
 if TYPE_CHECKING:
@@ -30,10 +31,18 @@ class ParsedStream:
     prompt_ids: ids of the rendered chat.
     client_tokens: number of the answer's tokens that the client has. The parts that could have been sent with them are
         left out; their tokens are counted.
+    types: as of `AnswerParser`.
     """
 
-    def __init__(self, form: AnswerFormat, tokenizer: Tokenizer, prompt_ids: Sequence[int], client_tokens: int):
-        self._parser = AnswerParser(form, reasoning_state(tokenizer, prompt_ids))
+    def __init__(
+        self,
+        form: AnswerFormat,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        client_tokens: int,
+        types: CallTypes | None = None,
+    ):
+        self._parser = AnswerParser(form, reasoning_state(tokenizer, prompt_ids), types)
         self._client_tokens = client_tokens
         self._pushed = 0  # tokens
         self._returned = 0

@@ -10,8 +10,19 @@ from npuserve.service.config import MAX_CONSTRAINT_BYTES
 from npuserve.service.errors import InvalidField, UnknownAnswerFormat, Violations, quoted
 from npuserve.service.ipc.messages import Constraint
 from npuserve.service.parsing.answer_parser import Reasoning
+from npuserve.service.parsing.parameter_types import FunctionTypes, read_types
 from npuserve.service.parsing.parsed_stream import reasoning_state
-from npuserve.service.text.answer_format import CALL_BEGIN, CALL_END, PLAIN, THINK_BEGIN, THINK_END, AnswerFormat
+from npuserve.service.text.answer_format import (
+    CALL_BEGIN,
+    CALL_END,
+    FUNCTION_BEGIN,
+    FUNCTION_END,
+    PARAMETER_BEGIN,
+    PLAIN,
+    THINK_BEGIN,
+    THINK_END,
+    AnswerFormat,
+)
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 
@@ -86,13 +97,13 @@ def check_parsing(message: pb.GenerateRequest, tokenizer: Tokenizer | None, bad:
     if must_call and not form.has_tool_calls:
         raise UnknownAnswerFormat(
             "chat.tool_choice: the served model's chat template has no tool calls in a format that the server knows "
-            f"(JSON between {CALL_BEGIN} and {CALL_END})")
+            f"(JSON, or {FUNCTION_BEGIN} and {PARAMETER_BEGIN}, between {CALL_BEGIN} and {CALL_END})")
     if not message.output.parse_output:
         return PLAIN
     if not form:
         raise UnknownAnswerFormat(
             "output.parse_output: the served model's chat template has neither reasoning nor tool calls in a format "
-            f"that the server knows ({THINK_BEGIN}, or JSON in {CALL_BEGIN})")
+            f"that the server knows ({THINK_BEGIN}, or JSON or {FUNCTION_BEGIN} in {CALL_BEGIN})")
     return form._replace(has_tool_calls=form.has_tool_calls and not forbids_calls(choice))
 
 
@@ -107,7 +118,12 @@ def tool_constraint(
         return None
     if message.sampling.allowed_token_ids:
         bad.add("sampling.allowed_token_ids", "must be empty if chat.tool_choice is required or a name")
-    tag = structural_tag(message.chat, tokenizer.chat.format, reasoning_state(tokenizer, prompt_ids))
+    form = tokenizer.chat.format
+    tag = structural_tag(message.chat, form, reasoning_state(tokenizer, prompt_ids))
+    for index, tool in enumerate(message.chat.tools if form.has_tagged_arguments else ()):
+        if set("<>\n").intersection(json.loads(tool)["function"]["name"]):
+            bad.add(f"chat.tools[{index}].function.name", (
+                f"must have no <, > or line feed for this tool_choice: the model writes it as {FUNCTION_BEGIN}NAME>"))
     size = len(tag.encode())
     if size > MAX_CONSTRAINT_BYTES:
         bad.add("chat.tools", (
@@ -148,8 +164,9 @@ def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoni
     choice, tools = chat.tool_choice, dict(enumerate(json.loads(tool)["function"] for tool in chat.tools))
     if choice.WhichOneof("choice") == "name":
         tools = {index: tool for index, tool in tools.items() if tool["name"] == choice.name}
+    tag = _tagged_call_tag if form.has_tagged_arguments else _call_tag
     calls = {
-        "type": "tags_with_separator", "tags": [_call_tag(*tool) for tool in tools.items()], "separator": "\n",
+        "type": "tags_with_separator", "tags": [tag(*tool) for tool in tools.items()], "separator": "\n",
         "at_least_one": True, "stop_after_first": choice.WhichOneof("choice") == "name"}
     found: dict[str, Any] = calls
     if form.has_reasoning and reasoning != "ended":
@@ -162,13 +179,28 @@ def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoni
     return json.dumps({"type": "structural_tag", "format": found}, ensure_ascii=False)
 
 
-def _call_tag(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tag of a call of one function, as the chat templates write it. index: of its tool."""
+def call_types(chat: prompt_pb2.Chat, form: AnswerFormat) -> dict[str, FunctionTypes]:
+    """Return the types of the parameters of checked tools, if the format needs them."""
+    return read_types([json.loads(tool) for tool in chat.tools]) if form.has_tagged_arguments else {}
+
+
+def _tagged_call_tag(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tag of a call of one function with tagged arguments. index: of its tool."""
+    return {
+        "type": "tag", "begin": f"{CALL_BEGIN}\n{FUNCTION_BEGIN}{function['name']}>\n",
+        "content": {**_arguments(index, function), "style": "qwen_xml"}, "end": f"{FUNCTION_END}\n{CALL_END}"}
+
+
+def _arguments(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format of the arguments of one function. index: of its tool."""
     parameters = function.get("parameters")
     schema = NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
+    return {"type": "json_schema", "json_schema": schema, "x-field": f"chat.tools[{index}].function.parameters"}
+
+
+def _call_tag(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tag of a call of one function, as the chat templates write it. index: of its tool."""
     name = json.dumps(function["name"], ensure_ascii=False)
     return {
         "type": "tag", "begin": f'{CALL_BEGIN}\n{{"name": {name}, "arguments": ',
-        "content": {
-            "type": "json_schema", "json_schema": schema, "x-field": f"chat.tools[{index}].function.parameters"},
-        "end": f"}}\n{CALL_END}"}
+        "content": _arguments(index, function), "end": f"}}\n{CALL_END}"}

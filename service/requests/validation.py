@@ -7,14 +7,15 @@ and gives the allowed range.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.config import MAX_SAMPLES, PRIORITY_RANGE
 from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations, quoted
 from npuserve.service.ipc.messages import ModelInfo, Request
-from npuserve.service.parsing.tool_choice import check_parsing, constrained_format, tool_constraint
+from npuserve.service.parsing.parameter_types import FunctionTypes
+from npuserve.service.parsing.tool_choice import call_types, check_parsing, constrained_format, tool_constraint
 from npuserve.service.requests.constraint import check_constraint
 from npuserve.service.requests.fields import check_number, check_token_ids
 from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
@@ -47,6 +48,7 @@ class CheckedRequest:
     has_text: whether the answer contains text. Without it, token ids are not decoded.
     answer_format: format by which the answer is parsed; PLAIN: it is not.
     call_id: beginning of the ids of tool calls.
+    call_types: types of the parameters of the tools; empty unless the format has tagged arguments.
     """
 
     request: Request
@@ -57,6 +59,7 @@ class CheckedRequest:
     has_text: bool = True
     answer_format: AnswerFormat = PLAIN
     call_id: str = ""
+    call_types: dict[str, FunctionTypes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,8 @@ def check(
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
     return CheckedRequest(
         request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids,
-        answer_format=answer_format, call_id=uuid.uuid4().hex[:16] if answer_format else "")
+        answer_format=answer_format, call_id=uuid.uuid4().hex[:16] if answer_format else "",
+        call_types=call_types(message.chat, answer_format))
 
 
 def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Violations) -> int:

@@ -111,12 +111,15 @@ class GrammarBuilder:
         """Return an expression of terminals for any text without the excluded ones."""
         return self.terminal(_any_text(max_chars) + _without(excluded, "*"))
 
-    def text_until(self, end: str, others: Collection[str] = (), max_chars: int | None = None) -> str:
+    def text_until(
+        self, end: str, others: Collection[str] = (), max_chars: int | None = None, body: str | None = None
+    ) -> str:
         """Return an expression for any text and its end. Neither `end` nor one of `others` is complete earlier.
 
         max_chars: of the text before the end.
+        body: terminal of the text before the end, instead of any text.
         """
-        whole = self.terminal(f"{_any_text(max_chars)} {quote(end)}")
+        whole = self.terminal(f"{_any_text(max_chars) if body is None else body} {quote(end)}")
         return self.rule(self.terminal(whole + _without([end, *others], "+")), "[lazy]")
 
 

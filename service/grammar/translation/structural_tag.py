@@ -22,6 +22,7 @@ from npuserve.service.grammar.translation.ebnf import is_regular, to_lark
 from npuserve.service.grammar.translation.errors import ConstraintError
 from npuserve.service.grammar.translation.gbnf_lark import to_terminals
 from npuserve.service.grammar.translation.lark import WHITESPACE, GrammarBuilder, quote, regex
+from npuserve.service.grammar.translation.tagged_arguments import TaggedArguments
 
 MAX_DEPTH = 32
 MAX_ITEMS = 1024
@@ -172,21 +173,23 @@ class _Translator:
             raise _error(f"{path}/grammar", str(error)) from error
 
     def _json_schema(self, value: Any, path: str, ends: Any, depth: int) -> str:
-        for name, default in (("style", "json"), ("any_order", False), ("excludes", [])):
-            if value.get(name, default) != default:
-                raise _error(f"{path}/{name}", f"'{name}' must be {default!r}")
+        for name, allowed in (("style", ("json", "qwen_xml")), ("any_order", (False,)), ("excludes", ([],))):
+            if value.get(name, allowed[0]) not in allowed:
+                raise _error(f"{path}/{name}", f"'{name}' must be {' or '.join(map(repr, allowed))}")
         blanks = value.get("max_whitespace_cnt")
         if blanks is not None and (not isinstance(blanks, int) or blanks < 0):
             raise _error(path, "'max_whitespace_cnt' must be an integer of at least 0")
         whitespace = WHITESPACE if blanks is None else rf"[ \n]{{1,{min(blanks, 40)}}}" if blanks else "[a&&b]"
         field = value.get("x-field")
+        origin = field if isinstance(field, str) else f"structural_tag: {path}/json_schema"
         try:
+            if value.get("style") == "qwen_xml":
+                return TaggedArguments(value.get("json_schema"), self._builder, origin).expression()
             inner = schema.translate_value(value.get("json_schema"), formats_apply=self._builder.formats_apply)
         except ConstraintError as error:
             if isinstance(field, str):
                 raise ConstraintError(str(error).removeprefix("json_schema: "), field) from error
             raise ConstraintError(f"structural_tag: {path}/{error}") from error
-        origin = field if isinstance(field, str) else f"structural_tag: {path}/json_schema"
         return self._builder.json_schema({**inner, schema.ORIGIN: origin}, whitespace)
 
     def _token(self, value: Any, path: str, ends: Any, depth: int) -> str:

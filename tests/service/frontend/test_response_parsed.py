@@ -15,6 +15,7 @@ from npuserve.service.frontend import response_options
 from npuserve.service.frontend.response import ResponseBuilder
 from npuserve.service.ipc.messages import Finish, Output, Request, Timing
 from npuserve.service.parsing.answer_parser import AnswerParser
+from npuserve.service.parsing.parameter_types import FunctionTypes
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.text.answer_format import PLAIN, TAGS, AnswerFormat
 from npuserve.service.text.fast_tokenizer import FastTokenizer
@@ -26,6 +27,7 @@ from tests.support.tokenizers import train
 
 BOTH = AnswerFormat(True, True)
 KINDS = ["byte level", "byte fallback"]
+CALL_TYPES = {"f": FunctionTypes({"a": ("null", "string")}, ("integer",))}
 TIMING = Timing(0.0, [], 0.0, 0.0, 0.0, 0.0)
 texts = st.lists(st.sampled_from([
     "<think>\n", "\n</think>\n\n", "a", "é", "\n", "<", call(), call("g", '{"b": "é\\n"}'), "\n" + call(), CUT,
@@ -36,10 +38,10 @@ texts = st.lists(st.sampled_from([
 def checked(ids: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False) -> CheckedRequest:
     made = CheckedRequest(
         Request("r", [5, 6, 7], len(ids) + 1, 0.0, SamplingParams(logprobs=0)), tuple(stop), include_stop, True, True,
-        answer_format=BOTH, call_id="x")
+        answer_format=BOTH, call_id="x", call_types=CALL_TYPES)
     request = msgspec.structs.replace(made.request, options=response_options.pack(made))
     assert response_options.unpack(request) == CheckedRequest(
-        request, made.stop, include_stop, True, True, answer_format=BOTH, call_id="x")
+        request, made.stop, include_stop, True, True, answer_format=BOTH, call_id="x", call_types=CALL_TYPES)
     return response_options.unpack(request)
 
 

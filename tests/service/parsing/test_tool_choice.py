@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from npuserve.service.errors import InvalidField, NoChatTemplate, UnknownAnswerFormat
+from npuserve.service.parsing.parameter_types import FunctionTypes
 from npuserve.service.requests import validation
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat, template_format
@@ -262,6 +263,39 @@ def test_call_without_arguments_has_an_empty_object(tmp_path: Path, template: st
     ("{{- '<tool_call>\\n{\"name\": \"' + name + '\", \"arguments\": ' }}", AnswerFormat(False, True)),
     ('"<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <json>}"', AnswerFormat(False, True)),
     ("<tool_call>\n<function={{ name }}>{{ arguments }}</function>", PLAIN),
+    ("<function={{ name }}><parameter={{ key }}>", PLAIN),
+    ("{{- '<tool_call>\n<function=' + call.name + '>\n' }}{%- for key, value in call.arguments|items %}"
+     "{{- '<parameter=' + key + '>\n' }}{% endfor %}", AnswerFormat(False, True, True, True)),
+    ('<tool_call><function=f><parameter=a> {"name": "f", "arguments": {}}', AnswerFormat(False, True, False, True)),
 ])
 def test_template_format_follows_the_source(source: str, expected: AnswerFormat) -> None:
     assert template_format(source) == expected
+
+
+TAGGED = TEMPLATE.replace('{"name": "f", "arguments": {}}', "<function=f><parameter=a></parameter></function>")
+
+
+def test_tagged_arguments_have_their_own_constraint_and_types(tmp_path: Path) -> None:
+    folder = templated(tmp_path, TAGGED)
+    checked = check(asked(mode=REQUIRED, parse=True, opened="<think></think>"), folder)
+    assert checked.answer_format == AnswerFormat(True, True, False, True)
+    assert checked.call_types == {
+        "weather": FunctionTypes({"city": ("string",)}), "time": FunctionTypes({})}
+    assert checked.request.constraint
+    content = {"type": "json_schema", "json_schema": SCHEMA, "x-field": "chat.tools[0].function.parameters",
+               "style": "qwen_xml"}
+    first, second = json.loads(checked.request.constraint.text)["format"]["tags"]
+    assert first == {"type": "tag", "begin": "<tool_call>\n<function=weather>\n", "content": content,
+                     "end": "</function>\n</tool_call>"}
+    assert second["content"]["json_schema"] == NO_ARGUMENTS
+    assert check(asked(parse=True, mode=AUTO), folder).request.constraint is None
+    assert not check(asked(parse=True, mode=NONE), folder).answer_format.has_tool_calls
+    assert not check(asked(), folder).call_types
+
+
+def test_name_that_cannot_be_a_tag_is_refused_for_a_required_call(tmp_path: Path) -> None:
+    tools = [tool(name="f"), tool(name="a>b")]
+    assert check(asked(tools), templated(tmp_path, TAGGED))
+    with pytest.raises(InvalidField) as refused:
+        check(asked(tools, mode=REQUIRED), templated(tmp_path, TAGGED))
+    assert "chat.tools[1].function.name: must have no <, > or line feed" in refused.value.message

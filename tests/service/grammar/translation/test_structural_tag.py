@@ -189,7 +189,7 @@ def test_end_token_is_not_part_of_a_tag():
      "malformed JSON at /structures/0/schema"),
     (tag({"type": "foo"}), "'foo' is not supported; it must be one of"),
     (tag({"type": "json_schema", "json_schema": {"not": {}}}), "keyword 'not'"),
-    (tag({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "'style' must be 'json'"),
+    (tag({"type": "json_schema", "json_schema": {}, "style": "glm_xml"}), "'style' must be 'json' or 'qwen_xml'"),
     (tag({"type": "any_text", "max_tokens": 3}), "max_tokens"), (tag({"type": "sequence", "elements": [ANY, ANY]}),
         "must be last"), (tag({"type": "or", "elements": []}), "elements"),
     (tag({**TAGS, "triggers": ["x"]}), "exactly one of the triggers at /format/tags/0"),
