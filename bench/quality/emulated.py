@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from npuserve.client.channel import OPTIONS
-from npuserve.kernels.ascend import BLOCK, HEAD_DIM
+from npuserve.kernels.ascend import BLOCK, stored_head_dim
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.storyteller import FOLDER
 from npuserve.service.cli.acceptance.tokens import prompts_of
@@ -208,7 +208,7 @@ def on_the_npu(
 ) -> Tokens:
     """Answer on the emulated NPU, whose KV cache has `blocks` blocks, and compare with `expected`."""
     config = ModelConfig.from_folder(folder)
-    block = 2 * config.num_layers * config.num_kv_heads * HEAD_DIM * BLOCK * 4
+    block = 2 * config.num_layers * config.num_kv_heads * stored_head_dim(config.head_dim) * BLOCK * 4
     with serving(
         folder, "--device", "npu", "--emulate", "--emulate-relax", RELAX, "--dtype", "float32", "--kv-cache-memory",
         str(blocks * block), "--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(BUDGET), "--decode-buckets",
