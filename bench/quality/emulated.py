@@ -46,7 +46,7 @@ import grpc
 
 from npuserve.cli.acceptance.tokens import prompts_of
 from npuserve.client.channel import OPTIONS
-from npuserve.kernels.ascend import BLOCK, HEAD_DIM
+from npuserve.kernels.ascend import BLOCK, stored_head_dim
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
@@ -208,7 +208,8 @@ def on_the_npu(
 ) -> Tokens:
     """Answer on the emulated NPU, whose KV cache has `blocks` blocks, and compare with `expected`."""
     config = ModelConfig.from_folder(folder)
-    block = 2 * config.num_layers * config.attention.num_kv_heads * HEAD_DIM * BLOCK * 4
+    attention = config.attention
+    block = 2 * config.num_layers * attention.num_kv_heads * stored_head_dim(attention.head_dim) * BLOCK * 4
     with serving(
         folder, "--device", "npu", "--emulate", "--emulate-relax", RELAX, "--dtype", "float32", "--kv-cache-memory",
         str(blocks * block), "--max-num-seqs", str(SEATS), "--max-num-batched-tokens", str(BUDGET), "--decode-buckets",

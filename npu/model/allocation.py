@@ -171,8 +171,8 @@ class _Allocator:
         first, columns = 0, stored.columns
         for name, rows in stored.parts.items():
             self._add(f"{name}.weight", _of_rows(
-                partial(_put_rows, write, first), rows, ((rows.whole, columns.whole),), rows.size * columns.size * itemsize, dtypes,
-                columns=columns))
+                partial(_put_rows, write, first), rows, ((rows.whole, columns.whole),),
+                rows.size * columns.size * itemsize, dtypes, columns=columns))
             if stored.biased:
                 put_bias = _ignore if bias is None else partial(_put, bias, first)
                 self._add(f"{name}.bias", _of_rows(put_bias, rows, ((rows.whole,),), rows.size * dtype.itemsize))

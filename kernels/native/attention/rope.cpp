@@ -43,10 +43,9 @@ struct QkNormRopeKvWrite {
     static void run(const Call &call, int64_t unit) {
         // Sizes known to the compiler stay in registers.
         const int64_t dim = call.op.n[3], rotary = call.op.n[5];
-        if (dim == 128 && rotary == 128) return tokens<128, 128>(call, unit);
-        if (dim == 64 && rotary == 64) return tokens<64, 64>(call, unit);
-        if (dim == 256 && rotary == 64) return tokens<256, 64>(call, unit);
-        return tokens<0, 0>(call, unit);
+        if (dim == 128 && rotary == 128) return tokens<128>(call, unit);
+        if (dim == 64 && rotary == 64) return tokens<64>(call, unit);
+        return tokens<0>(call, unit);
     }
 
     // Position of a token's head in the cache. part: index of its value within the word.
@@ -69,12 +68,13 @@ struct QkNormRopeKvWrite {
         }
     };
 
-    template <int64_t DIM, int64_t ROTARY>
+    // DIM: size of a head that is rotated as a whole; 0 for any head.
+    template <int64_t DIM>
     static void tokens(const Call &call, int64_t unit) {
         const Op &op = call.op;
         const Split split(call);
         const int64_t q_heads = op.n[1], kv_heads = op.n[2];
-        const int64_t dim = DIM ? DIM : op.n[3], rotary = DIM ? ROTARY : op.n[5];
+        const int64_t dim = DIM ? DIM : op.n[3], rotary = DIM ? DIM : op.n[5];
         const int64_t group = q_heads / kv_heads, row_size = (q_heads + 2 * kv_heads) * dim;
         const int64_t head = unit % split.cuts, heads_end = split.cuts > 1 ? head + 1 : kv_heads;
         const int64_t kept = (heads_end - head) * UNIT_TOKENS * dim;  // numbers of the keys: [heads, n, D]
@@ -97,10 +97,10 @@ struct QkNormRopeKvWrite {
                 const float *cos = op.at<float>(3) + positions[t + i] * rotary;
                 T *q = op.at<T>(8) + (t + i) * q_heads * dim;
                 for (int64_t h = head * group; h < heads_end * group; h++)
-                    rotate<DIM, ROTARY>(in + h * dim, op.at<T>(1), eps, cos, dim, rotary, normed, q + h * dim);
+                    rotate<DIM>(in + h * dim, op.at<T>(1), eps, cos, dim, rotary, normed, q + h * dim);
                 for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
-                    rotate<DIM, ROTARY>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, rotary, normed,
-                                        rotated + ((h - head) * n + i) * dim);
+                    rotate<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, rotary, normed,
+                                rotated + ((h - head) * n + i) * dim);
             }
             for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
                 write(op, CacheSlot(op, h, dim, slots[t]), n, rotated + (h - head) * n * dim, dim,
@@ -186,26 +186,25 @@ struct QkNormRopeKvWrite {
     }
 
     // Normalizes one head [dim] if there is a gamma, then rotates its first `rotary` numbers. normed: [dim], buffer.
-    template <int64_t DIM, int64_t ROTARY>
+    template <int64_t DIM>
     static INLINE void rotate(const T *x, const T *gamma, float eps, const float *cos_sin, int64_t dim, int64_t rotary,
                               float *normed, T *out) {
         if constexpr (DIM > 0) {
-            constexpr int VECTORS = DIM / LANES, HALF = ROTARY / LANES / 2;
+            constexpr int VECTORS = DIM / LANES, HALF = VECTORS / 2;
             F v[VECTORS];
-            _Pragma("GCC unroll 16") for (int i = 0; i < VECTORS; i++) v[i] = D::get(x + i * LANES);
+            _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) v[i] = D::get(x + i * LANES);
             if (gamma) {
                 F squares = zero();
-                _Pragma("GCC unroll 16") for (int i = 0; i < VECTORS; i++) squares = fma(v[i], v[i], squares);
+                _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) squares = fma(v[i], v[i], squares);
                 F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(DIM) + eps));
-                _Pragma("GCC unroll 16") for (int i = 0; i < VECTORS; i++)
+                _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++)
                     v[i] = D::round(D::round(v[i] * factor) * D::get(gamma + i * LANES));
             }
             _Pragma("GCC unroll 4") for (int i = 0; i < HALF; i++) {
-                F c = load(cos_sin + i * LANES), s = load(cos_sin + ROTARY / 2 + i * LANES);
+                F c = load(cos_sin + i * LANES), s = load(cos_sin + DIM / 2 + i * LANES);
                 D::put(out + i * LANES, v[i] * c - v[i + HALF] * s);
-                D::put(out + ROTARY / 2 + i * LANES, v[i + HALF] * c + v[i] * s);
+                D::put(out + DIM / 2 + i * LANES, v[i + HALF] * c + v[i] * s);
             }
-            _Pragma("GCC unroll 16") for (int i = 2 * HALF; i < VECTORS; i++) D::put(out + i * LANES, v[i]);
             return;
         }
         if (gamma) {

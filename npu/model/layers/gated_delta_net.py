@@ -90,8 +90,8 @@ class GatedDeltaNet(Layer):
         for name, count in (("key", self.key_heads), ("value", self.value_heads)):
             if count % shard.size:
                 raise DivisionError(
-                    f"tensor_parallel_size: {shard.size} does not divide the {count} {name} heads of the model's linear "
-                    "attention")
+                    f"tensor_parallel_size: {shard.size} does not divide the {count} {name} heads of the model's "
+                    "linear attention")
         return replace(self, key_heads=self.key_heads // shard.size, value_heads=self.value_heads // shard.size)
 
     @property

@@ -313,6 +313,7 @@ ATTENTION = {"block_tables": "*i32", "context_lens": "*i32", "cu_seqlens_q": "*i
 HEADS = {"q_gamma": "*bf16", "k_gamma": "*bf16", "cos_sin": "*fp32", "positions": "*i64", "slot_mapping": "*i64",
          "qkv": "*bf16", "q_out": "*bf16", "eps": "fp32", "qkv_stride": "i64/16"}
 QWEN3_14B, QWEN3_06B, SMOL = (40, 8, 128), (16, 8, 128), (32, 8, 64)
+QWEN35_27B = 24, 4, 256
 
 
 def caches(cached: str, scale: str, activations: str = "*bf16") -> tuple[dict[str, str], dict[str, Any]]:
@@ -367,6 +368,14 @@ def test_attention_compiles_for_quantized_caches(launch: ModuleType, activations
     launches = [of_call(launch, SMOL, kind, cached, activations=activations)
                 for kind in ((False, 16), (True, 256)) for cached in QUANTIZED]
     assert all(made.shared <= 227 << 10 for made in compiled(launches))
+
+
+def test_attention_of_heads_of_256_fits_ada_and_does_not_spill(launch: ModuleType) -> None:
+    launches = [of_call(launch, QWEN35_27B, kind, cached, 99 << 10)
+                for kind in ((False, 16), (True, 4096)) for cached in ("", "int8")]
+    for made in compiled(launches):
+        assert made.shared <= 99 << 10
+        assert made.local == 0
 
 
 @pytest.mark.full
