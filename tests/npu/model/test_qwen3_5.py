@@ -17,6 +17,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
 from tests.support.loop import Ask, serve
@@ -200,3 +201,42 @@ def test_tensors_of_a_vision_tower_and_of_drafts_are_not_loaded(tmp_path: Path, 
     assert "1 tensors model.visual.… are not loaded" in caplog.text
     (answer,), _ = serve(runner, [ask([5, 6, 7, 8], 12)], 1, 16, 1, 48)
     assert answer.tokens == greedy(model, [5, 6, 7, 8], 12)
+
+
+def rounded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Give a model the dequantized weights in `folder`, and round the inputs of their layers as int8 kernels do."""
+    tensors = load_file(folder / "model.safetensors")
+
+    def round_input(_: object, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = inputs[0].abs().amax(-1, keepdim=True) / 127.5
+        return ((inputs[0] / scale).round().clamp(-128, 127) * scale,)
+
+    weights = {name: tensor.float() * tensors[f"{name}_scale"].float() if tensor.dtype == torch.int8 else tensor
+               for name, tensor in tensors.items() if not name.endswith("_scale")}
+    model.load_state_dict(weights, strict=False)
+    for name, module in model.named_modules():
+        if f"{name}.weight_scale" in tensors:
+            module.register_forward_pre_hook(round_input)
+    return model
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_quantized_checkpoint_equals_transformers_with_rounded_numbers(tmp_path: Path, calibrated: bool) -> None:
+    model = random_hybrid(3)
+    folder = saved(model, tmp_path / "float")
+    texts = [prompt * 3 for prompt in prompts(3, 1)] if calibrated else []
+    result = quantize_checkpoint(folder, tmp_path / "int8", texts)
+    tensors = load_file(tmp_path / "int8" / "model.safetensors")
+    kinds = {name.split(".")[-2] for name, tensor in tensors.items() if tensor.dtype == torch.int8}
+    assert kinds == {"in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj", "q_proj", "k_proj",
+                     "v_proj", "o_proj"}
+    assert result.int8 == result.linears
+    runner = load(tmp_path / "int8", dtype="float32", max_num_batched_tokens=48)
+    answers, _ = serve(runner, [ask(prompt, 10, index) for index, prompt in enumerate(prompts(4, 2))], 1, 64, 4, 48)
+    plain, theirs = random_hybrid(3), rounded(model, tmp_path / "int8")
+    errors, effects = [], []
+    for prompt, answer in zip(prompts(4, 2), answers, strict=True):
+        expected = logprobs_of(theirs, prompt, answer.tokens)
+        errors.append((torch.tensor([report.logprob for report in answer.logprobs]) - expected).abs().mean())
+        effects.append((logprobs_of(plain, prompt, answer.tokens) - expected).abs().mean())
+    assert sum(errors) < sum(effects) / 4  # last bits flip roundings
