@@ -29,7 +29,7 @@ SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
 ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "tables.cpp")
 """Sources that are compiled once. Others are compiled for each instruction set."""
-_ROWS = ("ranks.cpp", "rope.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
+_ROWS = ("convolution.cpp", "delta.cpp", "ranks.cpp", "rope.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
 LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "rowwise.cpp", "attention.cpp", "compact.cpp")}
 """Instruction set -> sources that are not compiled for it, since its table has the kernels of a narrower set
 (runtime/isa.cpp)."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.registry import Case, kernel
 
@@ -13,7 +16,7 @@ from npuserve.kernels.registry import Case, kernel
 def _case(rows: list[tuple[int, int]], channels: int, taps: int = 4, benchmark: bool = False) -> Case:
     """Return a case. rows: (tokens, context) of each row. taps: length of the convolution."""
 
-    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x = torch.randn(sum(tokens for tokens, _ in rows), channels, generator=generator).to(dtype)
         weight = torch.randn(channels, taps, generator=generator).mul(0.5).to(dtype)
         state = torch.randn(len(rows) + 2, channels, taps - 1, generator=generator).to(dtype)
@@ -75,4 +78,20 @@ def causal_conv_silu(
         windows = inputs.unfold(0, taps, 1).to(wide)  # [tokens, C, K]
         out[begin:end] = F.silu((windows * weight.to(wide)).sum(-1)).to(x.dtype)
         state[slots[row]] = inputs[end - begin :].T
+    return out
+
+
+def rows_output(x: Tensor, width: int, metadata: AttentionMetadata) -> Tensor:
+    """Return an output [T, width] of a native op for x [T, ...]; 0 for tokens of no row, if the host knows the rows."""
+    out = native.empty(len(x), width, dtype=x.dtype)
+    if metadata.host_cu_seqlens_q and metadata.host_cu_seqlens_q[-1] < len(x):
+        out.zero_()
+    return out
+
+
+@native.implementation(causal_conv_silu)
+def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, state_slots: Tensor) -> Tensor:
+    out = rows_output(x, x.shape[1], metadata)
+    p = [x, weight, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out]
+    native.call("causal_conv_silu", ("causal_conv_silu", x.dtype, p, [len(x), len(state_slots), *weight.shape]))
     return out

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.kernels.causal_conv_silu import name_of, random_rows
+from npuserve.kernels.causal_conv_silu import name_of, random_rows, rows_output
 from npuserve.kernels.registry import Case, kernel
 
 NORM_EPS = 1e-6
@@ -66,9 +67,9 @@ def gated_delta_rule(
     state: [slots, Hv, Dk, Dv] float32, written in place. A row whose context is this step's tokens begins with zeros.
     state_slots: [R] int64.
 
-    With decay d = exp(-exp(a_log) softplus(a + dt_bias)), a token's state is S = d S' + k (sigmoid(b) (v - d S'^T k))^T,
-    and its result is S^T q / sqrt(Dk), 0 for tokens of no row. All is in float32, and the result is rounded. The
-    results of a row do not depend on the other rows.
+    With decay d = exp(-exp(a_log) softplus(a + dt_bias)), a token makes of the state S' the state
+    S = d S' + k (sigmoid(b) (v - d S'^T k))^T, and its result is S^T q / sqrt(Dk), 0 for tokens of no row. All is in
+    float32, and the result is rounded. The results of a row do not depend on the other rows.
     """
     value_heads, key_dim, value_dim = state.shape[1:]
     wide = torch.promote_types(qkv.dtype, torch.float32)
@@ -96,10 +97,31 @@ def gated_delta_rule(
             own = own + k[t, :, :, None] * delta[:, None]
             out[t] = (q[t, :, :, None] * own).sum(1)
         state[slots[row]] = own
-    return out.flatten(1).to(qkv.dtype)
+    result: Tensor = out.flatten(1).to(qkv.dtype)
+    return result
 
 
 def _normalized(x: Tensor, heads: int) -> Tensor:
     """Return the heads of x [T, heads D], each divided by its length: [T, heads, D]."""
-    split = x.unflatten(1, (heads, -1))
+    split: Tensor = x.unflatten(1, (heads, -1))
     return split * torch.rsqrt(split.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+@native.implementation(gated_delta_rule)
+def _(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    metadata: AttentionMetadata,
+    state_slots: Tensor,
+    key_heads: int,
+) -> Tensor:
+    value_heads, key_dim, value_dim = state.shape[1:]
+    out = rows_output(qkv, value_heads * value_dim, metadata)
+    p = [qkv, a, b, a_log, dt_bias, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out]
+    n = [len(qkv), len(state_slots), key_heads, value_heads, key_dim, value_dim]
+    native.call("gated_delta_rule", ("gated_delta_rule", qkv.dtype, p, n, [NORM_EPS]))
+    return out

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels import native
+from npuserve.kernels.norm import native_gamma
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -36,4 +38,13 @@ def gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
     groups = x.to(wide).unflatten(1, (-1, len(gamma)))
     normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
     scaled = (gamma * normed.to(x.dtype)).flatten(1)
-    return (scaled * F.silu(z.to(wide))).to(x.dtype)
+    result: Tensor = (scaled * F.silu(z.to(wide))).to(x.dtype)
+    return result
+
+
+@native.implementation(gated_rms_norm)
+def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    out = native.empty(*x.shape, dtype=x.dtype)
+    narrow, wide = native_gamma(gamma, x.dtype)
+    native.call("gated_rms_norm", ("gated_rms_norm", x.dtype, [x, z, narrow, out, wide], [*x.shape, len(gamma)], [eps]))
+    return out

@@ -30,15 +30,23 @@ def normalize(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * gamma
 
 
-def _case(inputs: int, tokens: int, hidden: int, scheme: str, benchmark: bool = False) -> Case:
-    """Return a case. inputs: 1 for x, 2 for x and the residual."""
+def native_gamma(gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return (gamma, None) for a gamma in the dtype of a native op, (None, gamma) for one in float32."""
+    return (gamma, None) if gamma is None or gamma.dtype == dtype else (None, gamma)
+
+
+def _case(
+    inputs: int, tokens: int, hidden: int, scheme: str, benchmark: bool = False, wide_gamma: bool = False
+) -> Case:
+    """Return a case. inputs: 1 for x, 2 for x and the residual. wide_gamma: gamma is in float32."""
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         added = torch.randn(inputs, tokens, hidden, generator=generator).to(dtype)
-        gamma = torch.rand(hidden, generator=generator).add(0.5).to(dtype)
-        return *added, gamma, 1e-6, scheme_of(scheme, generator)
+        gamma = torch.rand(hidden, generator=generator).add(0.5)
+        return *added, gamma if wide_gamma else gamma.to(dtype), 1e-6, scheme_of(scheme, generator)
 
-    return Case(f"{tokens}x{hidden}{scheme and ' ' + scheme}", make, benchmark, zeros=scheme in ZEROS,
+    name = f"{tokens}x{hidden}{scheme and ' ' + scheme}{' float32 gamma' if wide_gamma else ''}"
+    return Case(name, make, benchmark, zeros=scheme in ZEROS,
                 float8=scheme in FLOAT8_SCHEMES)
 
 
@@ -46,12 +54,16 @@ def _cases(inputs: int) -> list[Case]:
     return [
         *(_case(inputs, *shape, scheme) for scheme in ("", *SCHEMES, *FLOAT8_SCHEMES)
           for shape in ((1, 8), (3, 33), (7, 64))),
+        *(_case(inputs, 3, 33, scheme, wide_gamma=True) for scheme in ("", *SCHEMES)),
         *(_case(inputs, tokens, 1024, scheme, True) for scheme in ("", "int8") for tokens in (1, 32, 512))]
 
 
 @kernel("rms_norm", cases=_cases(1))
 def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
-    """Normalize x [T, H] and multiply by gamma [H]: [T, H]. scheme: quantizes the result; None leaves it."""
+    """Normalize x [T, H] and multiply by gamma [H], in x's dtype or float32: [T, H].
+
+    scheme: quantizes the result; None leaves it.
+    """
     normed = normalize(x, gamma, eps)
     return normed if scheme is None else quantize(normed, scheme)
 
@@ -77,7 +89,9 @@ def _native(
         out, int8 = native_int8(x.shape, scheme)
         p = [None, total, *int8]
     levels = scheme.levels if scheme else 0.0
-    native.call(name, (name, x.dtype, [x, residual, gamma, *p], [*x.shape], [eps, levels]))
+    narrow, wide = native_gamma(gamma, x.dtype)
+    p += [None] * (8 - len(p))
+    native.call(name, (name, x.dtype, [x, residual, narrow, *p, wide], [*x.shape], [eps, levels]))
     return out
 
 
@@ -96,8 +110,8 @@ def _(
 
 @ascend.implementation(rms_norm)
 def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
-    """Round once, after the product with gamma."""
-    out: Tensor = torch_npu.npu_rms_norm(x, gamma, epsilon=eps)[0]
+    """Round once, after the product with gamma, which the operator takes in x's dtype."""
+    out: Tensor = torch_npu.npu_rms_norm(x, gamma.to(x.dtype), epsilon=eps)[0]
     return out if scheme is None else ascend_quantize(out, scheme)
 
 
@@ -105,7 +119,8 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
-    """Use one fused operator for a dynamic scheme."""
+    """Use one fused operator for a dynamic scheme. The operators take gamma in x's dtype."""
+    gamma = gamma.to(x.dtype)
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, gamma, epsilon=eps, output_mask=[True, False])

@@ -23,22 +23,23 @@ from npuserve.kernels.kv_cache import (
     write,
 )
 from npuserve.kernels.native import layout
-from npuserve.kernels.norm import normalize
+from npuserve.kernels.norm import native_gamma, normalize
 from npuserve.kernels.quantized import Quantized
 from npuserve.kernels.registry import Case, kernel, to_host
 
 
 def _case(
     tokens: int, q_heads: int, kv_heads: int, head_dim: int, norm: bool = True, benchmark: bool = False,
-    cached: str = "", rotary_dim: int = 0,
+    cached: str = "", rotary_dim: int = 0, wide_gamma: bool = False,
 ) -> Case:
-    """Return a case. rotary_dim: numbers of a head that are rotated; 0 for all."""
+    """Return a case. rotary_dim: numbers of a head that are rotated; 0 for all. wide_gamma: gammas are in float32."""
     rotary_dim = rotary_dim or head_dim
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Cache | float | None, ...]:
         blocks, block_size, max_positions = -(-tokens // 16) + 2, 16, max(64, tokens)
         qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
-        gammas = [torch.rand(head_dim, generator=generator).add(0.5).to(dtype) if norm else None for _ in "qk"]
+        kind = torch.float32 if wide_gamma else dtype
+        gammas = [torch.rand(head_dim, generator=generator).add(0.5).to(kind) if norm else None for _ in "qk"]
         angles = torch.arange(max_positions)[:, None] * 1e4 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
         cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
         positions = torch.randint(max_positions, (tokens,), generator=generator)
@@ -49,7 +50,8 @@ def _case(
         return qkv, *gammas, 1e-6, cos_sin, positions, slots, k_cache, v_cache, q_heads
 
     rotated = "" if rotary_dim == head_dim else f" rotary {rotary_dim}"
-    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{rotated}{'' if norm else ' no norm'}{cached and f' {cached}'}"
+    normed = " float32 gamma" if wide_gamma else "" if norm else " no norm"
+    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{rotated}{normed}{cached and f' {cached}'}"
     return Case(name, make, benchmark, head_dim, QUANTIZED.get(cached))
 
 
@@ -64,6 +66,8 @@ def _case(
         _case(18, 6, 2, 256, rotary_dim=64),
         _case(7, 3, 1, 16, rotary_dim=6),
         _case(1, 4, 2, 64, norm=False, rotary_dim=32),
+        _case(18, 6, 2, 256, rotary_dim=64, wide_gamma=True),
+        _case(7, 3, 1, 16, rotary_dim=6, wide_gamma=True),
         *(_case(t, 16, 8, 128, benchmark=True) for t in (1, 32, 512)),
         *(_case(t, 16, 4, 256, benchmark=True, rotary_dim=64) for t in (1, 512)),
         *(case for cached in QUANTIZED for case in (
@@ -73,6 +77,7 @@ def _case(
             _case(5, 4, 2, 128, cached=cached),
             _case(5, 4, 1, 256, cached=cached),
             _case(18, 6, 2, 256, rotary_dim=64, cached=cached),
+            _case(18, 6, 2, 256, rotary_dim=64, cached=cached, wide_gamma=True),
             _case(7, 3, 1, 16, norm=False, rotary_dim=6, cached=cached),
             *(_case(t, 16, 8, 128, benchmark=True, cached=cached) for t in (1, 512)))),
     ],
@@ -92,7 +97,7 @@ def qk_norm_rope_kv_write(
     """Normalize queries and keys per head, rotate them by position, and write keys and values to the cache.
 
     qkv: [T, (Hq + 2 Hkv) D].
-    q_gamma, k_gamma: [D], or None for models without this norm.
+    q_gamma, k_gamma: [D], in qkv's dtype or float32 (`norm.normalize`), or None for models without this norm.
     cos_sin: [P, R] float32, R <= D even, cosines in the first half. The first R numbers of a head are rotated, the
         others are not.
 
@@ -163,10 +168,11 @@ def _(
     kv_heads = keys.shape[1]
     dim = head_dim_of(qkv, num_q_heads, kv_heads)
     q = native.empty(len(qkv), num_q_heads, dim, dtype=qkv.dtype)
+    narrow, wide = zip(*(native_gamma(gamma, qkv.dtype) for gamma in (q_gamma, k_gamma)), strict=True)
     native.call(
         "qk_norm_rope_kv_write",
         (f"qk_norm_rope_kv_write{kind}", qkv.dtype,
-         [qkv, q_gamma, k_gamma, cos_sin, positions, slot_mapping, keys, values, q, *scales],
+         [qkv, *narrow, cos_sin, positions, slot_mapping, keys, values, q, *(scales or (None, None)), *wide],
          [len(qkv), num_q_heads, kv_heads, dim, layout.block_size(keys), cos_sin.shape[1]], [eps]))
     return q
 
@@ -233,6 +239,7 @@ def _(
     tokens = len(qkv)
     kv_heads = k_cache.values.shape[1] if isinstance(k_cache, Quantized) else k_cache.shape[2]
     dim = head_dim_of(qkv, num_q_heads, kv_heads)
+    q_gamma, k_gamma = (gamma if gamma is None else gamma.to(qkv.dtype) for gamma in (q_gamma, k_gamma))
     if (ascend.fused_heads is not None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
             and dim == k_cache.shape[-1]):
         return ascend.fused_heads(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuserve.kernels import native
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -20,3 +21,10 @@ def _case(tokens: int, width: int, benchmark: bool = False) -> Case:
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return x * sigmoid(gate); x, gate: [T, N]."""
     return x * torch.sigmoid(gate)
+
+
+@native.implementation(sigmoid_gate)
+def _(x: Tensor, gate: Tensor) -> Tensor:
+    out = native.empty(*x.shape, dtype=x.dtype)
+    native.call("sigmoid_gate", ("sigmoid_gate", x.dtype, [x, gate, out], [*x.shape]))
+    return out

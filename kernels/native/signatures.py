@@ -116,7 +116,9 @@ def _rope(cached: torch.dtype | None) -> Signature:
         Argument("k_gamma", None, lambda n: n[3], optional=True),
         Argument("cos_sin", FLOAT32), Argument("positions", INT64, _rows), Argument("slot_mapping", INT64, _rows),
         Argument("keys", cached), Argument("values", cached), Argument("q", None, lambda n: n[0] * n[1] * n[3]),
-        *(_SCALES if cached else ()))
+        *(_SCALES if cached else (None, None)),
+        Argument("wide_q_gamma", FLOAT32, lambda n: n[3], optional=True),
+        Argument("wide_k_gamma", FLOAT32, lambda n: n[3], optional=True))
 
 
 # n: T, H.
@@ -138,7 +140,33 @@ _LOGPROBS: Signature = (
     Argument("largest", FLOAT32, lambda n: n[0] * -(-n[2] // CONSTANTS["LOGPROBS_BLOCK"])))
 
 _X = Argument("x", None, _matrix)
-_NORMED = Argument("gamma", None, lambda n: n[1]), Argument("out", None, _matrix, optional=True)
+_NORMED: Signature = (
+    Argument("gamma", None, lambda n: n[1], optional=True), Argument("out", None, _matrix, optional=True))
+_WIDE_GAMMA = Argument("wide_gamma", FLOAT32, lambda n: n[1], optional=True)
+
+# n: T, R.
+
+
+def _slot_rows(out: Size) -> Signature:
+    """Return the arguments of rows with states in slots, and the output. out: its number of elements."""
+    return (
+        Argument("context_lens", INT32, lambda n: n[1]), Argument("cu_seqlens_q", INT32, lambda n: n[1] + 1),
+        Argument("state_slots", INT64, lambda n: n[1]), Argument("out", None, out))
+
+
+# n: T, R, C, K.
+
+_CONVOLUTION: Signature = (
+    Argument("x", None, lambda n: n[0] * n[2]), Argument("weight", None, lambda n: n[2] * n[3]), Argument("state"),
+    *_slot_rows(lambda n: n[0] * n[2]))
+
+# n: T, R, Hk, Hv, Dk, Dv.
+
+_DELTA: Signature = (
+    Argument("qkv", None, lambda n: n[0] * (2 * n[2] * n[4] + n[3] * n[5])),
+    Argument("a", None, lambda n: n[0] * n[3]), Argument("b", None, lambda n: n[0] * n[3]),
+    Argument("a_log", FLOAT32, lambda n: n[3]), Argument("dt_bias", FLOAT32, lambda n: n[3]),
+    Argument("state", FLOAT32), *_slot_rows(lambda n: n[0] * n[3] * n[5]))
 
 SIGNATURES: dict[str, Signature] = {
     "linear": _product(_LINEAR),
@@ -166,9 +194,15 @@ SIGNATURES: dict[str, Signature] = {
     "attention_merge": (None, None, None, None, *_ATTENTION_OUTPUTS),
     "qk_norm_rope_kv_write": _rope(None),
     "qk_norm_rope_kv_write_int8": _rope(INT8),
-    "rms_norm": (_X, None, *_NORMED, None, *_int8(True)),
+    "causal_conv_silu": _CONVOLUTION,
+    "gated_delta_rule": _DELTA,
+    "rms_norm": (_X, None, *_NORMED, None, *_int8(True), _WIDE_GAMMA),
     "add_rms_norm": (
-        _X, Argument("residual", None, _matrix), *_NORMED, Argument("sum", None, _matrix), *_int8(True)),
+        _X, Argument("residual", None, _matrix), *_NORMED, Argument("sum", None, _matrix), *_int8(True), _WIDE_GAMMA),
+    "gated_rms_norm": (
+        _X, Argument("z", None, _matrix), Argument("gamma", None, lambda n: n[2], optional=True),
+        Argument("out", None, _matrix), Argument("wide_gamma", FLOAT32, lambda n: n[2], optional=True)),
+    "sigmoid_gate": (_X, Argument("gate", None, _matrix), Argument("out", None, _matrix)),
     "swiglu": (Argument("gate_up", None, lambda n: 2 * n[0] * n[1]), Argument("out", None, _matrix)),
     "quantize": (_X, *_int8(False)),
     "rank_share": (_X, _REGION),

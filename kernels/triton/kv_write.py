@@ -107,12 +107,13 @@ def _rotated_heads(
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
+        dtype: tl.constexpr = source.dtype.element_ty
         scale = tl.rsqrt(squares / (2 * HALF + REST) + eps)
-        a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
-        b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+        a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0), dtype)
+        b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0), dtype)
         if REST > 0:
             others = tl.arange(0, REST_BLOCK)
-            rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0))
+            rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0), dtype)
     return (a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], rest, offsets, inside, beside,
             kept)
 

@@ -265,7 +265,7 @@ def qk_norm_rope_kv_write(
         raise ValueError(f"qkv: {width} columns are not ({num_q_heads} + 2 * {kv_heads}) heads of {dim}")
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
         if gamma is not None:
-            check(name, gamma, (dim,), (qkv.dtype,), qkv.device)
+            check(name, gamma, (dim,), (qkv.dtype, torch.float32), qkv.device)
     rotary = rotary_dim("cos_sin", cos_sin, dim, qkv.device)
     for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
         check(name, tensor, (tokens,), (torch.int64,), qkv.device)

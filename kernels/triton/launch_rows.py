@@ -53,7 +53,7 @@ def _rms_norm(
     _rows("x", x, x)
     rows, width = x.shape
     within("columns of x", width, 1, WIDTH)
-    check("gamma", gamma, (width,), (x.dtype,), x.device)
+    check("gamma", gamma, (width,), (x.dtype, torch.float32), x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if scheme is None else _int8(x, scheme)
     if rows:
         block, group = _blocks(width, scheme)

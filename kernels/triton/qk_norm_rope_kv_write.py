@@ -67,11 +67,12 @@ def _rotate_heads(
             squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
             if REST > 0:
                 squares += tl.sum(rest * rest, 1)
+            dtype: tl.constexpr = source.dtype.element_ty
             scale = tl.rsqrt(squares / DIM + eps)
-            a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0))
-            b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0))
+            a = scaled(a, scale, tl.load(gamma + places, mask=places < HALF, other=0.0), dtype)
+            b = scaled(b, scale, tl.load(gamma + HALF + places, mask=places < HALF, other=0.0), dtype)
             if REST > 0:
-                rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0))
+                rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0), dtype)
         first, second = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
         tl.store(target + offsets, first.to(target.dtype.element_ty), mask=inside)
         tl.store(target + HALF + offsets, second.to(target.dtype.element_ty), mask=inside)
@@ -80,10 +81,12 @@ def _rotate_heads(
 
 
 @triton.jit
-def scaled(x, scale, gamma):
+def scaled(x, scale, gamma, dtype: tl.constexpr):
     """Return x [HEADS, n] float32 times scale [HEADS] times gamma [n].
 
-    Both products are rounded to gamma's dtype.
+    The result is rounded to `dtype`, and so is the first product unless gamma is in another dtype.
     """
-    x = (x * scale[:, None]).to(gamma.dtype).to(tl.float32)
-    return (x * gamma.to(tl.float32)[None, :]).to(gamma.dtype).to(tl.float32)
+    x = x * scale[:, None]
+    if gamma.dtype == dtype:
+        x = x.to(dtype).to(tl.float32)
+    return (x * gamma.to(tl.float32)[None, :]).to(dtype).to(tl.float32)

@@ -31,7 +31,10 @@ def rms_norm_kernel(
         tl.store(total + row * width + places, own, mask=inside)
     wide = own.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    normed = ((wide * scale).to(own.dtype).to(tl.float32) * weight).to(own.dtype)
+    normed = wide * scale
+    if gamma.dtype.element_ty == own.dtype:  # with a float32 gamma the result is rounded once
+        normed = normed.to(own.dtype).to(tl.float32)
+    normed = (normed * weight).to(own.dtype)
     if out is not None:
         tl.store(out + row * width + places, normed, mask=inside)
     else:

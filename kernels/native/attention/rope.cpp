@@ -2,10 +2,11 @@
 //
 //   qk_norm_rope_kv_write
 //                    p: qkv [T, (Hq + 2 Hkv) D], q_gamma, k_gamma [D] or null, cos_sin [P, R] float32, positions [T]
-//                       int64, slot_mapping [T] int64, keys, values, q [T, Hq, D]
+//                       int64, slot_mapping [T] int64, keys, values, q [T, Hq, D], null, null, float32 q_gamma, k_gamma
+//                       or null
 //                    n: T, Hq, Hkv, D, block_size, R                                             f: eps
 //   qk_norm_rope_kv_write_int8
-//                    p: as qk_norm_rope_kv_write, then scales of the keys, scales of the values
+//                    p: as qk_norm_rope_kv_write, with scales of the keys and scales of the values in place of null
 #include <algorithm>
 
 #if defined(__SSE2__)
@@ -97,9 +98,9 @@ struct QkNormRopeKvWrite {
                 const float *cos = op.at<float>(3) + positions[t + i] * rotary;
                 T *q = op.at<T>(8) + (t + i) * q_heads * dim;
                 for (int64_t h = head * group; h < heads_end * group; h++)
-                    rotate<DIM>(in + h * dim, op.at<T>(1), eps, cos, dim, rotary, normed, q + h * dim);
+                    rotate<DIM>(in + h * dim, op.at<T>(1), op.at<float>(11), eps, cos, dim, rotary, normed, q + h * dim);
                 for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
-                    rotate<DIM>(in + (q_heads + h) * dim, op.at<T>(2), eps, cos, dim, rotary, normed,
+                    rotate<DIM>(in + (q_heads + h) * dim, op.at<T>(2), op.at<float>(12), eps, cos, dim, rotary, normed,
                                 rotated + ((h - head) * n + i) * dim);
             }
             for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
@@ -185,20 +186,27 @@ struct QkNormRopeKvWrite {
         for (; d < dim; d++) words[d * PER_WORD + part] = v[d];
     }
 
-    // Normalizes one head [dim] if there is a gamma, then rotates its first `rotary` numbers. normed: [dim], buffer.
+    // The normalized numbers x [n] times gamma at d. Rounds as NormRow.
+    static INLINE F scaled(F x, F factor, const T *gamma, const float *wide, int64_t d, int64_t n) {
+        if (wide) return D::round(x * factor * get_n<Float32>(wide + d, n));
+        return D::round(D::round(x * factor) * get_n<D>(gamma + d, n));
+    }
+
+    // Normalizes one head [dim] if there is a gamma, of x's dtype or wide, then rotates its first `rotary` numbers.
+    // normed: [dim], buffer.
     template <int64_t DIM>
-    static INLINE void rotate(const T *x, const T *gamma, float eps, const float *cos_sin, int64_t dim, int64_t rotary,
-                              float *normed, T *out) {
+    static INLINE void rotate(const T *x, const T *gamma, const float *wide, float eps, const float *cos_sin,
+                              int64_t dim, int64_t rotary, float *normed, T *out) {
         if constexpr (DIM > 0) {
             constexpr int VECTORS = DIM / LANES, HALF = VECTORS / 2;
             F v[VECTORS];
             _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) v[i] = D::get(x + i * LANES);
-            if (gamma) {
+            if (gamma || wide) {
                 F squares = zero();
                 _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) squares = fma(v[i], v[i], squares);
                 F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(DIM) + eps));
                 _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++)
-                    v[i] = D::round(D::round(v[i] * factor) * D::get(gamma + i * LANES));
+                    v[i] = scaled(v[i], factor, gamma, wide, i * LANES, LANES);
             }
             _Pragma("GCC unroll 4") for (int i = 0; i < HALF; i++) {
                 F c = load(cos_sin + i * LANES), s = load(cos_sin + DIM / 2 + i * LANES);
@@ -207,7 +215,7 @@ struct QkNormRopeKvWrite {
             }
             return;
         }
-        if (gamma) {
+        if (gamma || wide) {
             F squares = zero();
             by_lanes(dim, [&](int64_t d, int64_t n) {
                 F v = get_n<D>(x + d, n);
@@ -215,8 +223,7 @@ struct QkNormRopeKvWrite {
             });
             F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(dim) + eps));
             by_lanes(dim, [&](int64_t d, int64_t n) {
-                F v = D::round(get_n<D>(x + d, n) * factor);
-                put_n<Float32>(normed + d, D::round(v * get_n<D>(gamma + d, n)), n);
+                put_n<Float32>(normed + d, scaled(get_n<D>(x + d, n), factor, gamma, wide, d, n), n);
             });
         } else {
             by_lanes(dim, [&](int64_t d, int64_t n) { put_n<Float32>(normed + d, get_n<D>(x + d, n), n); });

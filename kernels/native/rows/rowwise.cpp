@@ -1,9 +1,12 @@
 // Kernels that compute each output row from one input row.
 //
-//   rms_norm            p: x [T, H], null, gamma [H], out [T, H] or null with int8 from p[5] on, null
+//   rms_norm            p: x [T, H], null, gamma [H] or null, out [T, H] or null with int8 from p[5] on, null, int8,
+//                          float32 gamma [H] or null                                   n: T, H        f: eps, levels
+//   add_rms_norm        p: x, residual [T, H], gamma [H] or null, out or null, sum [T, H], int8, float32 gamma or null
 //                                                                                      n: T, H        f: eps, levels
-//   add_rms_norm        p: x, residual [T, H], gamma [H], out or null, sum [T, H], int8
-//                                                                                      n: T, H        f: eps, levels
+//   gated_rms_norm      p: x, z [T, N], gamma [D] or null, out [T, N], float32 gamma [D] or null
+//                                                                                      n: T, N, D     f: eps
+//   sigmoid_gate        p: x, gate, out [T, N]                                         n: T, N
 //   swiglu              p: gate and up [T, 2 I], out [T, I]                            n: T, I
 //   take_ids            p: ids [T] int64, last int64, out [T] int64                    n: T
 //   keep_ids            p: ids [T, W] int64, last [T] int64                            n: T, W
@@ -88,7 +91,8 @@ INLINE void quantize_row(const Op &op, int p, int f, int64_t row, const typename
     op.at<int32_t>(p + 3)[row] = sum == sum ? int32_t(sum) : 0;  // if the zero is NaN, all values are 0
 }
 
-// Rounds the sum, and the normalized value before the product with gamma, as Hugging Face's models do.
+// Rounds the sum, and the normalized value before the product with gamma unless that is wide, as Hugging Face's models
+// do.
 template <class D, bool ADD>
 struct NormRow {
     typedef typename D::type T;
@@ -96,6 +100,7 @@ struct NormRow {
     static INLINE void row(const Op &op, int64_t row) {
         int64_t size = op.n[1];
         const T *x = op.at<T>(0) + row * size, *residual = op.at<T>(1) + (ADD ? row * size : 0), *gamma = op.at<T>(2);
+        const float *wide = op.at<float>(11);
         bool int8 = !op.p[3];
         T *out = int8 ? static_cast<T *>(scratch(size_t(row_bytes(op)))) : op.at<T>(3) + row * size;
         T *sum = op.at<T>(4) + (ADD ? row * size : 0);
@@ -110,9 +115,15 @@ struct NormRow {
         });
         F scale = set1(1.0f / std::sqrt(lane_sum(squares) / float(size) + float(op.f[0])));
         const T *normed = ADD ? sum : x;
-        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-            put_n<D>(out + i, D::round(get_n<D>(normed + i, n) * scale) * get_n<D>(gamma + i, n), n);
-        });
+        if (wide) {
+            by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+                put_n<D>(out + i, get_n<D>(normed + i, n) * scale * get_n<Float32>(wide + i, n), n);
+            });
+        } else {
+            by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+                put_n<D>(out + i, D::round(get_n<D>(normed + i, n) * scale) * get_n<D>(gamma + i, n), n);
+            });
+        }
         if (int8) quantize_row<D>(op, 5, 1, row, out, size);
     }
 };
@@ -120,6 +131,51 @@ template <class D>
 using RmsNorm = ByRows<NormRow<D, false>>;
 template <class D>
 using AddRmsNorm = ByRows<NormRow<D, true>>;
+
+// Rounds after the norm, and after the product with gamma unless that is wide.
+template <class D>
+struct GatedNormRow {
+    typedef typename D::type T;
+    static int64_t row_bytes(const Op &op) { return op.n[1] * int64_t(sizeof(T)); }
+    static INLINE void row(const Op &op, int64_t row) {
+        int64_t width = op.n[1], size = op.n[2];
+        const T *gamma = op.at<T>(2);
+        const float *wide = op.at<float>(4);
+        for (int64_t first = 0; first < width; first += size) {
+            const T *x = op.at<T>(0) + row * width + first, *z = op.at<T>(1) + row * width + first;
+            T *out = op.at<T>(3) + row * width + first;
+            F squares = zero();
+            by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+                F v = get_n<D>(x + i, n);
+                squares = fma(v, v, squares);
+            });
+            F scale = set1(1.0f / std::sqrt(lane_sum(squares) / float(size) + float(op.f[0])));
+            by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+                F v = D::round(get_n<D>(x + i, n) * scale), gate = get_n<D>(z + i, n);
+                v = wide ? v * get_n<Float32>(wide + i, n) : D::round(v * get_n<D>(gamma + i, n));
+                put_n<D>(out + i, v * (gate * sigmoid<D>(gate)), n);
+            });
+        }
+    }
+};
+template <class D>
+using GatedRmsNorm = ByRows<GatedNormRow<D>>;
+
+template <class D>
+struct SigmoidGateRow {
+    typedef typename D::type T;
+    static int64_t row_bytes(const Op &op) { return op.n[1] * int64_t(sizeof(T)); }
+    static INLINE void row(const Op &op, int64_t row) {
+        int64_t size = op.n[1];
+        const T *x = op.at<T>(0) + row * size, *gate = op.at<T>(1) + row * size;
+        T *out = op.at<T>(2) + row * size;
+        by_lanes(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+            put_n<D>(out + i, get_n<D>(x + i, n) * D::round(sigmoid<D>(get_n<D>(gate + i, n))), n);
+        });
+    }
+};
+template <class D>
+using SigmoidGate = ByRows<SigmoidGateRow<D>>;
 
 template <class D>
 struct Swiglu {
@@ -229,6 +285,8 @@ extern const Kernel ROWWISE[] = {
     KERNEL("keep_ids/int64", ByRows<KeepId>),
     BY_DTYPE("rms_norm", RmsNorm),
     BY_DTYPE("add_rms_norm", AddRmsNorm),
+    BY_DTYPE("gated_rms_norm", GatedRmsNorm),
+    BY_DTYPE("sigmoid_gate", SigmoidGate),
     BY_DTYPE("swiglu", Swiglu),
     BY_DTYPE("embedding", Embedding),
     BY_DTYPE("greedy", Greedy),

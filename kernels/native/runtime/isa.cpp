@@ -21,6 +21,8 @@ extern const Kernel COMPACT[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 extern const Kernel ATTENTION[];
+extern const Kernel CONVOLUTION[];
+extern const Kernel DELTA[];
 extern const Kernel ROPE[];
 #if !defined(__AMX_TILE__)
 extern const Kernel ROWWISE[];
@@ -44,8 +46,8 @@ extern const Kernel COMPACT[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION_BFLOAT16, ATTENTION, ROPE, ROWWISE, RANKS, SAMPLE,
-                                      UNIFORM, VOCABULARY, CEILINGS, nullptr};
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION, DELTA, ROPE, ROWWISE,
+                                      RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS, nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
 

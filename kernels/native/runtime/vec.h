@@ -404,11 +404,16 @@ INLINE F to_float(const int8_t *p) {
     return r;
 }
 
+// 1 / (1 + e**-x), for results that are rounded to D.
+template <class D>
+INLINE F sigmoid(F x) {
+    F power = sizeof(typename D::type) < 4 ? exp2_short(x * set1(-1.44269504f)) : exp(-x);
+    return reciprocal(set1(1.0f) + power);
+}
 // x * sigmoid(x), rounded.
 template <class D>
 INLINE F silu(F x) {
-    F power = sizeof(typename D::type) < 4 ? exp2_short(x * set1(-1.44269504f)) : exp(-x);
-    return D::round(x * reciprocal(set1(1.0f) + power));
+    return D::round(x * sigmoid<D>(x));
 }
 
 // Calls body(i, n) for the lanes [i, i + n) of a line of `length`; n is 16 except for the last.
