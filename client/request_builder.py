@@ -195,12 +195,24 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 def _message(fields: Mapping[str, Any]) -> prompt_pb2.Message:
     """Return a message of a chat, with its tool calls as JSON text."""
     content = fields.get("content")
-    if content is not None and not isinstance(content, (str, bytes)):  # such as the OpenAI API's list of parts
-        raise TypeError(f"content of a message must be a text, got {type(content).__name__}")
+    if content is not None and not isinstance(content, (str, bytes)):
+        raise TypeError(f"content of a message must be a text, got {_described(content)}")
     calls = fields.get("tool_calls")
     if calls is None:
         return prompt_pb2.Message(**fields)
     return prompt_pb2.Message(**{**fields, "tool_calls": [_tool_call(call) for call in _sequence(calls)]})
+
+
+def _described(content: object) -> str:
+    """Return what content is that is no text, and what to send instead if it is a list of parts of the OpenAI API."""
+    parts = content if isinstance(content, (list, tuple)) else ()
+    kinds = [part["type"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("type"), str)]
+    if not kinds or len(kinds) < len(parts):
+        return type(content).__name__
+    refused = next((kind for kind in kinds if kind != "text"), None)
+    if refused is None:
+        return "a list of parts: join the texts of the parts"
+    return f"a part of the type {refused[:40]!r}: models are served for text only, so send the text without it"
 
 
 def _tool_call(call: pb.ToolCall | Mapping[str, Any] | str) -> str:

@@ -221,12 +221,15 @@ class UnknownAnswerFormat(ServeError):
 
 
 class Reserved(ServeError):
-    """The field or call is reserved and not implemented in this version."""
+    """The field or call is reserved and not implemented in this version.
+
+    reason: why, and what to do instead.
+    """
 
     code = code_pb2.UNIMPLEMENTED
 
-    def __init__(self, field: str):
-        super().__init__(f"{field}: reserved, not implemented in this version")
+    def __init__(self, field: str, reason: str = "reserved, not implemented in this version"):
+        super().__init__(f"{field}: {reason}")
 
     @classmethod
     def received(cls, message: str, retry_seconds: float) -> Reserved:

@@ -32,6 +32,8 @@ SAMPLING_FIELDS = frozenset({
 })
 """Fields that are honoured, and fields that cannot change an answer of token ids. Any other field that a client sets is
 UNIMPLEMENTED, also one that a later version of the stubs adds."""
+MEDIA_FIELDS = frozenset({"mm_inputs", "extra_mm_inputs"})
+"""Fields of images, videos and audio, which also stand for the placeholders of the prompt."""
 _MAX_SEED = (1 << 64) - 1
 _TOP_K = Range(0, DEFAULT_RANGES["top_k"].high)
 
@@ -79,6 +81,8 @@ def translate_profile(request: common_pb2.StartProfileRequest) -> tuple[str, int
 def _check_known(message: Message, known: frozenset[str], path: str) -> None:
     """Raise Reserved for a field that is set and not known."""
     for field, _ in message.ListFields():
+        if field.name in MEDIA_FIELDS:
+            raise Reserved(path + field.name, "models are served for text only; send the chat without images and videos")
         if field.name not in known:
             raise Reserved(path + field.name)
 

@@ -10,13 +10,12 @@ from typing import NoReturn
 
 from npuserve.service import logs, settings
 from npuserve.service.config import ServerConfig
-from npuserve.service.supervisor import supervisor
 
 
 def load_config(arguments: list[str]) -> ServerConfig:
     """Return the settings of the arguments of `npuserve serve` and of the environment, and set up the logs."""
     parser = argparse.ArgumentParser()
-    supervisor.add_arguments(parser)
+    settings.add_arguments(parser)
     config = settings.load(parser.parse_args(arguments), os.environ)
     logs.setup(config, "supervisor")
     return config
