@@ -10,6 +10,7 @@ from npuserve.service.supervisor.supervisor import serve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [settings]"
     settings.add_arguments(parser)
 
 

@@ -54,7 +54,7 @@ def serve(arguments: list[str]) -> int:
     from npuserve.service.supervisor import supervisor
 
     parser = argparse.ArgumentParser()
-    supervisor.add_arguments(parser)
+    settings.add_arguments(parser)
     config = settings.load(parser.parse_args(arguments), os.environ)
     logs.setup(config, "supervisor")
     return asyncio.run(supervisor.Supervisor(config, engine=(sys.executable, __file__, "engine")).run())

@@ -43,7 +43,7 @@ from typing import Any
 
 import grpc
 
-from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.load_generator import Load
 from npuserve.cli.bench.workload import Prompts, TimedRequest, cut_to_context, poisson, read_trace
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc

@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from npuserve.cli.bench.load import NO_FINISH, Outcome
+from npuserve.cli.bench.load_generator import NO_FINISH, Outcome
 
 CONNECTION, STREAM_ERROR, TIMEOUT = "CONNECTION", "STREAM_ERROR", "TIMEOUT"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

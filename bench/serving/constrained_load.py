@@ -44,7 +44,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from npuserve.cli.bench.load import Outcome
+from npuserve.cli.bench.load_generator import Outcome
 from npuserve.client.channel import open_aio_channel
 from npuserve.service.arguments import number
 

@@ -53,7 +53,7 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from npuserve.cli.bench.load import NO_FINISH, Outcome
+from npuserve.cli.bench.load_generator import NO_FINISH, Outcome
 from npuserve.cli.bench.report import latencies
 from npuserve.client.channel import open_aio_channel
 from npuserve.service.arguments import number, target

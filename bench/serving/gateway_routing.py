@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from npuserve.cli.bench.load import Load, Outcome
+from npuserve.cli.bench.load_generator import Load, Outcome
 from npuserve.cli.bench.report import latencies
 from npuserve.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, read_trace
 from npuserve.service.arguments import number

@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.load_generator import Load
 from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.service.config import ServerConfig
 

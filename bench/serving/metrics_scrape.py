@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.load_generator import Load
 from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from npuserve.cli.bench import report as bench_report
-from npuserve.cli.bench.load import Load, Outcome
+from npuserve.cli.bench.load_generator import Load, Outcome
 from npuserve.cli.bench.workload import Prompts, TimedRequest, cut_to_context, read_trace
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository

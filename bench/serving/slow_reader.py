@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from npuserve.cli.bench import report as bench_report
-from npuserve.cli.bench.load import Load, Outcome
+from npuserve.cli.bench.load_generator import Load, Outcome
 from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2 as pb
 

@@ -40,7 +40,7 @@ from typing import Any
 
 import grpc.aio
 
-from npuserve.cli.bench.load import Load
+from npuserve.cli.bench.load_generator import Load
 from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.npu.step import Step, StepResult
 from npuserve.npu.storyteller import FOLDER

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from npuserve.cli.bench.load import Outcome
+from npuserve.cli.bench.load_generator import Outcome
 
 PERCENTILES = (50, 90, 95, 99)
 MAX_LAG_SHARE = 0.1

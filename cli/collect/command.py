@@ -36,8 +36,8 @@ MAX_LOG_LINES = 2000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("collect")
     group.add_argument("--output", metavar="FILE", help="archive (default: npuserve-collect-DATE.tar.gz here)")
-    group.add_argument("--log", metavar="FILE", help=f"log of the server: its last {MAX_LOG_LINES} lines, without "
-                       "prompts")
+    group.add_argument("--log", metavar="FILE", help=f"log of the server, as it wrote it or as kubectl logs prints "
+                       f"it: its last {MAX_LOG_LINES} lines, without prompts")
     group.add_argument("--plog", metavar="FOLDER", help="CANN's log (default: ASCEND_PROCESS_LOG_PATH, ~/ascend/log)")
     group.add_argument("--accept", action="store_true", help="run npuserve check --accept, and add its report")
     group.add_argument("--accept-report", metavar="FILE", help="an earlier report of npuserve check --accept --json")

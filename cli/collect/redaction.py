@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -16,16 +15,12 @@ REMOVED = "removed"
 _VARIABLE = re.compile(
     r"(ASCEND|HCCL|ACL|ASDOPS|ATB|TASK_QUEUE|PYTORCH_NPU|TORCH_|CUDA_|TRITON_|OMP_|GOMP_|NPUSERVE_|EMULATED_)\w*|"
     r"LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|INF_NAN_MODE_ENABLE|CPU_AFFINITY_CONF")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY|KEYS\b|CERT|TLS|_CA\b|STATE_FOLDER", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|_KEY|KEYS\b|CERT|TLS|_CA\b", re.IGNORECASE)
 _USER = re.compile(r"(://)\S*@")
 _QUERY = re.compile(r"(://[^?\s]*\?)\S+")
 _RECORD = re.compile(r'\d{4}-\d\d-\d\d (?:[\d:.]+ )?[A-Z]+ [\w.-]+: |{"time": ')
 """Beginning of a log record in text or JSON. Other lines continue the record before them, or are raw output."""
 _TEXT_FIELD = re.compile(r' (?:prompt|text)=(?:"(?:[^"\\]|\\.)*(?:"|$)|\S*)')
-_PREFIX = re.compile(
-    r"\d{4}-\d\d-\d\dT\S+ (?:std(?:out|err) (?P<tag>[FP]) )?|\w{3} [ \d]\d [\d:]{8} \S+ \S+?\[\d+\]: ")
-"""Beginning of lines that `kubectl logs --timestamps`, a container runtime or journald adds. Tag P: the next line
-continues this one."""
 _OUTPUT = re.compile(r"(?:engine|rank)(?:-\d+)? said\b")
 """Message of a line with the output of a child process that gets no prompts."""
 _CALLBACK = re.compile(r"(Exception in callback [\w.<>]+).*", re.DOTALL)
@@ -35,7 +30,6 @@ _WARNING = re.compile(r"(\S+:\d+: \w*Warning).*", re.DOTALL)
 _TRACEBACK = re.compile(r"Traceback \(|During handling of|The above exception was")
 _GROUP = re.compile(r"[ |+]*[|+] ")
 """Beginning of the lines of a traceback of an exception group."""
-_PANIC = re.compile(r"(thread '[^']*'(?: \(\d+\))? panicked at )(?:.*?)([\w./-]+\.rs:\d+:\d+)?:?$")
 _RAW = re.compile(
     r"\[(?:ERROR|WARN(?:ING)?|INFO|EVENT|DEBUG|TRACE|PID: \d+|rank ?\d+|[CEFIW]\d{4} )|E[A-Z0-9]\d{4}: |ERR\d{5}\b|"
     r"[CEFIW]\d{4} [\d:.]+ |Fatal Python error: |(?:Current thread|Thread) 0x|  File \"|Extension modules: |"
@@ -60,10 +54,12 @@ def log_lines(text: str, *, is_cut: bool = False) -> list[str]:
     """Return the lines of the server's log, in either format, without the prompts that --log-prompts and bugs add.
 
     Of an exception they keep the frames and the class, since its message may quote a prompt. Of raw output they keep
-    the lines that begin as those of known libraries: a panic, for example, quotes the text that it failed on.
+    the lines that begin as those of known libraries, up to the first other line: an error of a library may quote text.
+
+    text: as the server wrote it, without what a container runtime or journald adds to lines.
     is_cut: the text is the end of a log, whose first record may have lost its beginning and is left out.
     """
-    lines = _unwrapped(text)
+    lines = text.removesuffix("\n").split("\n")  # prompts may have other separators
     kept: list[str] = []
     begin = 0
     if is_cut:
@@ -78,40 +74,16 @@ def log_lines(text: str, *, is_cut: bool = False) -> list[str]:
     return kept
 
 
-def _unwrapped(text: str) -> list[str]:
-    """Return the lines as the server wrote them, without what a container runtime or journald adds to them.
-
-    A runtime splits long lines. Only line feeds end a line of the log; prompts may have other separators.
-    """
-    found: list[str] = []
-    continues = False
-    for line in text.removesuffix("\n").split("\n"):
-        is_part = False
-        if line.startswith('{"log":'):  # Docker's json-file
-            with contextlib.suppress(ValueError, KeyError, RecursionError):
-                line = str(json.loads(line)["log"])
-                is_part = not line.endswith("\n")
-                line = line.removesuffix("\n")
-        if prefix := _PREFIX.match(line):
-            line, is_part = line[prefix.end() :], is_part or prefix["tag"] == "P"
-        if continues:
-            found[-1] += line
-        else:
-            found.append(line)
-        continues = is_part
-    return found
-
-
 def _address(value: str) -> str:
     """Return a setting without the user, the password and the query of an address."""
     return _QUERY.sub(r"\1removed", _USER.sub(r"\1removed@", value))
 
 
 def _raw_lines(lines: list[str]) -> list[str]:
-    """Return the lines after a record without messages of exceptions and panics, and without unknown lines.
+    """Return the lines after a record without messages of exceptions and without unknown output.
 
-    A message begins on the first line of a traceback that is not indented, or after the first line of a panic. It ends
-    with the record or at the next traceback.
+    A message begins on the first line of a traceback that is not indented, or with the first unknown line. It ends with
+    the record or at the next traceback.
     """
     kept: list[str] = []
     is_traceback = is_message = False
@@ -122,18 +94,16 @@ def _raw_lines(lines: list[str]) -> list[str]:
         if _TRACEBACK.match(line) or line.startswith("Exception Group Traceback ("):
             is_traceback, is_message = True, False
             kept.append(line)
-        elif panic := _PANIC.match(line):
-            is_message = True
-            kept.append(panic[1] + (panic[2] or "?"))
-        elif not is_message and is_traceback and line.startswith(" "):
-            kept.append(line)
-        elif not is_message and is_traceback and line:
+        elif is_message:
+            removed += bool(line) and not is_traceback
+        elif is_traceback and line and not line.startswith(" "):
             is_message = True
             name = re.match(r"[\w.]+", line)
             kept.append(name[0] if name else REMOVED)
-        elif not line or (not is_message and _RAW.match(line)):
+        elif is_traceback or not line or _RAW.match(line):
             kept.append(line)
-        elif not is_message:
+        else:
+            is_message = True
             removed += 1
     return [*kept, f"({removed} lines of unknown output are removed)"] if removed else kept
 

@@ -43,40 +43,28 @@ def kv_write_kernel(
 
     source = qkv + token * qkv_stride
     if group < Q_GROUPS:
-        first = group * HEADS
-        a, b, rest = _rotated_heads(
-            source, q_gamma, eps, cos, sin, first, Q_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
+        a, b, rest, offsets, inside, beside, kept = _rotated_heads(
+            source, q_gamma, eps, cos, sin, group * HEADS, Q_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
         target = q_out + token.to(tl.int64) * (Q_HEADS * DIM)
-        offsets, inside = _head_offsets(first, Q_HEADS, DIM, HALF, HALF_BLOCK, HEADS)
         tl.store(target + offsets, a.to(q_out.dtype.element_ty), mask=inside)
         tl.store(target + offsets + HALF, b.to(q_out.dtype.element_ty), mask=inside)
         if REST > 0:
-            offsets, inside = _head_offsets(first, Q_HEADS, DIM, REST, REST_BLOCK, HEADS)
-            tl.store(target + offsets + 2 * HALF, rest.to(q_out.dtype.element_ty), mask=inside)
+            tl.store(target + beside, rest.to(q_out.dtype.element_ty), mask=kept)
     elif slot >= 0:
         if group < Q_GROUPS + KV_GROUPS:
             first = (group - Q_GROUPS) * HEADS
-            a, b, rest = _rotated_heads(
+            a, b, rest, offsets, inside, beside, kept = _rotated_heads(
                 source + Q_HEADS * DIM, k_gamma, eps, cos, sin, first, KV_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK,
                 HEADS)
             dtype = qkv.dtype.element_ty
-            _store(a.to(dtype), b.to(dtype), rest.to(dtype), k_cache, k_scale, slot, first, KV_HEADS, HALF, HALF_BLOCK,
-                   REST, REST_BLOCK, HEADS)
+            _store(a.to(dtype), b.to(dtype), rest.to(dtype), offsets, inside, beside, kept, k_cache, k_scale, slot,
+                   first, KV_HEADS, HALF, REST, HEADS)
         else:
             first = (group - Q_GROUPS - KV_GROUPS) * HEADS
-            a, b, rest = _heads(
+            v_a, v_b, v_rest, offsets, inside, beside, kept = _heads(
                 source + (Q_HEADS + KV_HEADS) * DIM, first, KV_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
-            _store(a, b, rest, v_cache, v_scale, slot, first, KV_HEADS, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
-
-
-@triton.jit
-def _head_offsets(
-    first, COUNT: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-):
-    """Return the offsets [HEADS, BLOCK] of the first SIZE numbers of heads from `first` on, and their mask."""
-    heads = first + tl.arange(0, HEADS)
-    places = tl.arange(0, BLOCK)
-    return heads[:, None] * DIM + places[None, :], (heads[:, None] < COUNT) & (places[None, :] < SIZE)
+            _store(v_a, v_b, v_rest, offsets, inside, beside, kept, v_cache, v_scale, slot, first, KV_HEADS, HALF, REST,
+                   HEADS)
 
 
 @triton.jit
@@ -84,15 +72,24 @@ def _heads(
     source, first, COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr,
     REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
 ):
-    """Load both halves of the rotated numbers of heads, and the others; REST 0: any numbers for these."""
-    offsets, inside = _head_offsets(first, COUNT, 2 * HALF + REST, HALF, HALF_BLOCK, HEADS)
+    """Load heads from `first` on: both halves of their rotated numbers, and the others.
+
+    Returns the halves [HEADS, HALF_BLOCK] and the others [HEADS, REST_BLOCK], the offsets and mask of the first halves,
+    and those of the others. REST 0: the others, with offsets and mask, are those of the first halves.
+    """
+    DIM: tl.constexpr = 2 * HALF + REST
+    heads = first + tl.arange(0, HEADS)
+    places = tl.arange(0, HALF_BLOCK)
+    offsets, inside = heads[:, None] * DIM + places[None, :], (heads[:, None] < COUNT) & (places[None, :] < HALF)
     a = tl.load(source + offsets, mask=inside, other=0.0)
     b = tl.load(source + HALF + offsets, mask=inside, other=0.0)
-    rest = a
+    rest, beside, kept = a, offsets, inside
     if REST > 0:
-        offsets, inside = _head_offsets(first, COUNT, 2 * HALF + REST, REST, REST_BLOCK, HEADS)
-        rest = tl.load(source + 2 * HALF + offsets, mask=inside, other=0.0)
-    return a, b, rest
+        others = tl.arange(0, REST_BLOCK)
+        beside = heads[:, None] * DIM + 2 * HALF + others[None, :]
+        kept = (heads[:, None] < COUNT) & (others[None, :] < REST)
+        rest = tl.load(source + beside, mask=kept, other=0.0)
+    return a, b, rest, offsets, inside, beside, kept
 
 
 @triton.jit
@@ -101,8 +98,9 @@ def _rotated_heads(
     COUNT: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Return the heads as `_heads` in float32, normalized if there is a gamma, and rotated."""
-    a, b, rest = _heads(source, first, COUNT, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
+    """Return the results of `_heads`, the numbers in float32, normalized if there is a gamma, and rotated."""
+    a, b, rest, offsets, inside, beside, kept = _heads(
+        source, first, COUNT, HALF, HALF_BLOCK, REST, REST_BLOCK, HEADS)
     a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
     if gamma is not None:
         places = tl.arange(0, HALF_BLOCK)
@@ -115,17 +113,17 @@ def _rotated_heads(
         if REST > 0:
             others = tl.arange(0, REST_BLOCK)
             rest = scaled(rest, scale, tl.load(gamma + 2 * HALF + others, mask=others < REST, other=0.0))
-    return a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], rest
+    return (a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :], rest, offsets, inside, beside,
+            kept)
 
 
 @triton.jit
 def _store(
-    a, b, rest, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    REST: tl.constexpr, REST_BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    a, b, rest, offsets, inside, beside, kept, cache, scales, slot, first, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, HEADS: tl.constexpr,
 ):
     """Write heads as of `_heads` to the cache. Quantization is bit-identical to `quantize_heads`."""
-    DIM: tl.constexpr = 2 * HALF + REST
-    target = cache + slot * (KV_HEADS * DIM)
+    target = cache + slot * (KV_HEADS * (2 * HALF + REST))
     if scales is not None:
         a, b, rest = a.to(tl.float32), b.to(tl.float32), rest.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
@@ -141,12 +139,10 @@ def _store(
         a, b = _rounded(a, scale, INT8), _rounded(b, scale, INT8)
         if REST > 0:
             rest = _rounded(rest, scale, INT8)
-    offsets, inside = _head_offsets(first, KV_HEADS, DIM, HALF, HALF_BLOCK, HEADS)
     tl.store(target + offsets, a.to(cache.dtype.element_ty), mask=inside)
     tl.store(target + offsets + HALF, b.to(cache.dtype.element_ty), mask=inside)
     if REST > 0:
-        offsets, inside = _head_offsets(first, KV_HEADS, DIM, REST, REST_BLOCK, HEADS)
-        tl.store(target + offsets + 2 * HALF, rest.to(cache.dtype.element_ty), mask=inside)
+        tl.store(target + beside, rest.to(cache.dtype.element_ty), mask=kept)
 
 
 @triton.jit

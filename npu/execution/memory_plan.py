@@ -161,10 +161,8 @@ def predict(
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
     if cached != made:
-        activations += max(backend.dequantized_bytes(length, block_size, state.heads, state.head_dim)
-                           for state in config.paged_states)
+        activations += _dequantized_bytes(config, backend, length, block_size)
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
-
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
     mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
@@ -195,6 +193,12 @@ def predict(
         fixed_state=fixed_state,
         num_slots=num_slots,
     )
+
+
+def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block_size: int) -> int:
+    """Return the bytes of the largest copy of a row's keys and values in floats."""
+    return max(backend.dequantized_bytes(length, block_size, state.heads, state.head_dim)
+               for state in config.paged_states)
 
 
 MAX_STATE_SHARE = 0.5

@@ -179,7 +179,9 @@ class KvEventPublisher:
         """Forget the connection to the engine, and what was subscribed to on it."""
         if self._engine:
             self._engine.close()
-        self._engine, self._live, self._live_read = None, None, 0
+        self._engine = None
+        self._live = None
+        self._live_read = 0
         self._received = framing.Splitter()
         self._replays.clear()
 
@@ -196,7 +198,8 @@ class KvEventPublisher:
     def _receive_subscriptions(self) -> None:
         while self._publisher.poll(0):
             data = self._publisher.recv()
-            kind, prefix = data[:1], data[1:]
+            kind = data[:1]
+            prefix = data[1:]
             if kind == b"\x01" and self._topic.startswith(prefix):
                 self._prefixes.add(prefix)
             elif kind == b"\x00":
@@ -209,7 +212,8 @@ class KvEventPublisher:
             self._live = self._subscribe(0)
         elif not self._prefixes and self._live is not None:
             self._send(UnsubscribeKvEvents(self._live))
-            self._live, self._live_read = None, 0
+            self._live = None
+            self._live_read = 0
 
     def _receive_requests(self) -> None:
         while len(self._replays) < MAX_REPLAYS and self._router.poll(0):
@@ -238,7 +242,8 @@ class KvEventPublisher:
         elif isinstance(message, KvEventsLost):
             logs.event(log, "KV events: batches are lost, a snapshot follows", level=logging.WARNING,
                        batches=message.oldest - message.next)
-            self._live, self._live_read = None, 0
+            self._live = None
+            self._live_read = 0
             self._update_live()
 
     def _handle_replay(self, call: int, replay: _Replay, message: ToSubscriber) -> None:
@@ -253,7 +258,8 @@ class KvEventPublisher:
                     replay.unsent.append((b"", END, b""))
             case KvSubscribed() | KvEventsLost():  # a snapshot takes the place of what is not kept
                 del self._replays[call]
-                replay.start, replay.last = 0, None
+                replay.start = 0
+                replay.last = None
                 call = self._subscribe(0)
                 self._replays[call] = replay
         self._send_frames(call, replay)
@@ -265,7 +271,8 @@ class KvEventPublisher:
 
     def _send_frames(self, call: int, replay: _Replay) -> None:
         """Send what fits the client's socket. End the replay after its end marker, or if its client left or hangs."""
-        sent, is_over = 0, False
+        sent = 0
+        is_over = False
         try:
             while replay.unsent and not is_over:
                 topic, number, batch = replay.unsent[0]

@@ -41,8 +41,9 @@ from npuserve.service.ipc.kv_events import (
 MAX_KEPT_BYTES = 64 << 20
 """Maximum payload of the batches that are kept. Both bounds hold: this one and the number of batches."""
 MAX_BATCH_BLOCKS = 512
+"""Maximum blocks in a batch, so that engine and front end spend about a millisecond on it."""
 MAX_BATCH_TOKENS = 1 << 15
-"""Maximum blocks in a batch, and tokens of them, so that engine and front end spend about a millisecond on each."""
+"""Maximum tokens of these blocks, for the same reason."""
 LINGER_SECONDS = 30.0
 SEND_BYTES = 256 << 10
 """Payload that a subscriber is sent in one iteration of the engine's loop, so that a replay does not delay a step. A

@@ -20,7 +20,8 @@ class Splitter:
     def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Append `data` and return the completed messages, without their lengths."""
         self._data += data
-        complete, start = [], 0
+        complete = []
+        start = 0
         while len(self._data) >= (body := start + LENGTH_BYTES):
             end = body + int.from_bytes(self._data[start:body], "little")
             if end > len(self._data):

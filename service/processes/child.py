@@ -38,8 +38,10 @@ The server exits with it only before it was ready for the first time. Later the 
 may be repaired.
 """
 
-EXIT_DEVICE_FAULT, EXIT_NODE_FAULT = 3, 4
-"""Exit codes of the engine after a device error: the first is cured by a restart, the second is not."""
+EXIT_DEVICE_FAULT = 3
+"""Exit code of the engine after a device error that a restart cures."""
+EXIT_NODE_FAULT = 4
+"""Exit code of the engine after a device error that no restart cures."""
 
 FINAL_STATUS_SECONDS = 2.0
 """After the drain of a front end: time to send the final status of the calls that it ends."""

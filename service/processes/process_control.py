@@ -18,7 +18,10 @@ from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
-_SET_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 3, 4, 36
+_SET_DEATH_SIGNAL = 1
+_GET_DUMPABLE = 3
+_SET_DUMPABLE = 4
+_SET_CHILD_SUBREAPER = 36
 """Operations of prctl(2)."""
 SLICE_SECONDS = 0.0001
 """Minimum slice that Linux accepts."""
@@ -98,7 +101,8 @@ class OrphanReaper:
 
         A process that is still a zombie at the second call is not waited for by another thread.
         """
-        before, reaped = self._zombies, 0
+        before = self._zombies
+        reaped = 0
         self._zombies = frozenset(_zombie_children()).difference(kept)
         for pid in self._zombies & before:
             with contextlib.suppress(ChildProcessError):

@@ -47,7 +47,8 @@ def run(args: RankArgs) -> int:
     from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.parallel import Group, MissingRanks, TakenRank, join, wait_for_ranks
 
-    size, seconds = args.config.tensor_parallel_size, join_seconds(args.config)
+    size = args.config.tensor_parallel_size
+    seconds = join_seconds(args.config)
     try:
         store = join(args.address, size, seconds)
         wait_for_ranks(store, args.rank, size, seconds)

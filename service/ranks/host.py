@@ -44,7 +44,9 @@ class Host:
     """The ranks of this host. Call `run` once."""
 
     def __init__(self, config: ServerConfig, folder: Path, world: World):
-        self._config, self._folder, self._world = config, folder, world
+        self._config = config
+        self._folder = folder
+        self._world = world
         self._ranks = world.ranks(config)
         self._files = [create_shared_memory() for _ in self._ranks]
         self._contents: list[dict[str, Any] | None] = [None] * len(self._ranks)
@@ -72,7 +74,8 @@ class Host:
         for number in (signal.SIGTERM, signal.SIGINT, *(() if is_hangup_ignored() else (signal.SIGHUP,))):
             signal.signal(number, handle)
         threading.Thread(target=self._stop, args=(signals,), name="signals", daemon=True).start()
-        world, ranks = self._world, self._ranks
+        world = self._world
+        ranks = self._ranks
         logs.event(log, "ranks of a group", ranks=f"{ranks[0]} to {ranks[-1]}", address=world.address)
         short_runs = 0
         while not self._stopped.is_set():
@@ -94,8 +97,10 @@ class Host:
 
     def _run_group(self) -> tuple[int, str]:
         """Start the ranks and run them until one ends. Return the largest exit code, and the error reported, or ""."""
-        address, local = self._world.address, len(self._ranks)
-        self._processes, runs = [], dict[Future[int], RankProcess]()
+        address = self._world.address
+        local = len(self._ranks)
+        self._processes = []
+        runs = dict[Future[int], RankProcess]()
         with ThreadPoolExecutor(local) as threads:
             try:
                 for rank, file, content in zip(self._ranks, self._files, self._contents, strict=True):

@@ -56,7 +56,8 @@ class LeadRunner:
     """
 
     def __init__(self, runner: Runner, group: Group):
-        self._runner, self._group = runner, group
+        self._runner = runner
+        self._group = group
 
     def launch(self, step: Step) -> Any:
         timed = self._runner.is_timed(step)

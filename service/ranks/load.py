@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    config: ServerConfig, folder: str, observe: Observe | None = None, memory: SharedMemory | None = None,
-    kernels: Mapping[str, Any] | None = None, capture: CaptureMode | None = None, group: Group | None = None,
+    config: ServerConfig,
+    folder: str,
+    observe: Observe | None = None,
+    memory: SharedMemory | None = None,
+    kernels: Mapping[str, Any] | None = None,
+    capture: CaptureMode | None = None,
+    group: Group | None = None,
 ) -> Runner:
     """Load the model onto its device.
 

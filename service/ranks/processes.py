@@ -90,7 +90,8 @@ class RankProcess:
     """
 
     def __init__(self, args: RankArgs):
-        self.ready, self.error = threading.Event(), dict[str, str]()
+        self.ready = threading.Event()
+        self.error = dict[str, str]()
         self.shared_weights: dict[str, Any] | None = None
         self.rank = args.rank
         self._process = subprocess.Popen(PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -153,12 +154,16 @@ class RankProcesses:
     """
 
     def __init__(
-        self, config: ServerConfig, folder: str, weights: Sequence[int] = (),
+        self,
+        config: ServerConfig,
+        folder: str,
+        weights: Sequence[int] = (),
         shared_weights: Sequence[dict[str, Any] | None] | None = None,
     ):
         from npuserve.npu.parallel import Group, MissingRanks, serve, wait_for_ranks
 
-        size, world = config.tensor_parallel_size, read_world(config, os.environ)
+        size = config.tensor_parallel_size
+        world = read_world(config, os.environ)
         local = len(world.ranks(config)) if world else size
         if world:
             world.resolve(join_seconds(config))
@@ -167,9 +172,11 @@ class RankProcesses:
         except RuntimeError as error:
             raise (world.explain(error) if world else error) from None
         memory = -1 if world else os.memfd_create("npuserve-ranks")
-        files, contents = weights or [-1] * (local - 1), shared_weights or [None] * (local - 1)
+        files = weights or [-1] * (local - 1)
+        contents = shared_weights or [None] * (local - 1)
         self._stopping = False
-        self._has_other_hosts, self._next_check = local < size, 0.0
+        self._has_other_hosts = local < size
+        self._next_check = 0.0
         self._processes = [
             self._start(RankArgs(config, folder, rank, address, local, memory, file, content))
             for rank, file, content in zip(range(1, local), files, contents, strict=True)]

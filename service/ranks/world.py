@@ -72,7 +72,8 @@ class World(msgspec.Struct, frozen=True):
 
     def resolve(self, seconds: float, stopped: threading.Event | None = None) -> None:
         """Wait until the first host's name resolves, at most `seconds`, or until `stopped`. Raises ConfigError."""
-        end, stopped = time.monotonic() + seconds, stopped or threading.Event()
+        end = time.monotonic() + seconds
+        stopped = stopped or threading.Event()
         first = True
         while not stopped.is_set():
             try:

@@ -105,7 +105,8 @@ def parse_json(text: str, field: str, types: tuple[type, ...] = (dict,), name: s
 
 def _check_depth(value: Any, field: str) -> None:
     """Raise InvalidField for a value that is nested too deeply."""
-    depth, level = 0, _containers([value])
+    depth = 0
+    level = _containers([value])
     while level:
         depth += 1
         if depth > MAX_JSON_DEPTH:

@@ -121,7 +121,8 @@ class _Scan:
 
         `end` for a number that is truncated or too long.
         """
-        data, value = self._data, 0
+        data = self._data
+        value = 0
         for shift in range(0, 70, 7):
             if position >= end:
                 break

@@ -67,7 +67,8 @@ class _Job:
 
     def call(self) -> Any:
         """Call `work`, if it is still to be called, and measure its CPU time."""
-        work, self.work = self.work, None
+        work = self.work
+        self.work = None
         if work is None:
             return None
         began = time.thread_time()

@@ -67,7 +67,9 @@ def _given_ids(message: pb.GenerateRequest, info: ModelInfo) -> list[int]:
 
 
 def prompt_text(
-    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest, tokenizer: Tokenizer | None, plain_content: bool,
+    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest,
+    tokenizer: Tokenizer | None,
+    plain_content: bool,
     max_model_len: int,
 ) -> Prompt:
     """Return the text of a prompt that is a text or a chat.

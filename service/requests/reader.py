@@ -36,8 +36,10 @@ WINDOW_BYTES = 16 << 10
 """HTTP/2 window of a stream before its handler reads."""
 MAX_INCOMPLETE_BYTES = 48 << 20
 """Memory of incomplete messages; two messages of the largest size if that is more."""
-LIGHT_SHARE, NEW_SHARE = 1 / 8, 1 / 8
-"""Shares of it for light clients only, and for light and new clients only."""
+LIGHT_SHARE = 1 / 8
+"""Share of it for light clients only."""
+NEW_SHARE = 1 / 8
+"""Share of it for light and new clients only."""
 MAX_FRESH_READS = 8
 """Messages of unknown or of large size that begin to be read between two measurements, as far as memory is free."""
 MAX_UNPARSED_BYTES = 2 << 20

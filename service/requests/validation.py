@@ -94,7 +94,11 @@ def check_model(
 
 
 def check(
-    message: pb.GenerateRequest, folder: ModelFolder, info: ModelInfo, name: str, arrival: float,
+    message: pb.GenerateRequest,
+    folder: ModelFolder,
+    info: ModelInfo,
+    name: str,
+    arrival: float,
     policy: Policy = Policy(),
 ) -> CheckedRequest:
     """Check the whole request and tokenize its prompt.
@@ -112,7 +116,8 @@ def check(
             f"got {quoted(message.request_id)}"))
     answer_format = check_parsing(message, folder.tokenizer, bad)
     samples = _check_samples(message, info, policy, bad)
-    vocabulary_size, output = info.vocabulary_size, message.output
+    vocabulary_size = info.vocabulary_size
+    output = message.output
     stopping = check_stopping(message.stopping, folder, vocabulary_size, bad)
     sampling = check_sampling(message.sampling, folder.defaults, vocabulary_size, bad)
     logprobs = check_logprobs(output, "logprobs", vocabulary_size, bad)
@@ -179,7 +184,8 @@ def check_unary_size(request: Request, bytes_per_logprob: int = BYTES_PER_LOGPRO
     bytes_per_token: estimated size of a token without its log-probabilities.
     """
     fit = f"the answer must fit {MAX_UNARY_BYTES >> 20} MiB, the largest message that clients take by default: "
-    sampling, size = request.sampling, 0
+    sampling = request.sampling
+    size = 0
     if sampling.prompt_logprobs is not None:
         token_bytes = bytes_per_token + bytes_per_logprob * (sampling.prompt_logprobs + 1)
         size = len(request.prompt_ids) * token_bytes

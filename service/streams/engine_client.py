@@ -83,9 +83,15 @@ class EngineClient:
     """
 
     def __init__(
-        self, address: str, on_state: Callable[[State], None] = lambda state: None,
-        stall_seconds: float = STALL_SECONDS, resume_seconds: float = 0.0, max_buffered_tokens: int = 512,
-        slow_reader_seconds: float = 300.0, stream_interval: int = 1, has_kv_events: bool = False,
+        self,
+        address: str,
+        on_state: Callable[[State], None] = lambda state: None,
+        stall_seconds: float = STALL_SECONDS,
+        resume_seconds: float = 0.0,
+        max_buffered_tokens: int = 512,
+        slow_reader_seconds: float = 300.0,
+        stream_interval: int = 1,
+        has_kv_events: bool = False,
         profile_dir: str = "",
     ):
         self.max_buffered_tokens = max_buffered_tokens
@@ -229,7 +235,8 @@ class EngineClient:
 
     def _limited_key(self, client: str) -> int:
         """Return the key of a further stream of a client. Raises Unavailable, and QueueFull at a limit."""
-        info, key = self.require(), self._next_key()
+        info = self.require()
+        key = self._next_key()
         self._limit.add(key, client, info)
         return key
 
@@ -305,7 +312,9 @@ class EngineClient:
             case Outputs():
                 self._on_outputs(message)
             case messages.Ready(epoch=epoch, model=model):
-                self._connection, self.epoch, self.model_info = connection, epoch, model
+                self._connection = connection
+                self.epoch = epoch
+                self.model_info = model
                 connection.defer()
                 waiting = sorted(self._streams.values(), key=lambda stream: stream.request.arrival)
                 resuming = list(self._resuming)
@@ -325,7 +334,8 @@ class EngineClient:
 
     def _on_outputs(self, message: Outputs) -> None:
         now = time.monotonic()
-        self._last_load, self.load_time = message.load, now
+        self._last_load = message.load
+        self.load_time = now
         for key in message.accepted:
             self._unanswered.pop(key, None)
             if stream := self._streams.get(key):

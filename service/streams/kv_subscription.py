@@ -175,7 +175,8 @@ class KvSubscriptions:
         self._fail_all(error)
 
     def _fail_all(self, error: ServeError) -> None:
-        live, self._live = list(self._live.values()), {}
+        live = list(self._live.values())
+        self._live = {}
         for subscription in live:
             subscription.fail(copy.copy(error))  # the traceback of each refers to the frames of one call
 

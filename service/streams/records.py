@@ -19,7 +19,9 @@ MAX_BYTES = 64 << 20
 MAX_RECORD_BYTES = 8 << 20
 """Maximum size of one record. A stream whose record may exceed it gets no resume token."""
 # Largest msgpack encodings: token id, floating-point number, head of a list or string.
-_ID_BYTES, _FLOAT_BYTES, _HEAD_BYTES = 5, 9, 5
+_ID_BYTES = 5
+_FLOAT_BYTES = 9
+_HEAD_BYTES = 5
 _RECORD_BYTES = 4096
 """Maximum size of the fields that hold no list: names have at most 512 characters, and there are field heads."""
 _OVERHEAD_BYTES = 512
@@ -72,14 +74,17 @@ def restore_messages(live: Iterable[tuple[int, Record]], ended: Callable[[], lis
         size += max_size(record.request, len(record.token_ids), len(record.logprobs), len(record.prompt_logprobs))
         if size >= MAX_RESTORE_BYTES:
             yield Restore(some, [], is_last=False)
-            some, size = [], 0
+            some = []
+            size = 0
     others: list[EndedRecord] = []
     for kept in ended():
         others.append(kept)
         size += len(kept.data)
         if size >= MAX_RESTORE_BYTES:
             yield Restore(some, others, is_last=False)
-            some, others, size = [], [], 0
+            some = []
+            others = []
+            size = 0
     yield Restore(some, others)
 
 

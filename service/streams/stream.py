@@ -144,7 +144,8 @@ class Stream:
             if self._state is State.FINISHED:
                 raise StopAsyncIteration
             await self._wait()
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         self._processing = 0.0
         if self.buffered:
             self._last_read = time.monotonic()
@@ -273,7 +274,8 @@ class Stream:
             self._end(State.CLOSED, error)
 
     def _end(self, state: State, error: ServeError | None = None) -> None:
-        self._state, self._error = state, error
+        self._state = state
+        self._error = error
         self._wake()
 
     def _finish(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.cli.bench.load import Outcome
+from npuserve.cli.bench.load_generator import Outcome
 from tests.e2e.gateway.smg import program
 from tests.support.benches import BENCH, bench
 

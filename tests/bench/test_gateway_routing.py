@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer
 
-from npuserve.cli.bench.load import Outcome
+from npuserve.cli.bench.load_generator import Outcome
 from npuserve.cli.bench.workload import TimedRequest, TraceError
 from npuserve.npu.storyteller import FOLDER
 from tests.e2e.gateway.smg import program

@@ -111,8 +111,8 @@ def find(objects: list[Object], kind: str, name: str | None = None) -> Object:
 
 
 def workload(objects: list[Object]) -> Object:
-    """Return the Deployment, StatefulSet or LeaderWorkerSet of the server."""
-    (found,) = [o for o in objects if o["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet")
+    """Return the Deployment or LeaderWorkerSet of the server."""
+    (found,) = [o for o in objects if o["kind"] in ("Deployment", "LeaderWorkerSet")
                 and o["metadata"]["labels"]["app.kubernetes.io/component"] == "server"]
     return found
 

@@ -53,8 +53,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "create": True, "size": "200Gi", "storageClass": "cephfs", "accessMode": "ReadWriteMany"}}}),
     "init, claim of one replica": (("cuda",), {
         "replicas": 1, "model": {"init": {"create": True, "accessMode": "ReadWriteOnce"}}}),
-    "state on claims": (("cuda", "prod"), {"state": {"type": "pvc", "size": "2Gi", "storageClass": "fast"}}),
-    "no state, no affinity": ((), {"state": {"type": "none"}, "service": {"sessionAffinitySeconds": 0}}),
+    "no affinity": ((), {"service": {"sessionAffinitySeconds": 0}}),
     "OpenShift": (("ascend",), {"openshift": True, "global": {"imageRegistry": "registry.example.com:5000/llm"}}),
     "DoNotSchedule on labelled nodes": (("ascend",), {
         "nodeSelector": {"accelerator": "huawei-Ascend910"},
@@ -196,7 +195,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "hccl": {"bufferMegabytes": 512, "socketInterface": "=eth0", "basePort": 50000}},
         "podDisruptionBudget": {"maxUnavailable": "30%"}}),
     "groups, a pool and smg": (("cpu",), {
-        **GROUPS, **_POOL, **_SMG, "metrics": {"scrape": "podMonitor"}, "state": {"type": "none"},
+        **GROUPS, **_POOL, **_SMG, "metrics": {"scrape": "podMonitor"},
         "autoscaling": {"kind": "hpa"}}),
     "everything at once": (("ascend", "prod"), {**_ROUTE, **_MONITORING, **_KEDA, "global": {"region": "eu"},
                                                 "cache": {"type": "pvc"}}),

@@ -25,7 +25,7 @@ from tests.helm.chart import CHART, KUBERNETES, Object
 
 RESOURCES = {
     "v1": {"ConfigMap", "Secret", "Service", "ServiceAccount", "Pod", "PersistentVolumeClaim"},
-    "apps/v1": {"Deployment", "StatefulSet"},
+    "apps/v1": {"Deployment"},
     "policy/v1": {"PodDisruptionBudget"},
     "networking.k8s.io/v1": {"NetworkPolicy"},
     "autoscaling/v2": {"HorizontalPodAutoscaler"},

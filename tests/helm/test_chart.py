@@ -69,7 +69,7 @@ def versions() -> list[str]:
 NUMBERS: Object = {
     "tls": {"secretName": "123"}, "apiKeys": {"secretName": "1e3", "key": "123"},
     "serviceAccount": {"create": False, "name": "123"}, "priorityClassName": "true", "runtimeClassName": "123",
-    "schedulerName": "1.5", "image": {"pullSecrets": ["123"]}, "state": {"type": "pvc", "storageClass": "123"},
+    "schedulerName": "1.5", "image": {"pullSecrets": ["123"]},
     "cache": {"type": "pvc", "claimName": "123"}, "model": {"source": "pvc", "pvc": {"claimName": "0x1"}},
     "headless": {"enabled": True}, "metrics": {"scrape": "serviceMonitor"}}
 """Names that YAML reads as numbers or booleans without quotes."""
@@ -200,7 +200,7 @@ def test_a_new_configuration_makes_new_pods():
     assert template_of({}) != template_of({"config": {"max_queue": 8}})
 
 
-@pytest.mark.parametrize("values", [{}, {"state": {"type": "pvc"}}, GROUPS], ids=["Deployment", "StatefulSet", "LWS"])
+@pytest.mark.parametrize("values", [{}, GROUPS], ids=["Deployment", "LWS"])
 def test_pods_carry_their_configuration(values: Object):
     """An object beside the pods would change or vanish under the pods of the revision before an upgrade that fails."""
     objects = render(values)

@@ -26,7 +26,7 @@ def test_checkov_findings_are_explained(tmp_path: Path):
         done = template({}, stack)
         assert done.returncode == 0, done.stderr
         (tmp_path / f"{number}.yaml").write_text(done.stdout)
-    for name in ("service monitor, rules, dashboards", "state on claims", "smg", "pool, route and gateway"):
+    for name in ("service monitor, rules, dashboards", "smg", "pool, route and gateway"):
         presets, values = COMBINATIONS[name]
         (tmp_path / f"{name}.yaml").write_text(template(values, presets).stdout)
     # checkov does not know LeaderWorkerSet, so it is given the pods.

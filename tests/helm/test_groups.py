@@ -83,7 +83,7 @@ def test_workers_have_no_ports_probes_or_secrets():
     only = {"ports", "startupProbe", "readinessProbe", "livenessProbe"}
     assert only <= set(serving)
     assert set(computing) == set(serving) - only
-    secret = {"tls", "client-ca", "api-keys", "state"}
+    secret = {"tls", "client-ca", "api-keys"}
     for part, name in ((serving["volumeMounts"], computing["volumeMounts"]),
                        (leader["spec"]["volumes"], worker["spec"]["volumes"])):
         assert {each["name"] for each in part} - {each["name"] for each in name} == secret

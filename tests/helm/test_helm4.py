@@ -63,7 +63,7 @@ def plain(objects: list[Object]) -> dict[tuple[str, str], Any]:
 
 
 REPRESENTATIVE = {*STACKS, "all settings", "smg in production, every value", "pool, route and gateway",
-                  "service monitor, rules, dashboards", "keda with authentication", "state on claims",
+                  "service monitor, rules, dashboards", "keda with authentication",
                   "all that a pod may have more", "sizes, times, contexts", "groups, a pool and smg",
                   "everything at once"}
 """Values that together render every kind of object. Helm 3 renders all values (test_chart.py)."""

@@ -14,10 +14,12 @@ from tests.helm.chart import Object, needs_helm, refused, template
 from tests.helm.test_values import DEFAULTS, SCHEMA
 
 DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "model", "served_name", "device",
-           "drain_seconds", "state_folder", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+           "drain_seconds", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
 """Settings that the chart derives from other values. The schema lets them pass, and _checks.tpl names these values."""
+REMOVED = {"state_folder"}
+"""Settings of earlier versions. The schema lets them pass, and _checks.tpl says what to do."""
 ALL: Object = SCHEMA["properties"]["config"]["properties"]
-CONFIG: Object = {name: schema for name, schema in ALL.items() if name not in DERIVED}
+CONFIG: Object = {name: schema for name, schema in ALL.items() if name not in DERIVED | REMOVED}
 
 SIZES = {"max_message_size", "kv_cache_memory"}
 """Settings that are numbers of bytes, or texts with a unit."""
@@ -25,8 +27,8 @@ SIZES = {"max_message_size", "kv_cache_memory"}
 
 def test_schema_has_every_setting():
     """Add a new setting with its range under config in values.schema.json, and to tests/helm/combinations.py."""
-    assert set(ALL) == set(ServerConfig.__struct_fields__)
-    assert {name for name, schema in ALL.items() if not schema} == DERIVED
+    assert set(ALL) - REMOVED == set(ServerConfig.__struct_fields__)
+    assert {name for name, schema in ALL.items() if not schema} == DERIVED | REMOVED
 
 
 @needs_helm

@@ -1,4 +1,4 @@
-"""State that survives a pod: records of interrupted streams, session affinity, and claims."""
+"""State that survives a pod: session affinity, and claims of models."""
 
 from __future__ import annotations
 
@@ -17,55 +17,9 @@ else:
 
 pytestmark = needs_helm
 
-CLAIMS: Object = {"state": {"type": "pvc"}}
-
-
-def state_folder(objects: list[Object]) -> str | None:
-    return tomllib.loads(config_file(objects)).get("state_folder")
-
-
-def test_state_folder_is_a_volume_of_the_pod():
-    objects = render()
-    spec = pod(objects)
-    mounts = {mount["mountPath"]: mount for mount in spec["containers"][0]["volumeMounts"]}
-    mount = mounts[state_folder(objects)]
-    assert not mount.get("readOnly")
-    (volume,) = [volume for volume in spec["volumes"] if volume["name"] == mount["name"]]
-    assert volume["emptyDir"] == {"sizeLimit": "1Gi"}
-    assert workload(objects)["kind"] == "Deployment"
-
-
-def test_state_on_claims_belongs_to_one_replica_each():
-    """A StatefulSet's pod keeps its name and claim, so streams' records survive a rolling restart."""
-    objects = render(CLAIMS)
-    made = workload(objects)
-    assert made["kind"] == "StatefulSet"
-    (claim,) = made["spec"]["volumeClaimTemplates"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
-    mounts = {mount["mountPath"]: mount["name"] for mount in pod(objects)["containers"][0]["volumeMounts"]}
-    assert mounts[state_folder(objects)] == claim["metadata"]["name"]
-    assert claim["metadata"]["name"] not in {volume["name"] for volume in pod(objects)["volumes"]}
-    service = find(objects, "Service", made["spec"]["serviceName"])["spec"]
-    assert service["clusterIP"] == "None"
-    assert service["selector"].items() <= made["spec"]["template"]["metadata"]["labels"].items()
-
-
-def test_state_on_claims_survives_an_upgrade_of_the_chart():
-    """A StatefulSet's claims are immutable, so their labels contain no version."""
-    (claim,) = workload(render({**CLAIMS, "commonLabels": {"team": "llm"}}))["spec"]["volumeClaimTemplates"]
-    assert set(claim["metadata"]["labels"]) == {f"app.kubernetes.io/{name}" for name in (
-        "name", "instance", "component")}
-
-
-def test_state_none_keeps_nothing():
-    objects = render({"state": {"type": "none"}})
-    assert state_folder(objects) is None
-    assert "state" not in {volume["name"] for volume in pod(objects)["volumes"]}
-
-
 @pytest.mark.parametrize("autoscaling", [
     {"kind": "hpa"}, {"kind": "keda", "keda": {"prometheusAddress": "http://prometheus:9090"}}])
-@pytest.mark.parametrize("values", [{}, CLAIMS, GROUPS], ids=["Deployment", "StatefulSet", "LeaderWorkerSet"])
+@pytest.mark.parametrize("values", [{}, GROUPS], ids=["Deployment", "LeaderWorkerSet"])
 def test_autoscaler_scales_the_workload(autoscaling: Object, values: Object):
     objects = render({"autoscaling": autoscaling, **values})
     made = workload(objects)
@@ -76,7 +30,7 @@ def test_autoscaler_scales_the_workload(autoscaling: Object, values: Object):
     for trigger in scaler.get("triggers", []):
         names = re.search(r'pod=~"([^"]+)"', trigger["metadata"]["query"])
         assert names is not None
-        for suffix, kinds in (("5d4b8c9f7d-x2x4q", {"Deployment"}), ("11", {"StatefulSet", "LeaderWorkerSet"})):
+        for suffix, kinds in (("5d4b8c9f7d-x2x4q", {"Deployment"}), ("11", {"LeaderWorkerSet"})):
             assert bool(re.fullmatch(names.group(1), f"demo-npuserve-{suffix}")) == (made["kind"] in kinds)
         if made["kind"] == "LeaderWorkerSet":  # a worker has no metrics
             assert not re.fullmatch(names.group(1), "demo-npuserve-1-1")

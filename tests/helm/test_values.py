@@ -69,7 +69,6 @@ INVALID: list[tuple[str, Object]] = [
     ("extraEnv.0.name", {"extraEnv": [{"value": "x"}]}),
     ("extraEnv.0.value", {"extraEnv": [{"name": "A", "value": 1}]}),
     ("openshift", {"openshift": "auto"}),
-    ("state.type", {"state": {"type": "hostPath"}}),
     ("model.init.accessMode", {"model": {"init": {"accessMode": "ReadOnlyMany"}}}),
     ("model.init.create", {"model": {"init": {"create": "yes"}}}),
     ("service.nodePort", {"service": {"type": "NodePort", "nodePort": 0}}),
@@ -137,7 +136,6 @@ MALFORMED: list[tuple[str, Object]] = [
     ("fullnameOverride", {"fullnameOverride": "a.service"}),
     ("nameOverride", {"nameOverride": "2nd"}),
     ("global.imageRegistry", {"global": {"imageRegistry": "https://registry"}}),
-    ("state.size", {"state": {"size": "big"}}),
     ("service.loadBalancerClass", {"service": {"loadBalancerClass": "a b"}}),
     ("metrics.scrapeTimeout", {"metrics": {"scrapeTimeout": "fast"}}),
     ("gateway.smg.image.digest", {"gateway": {"smg": {"image": {"digest": "sha256:12"}}}}),
@@ -229,8 +227,8 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
         "podSecurityContext": {"runAsNonRoot": False}, "securityContext": {"runAsUser": 0, "runAsNonRoot": True}}),
     ("model.init.create: creates a claim, and", {"model": {
         "source": "init", "hub": {"name": "a/b"}, "init": {"create": True, "claimName": "models"}}}),
-    ("headless.enabled", {"state": {"type": "pvc"}, "headless": {"enabled": False}}),
-    ("strategy.type: Recreate", {"state": {"type": "pvc"}, "strategy": {"type": "Recreate"}}),
+    ("state: removed: a stream ends with its server. Remove state;", {"state": {"type": "pvc"}}),
+    ("config.state_folder: removed: a stream ends with its server.", {"config": {"state_folder": "/s"}}),
     ("topologySpread.whenUnsatisfiable: DoNotSchedule", {
         "accelerator": {"kind": "cuda"}, "topologySpread": {"whenUnsatisfiable": "DoNotSchedule"}}),
     ("requiredDuringSchedulingIgnoredDuringExecution", {  # a preference excludes no node
@@ -308,7 +306,6 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
         **GROUPS, "accelerator": {"kind": "cuda"}}),
     ("config.tensor_parallel_size: 4 ranks in a pod, and accelerator.count is 1", {
         "config": {"tensor_parallel_size": 4}, "accelerator": {"kind": "cuda"}}),
-    ("state.type: pvc makes a StatefulSet", {**GROUPS, "state": {"type": "pvc"}}),
     ("strategy.type: Recreate is for a Deployment", {**GROUPS, "strategy": {"type": "Recreate"}}),
     ("topology.masterPort: 9090 is the port metrics", {**GROUPS, "topology": {**HOSTS, "masterPort": 9090}}),
     ("topology.masterPort: 5557 is the port kv-events", {

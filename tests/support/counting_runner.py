@@ -152,6 +152,7 @@ class ServedRunner(FakeRunner):
     deterministic = True
     shared_weights = cpu_kernels = None
     min_forced = 0
+    num_slots = 0
 
     def __init__(self, folder: Path, delay: float, block_size: int = 0, kv_cache_memory: int = 0):
         self.config = config = ModelConfig.from_folder(folder)

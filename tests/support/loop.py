@@ -64,7 +64,8 @@ def serve(
                 del live[progress.sequence.id]
 
     cancels: defaultdict[int, list[int]] = defaultdict(list)
-    order, ids = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick), dict[int, int]()
+    ids: dict[int, int] = {}
+    order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
     for tick in range(2000):
         while order and all_asks[order[0]].tick <= tick:
             index = order.pop(0)
@@ -92,9 +93,14 @@ def serve(
         if not (live or order or pipeline):
             break
     assert not live, "requests never end"
-    assert blocks.counts.used == 0, "blocks leaked"
-    assert slots is None or slots.num_used == 0, "slots leaked"
-    runner.launch(Step([], ended=scheduler.take_ended()))
-    assert not runner._sampler._states
+    check_ended(runner, scheduler)
     assert (pending > 0) <= (depth == 2)
     return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler
+
+
+def check_ended(runner: Runner, scheduler: Scheduler) -> None:
+    """Raise AssertionError if ended requests have left blocks, slots or sampling state."""
+    assert scheduler.blocks.counts.used == 0, "blocks leaked"
+    assert scheduler.slots is None or scheduler.slots.num_used == 0, "slots leaked"
+    runner.launch(Step([], ended=scheduler.take_ended()))
+    assert not runner._sampler._states

@@ -177,13 +177,8 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- include "npuserve.refuse" "model.init.create: creates a claim, and model.init.claimName names one that exists; remove one of them" }}
 {{- end }}
 
-{{- if eq .Values.state.type "pvc" }}
-{{- if not .Values.headless.enabled }}
-{{- include "npuserve.refuse" "headless.enabled: a StatefulSet (state.type pvc) takes its pods' names from the headless service; set it to true" }}
-{{- end }}
-{{- if ne .Values.strategy.type "RollingUpdate" }}
-{{- include "npuserve.refuse" (printf "strategy.type: %s is for a Deployment, and state.type pvc makes a StatefulSet; set RollingUpdate" .Values.strategy.type) }}
-{{- end }}
+{{- if hasKey .Values "state" }}
+{{- include "npuserve.refuse" "state: removed: a stream ends with its server. Remove state; clients send such a request again." }}
 {{- end }}
 
 {{- if and (eq .Values.topologySpread.whenUnsatisfiable "DoNotSchedule") (ne .Values.accelerator.kind "cpu") (not .Values.nodeSelector) (not (dig "nodeAffinity" "requiredDuringSchedulingIgnoredDuringExecution" "" .Values.affinity)) }}
@@ -332,7 +327,10 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{/* Settings that the server would refuse at its start. */}}
 {{- define "npuserve.configChecks" -}}
 {{- $config := .Values.config }}
-{{- $derived := dict "host" "host" "port" "ports.grpc" "metrics_host" "networkPolicy.metricsFrom" "metrics_port" "ports.metrics" "health_port" "ports.health" "model" "model.source" "served_name" "model.servedName" "device" "accelerator.kind" "drain_seconds" "termination.drainSeconds" "state_folder" "state.type" "tls_cert" "tls.secretName" "tls_key" "tls.secretName" "tls_client_ca" "tls.clientCaSecretName" "api_keys" "apiKeys.secretName" }}
+{{- $derived := dict "host" "host" "port" "ports.grpc" "metrics_host" "networkPolicy.metricsFrom" "metrics_port" "ports.metrics" "health_port" "ports.health" "model" "model.source" "served_name" "model.servedName" "device" "accelerator.kind" "drain_seconds" "termination.drainSeconds" "tls_cert" "tls.secretName" "tls_key" "tls.secretName" "tls_client_ca" "tls.clientCaSecretName" "api_keys" "apiKeys.secretName" }}
+{{- if hasKey $config "state_folder" }}
+{{- include "npuserve.refuse" "config.state_folder: removed: a stream ends with its server. Remove the setting; clients send such a request again" }}
+{{- end }}
 {{- range $name := keys $config | sortAlpha }}
 {{- with get $derived $name }}
 {{- include "npuserve.refuse" (printf "config.%s: the chart derives it from another value; remove it, and set %s instead" $name .) }}
@@ -372,9 +370,6 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- $hosts := int64 .Values.topology.hosts }}
 {{- if or (lt $parallel $hosts) (mod $parallel $hosts) }}
 {{- include "npuserve.refuse" (printf "config.tensor_parallel_size: %d must be a multiple of topology.hosts, %d, in [%d, 64]" $parallel $hosts $hosts) }}
-{{- end }}
-{{- if eq .Values.state.type "pvc" }}
-{{- include "npuserve.refuse" "state.type: pvc makes a StatefulSet, and topology.kind is leaderworkerset; set emptyDir or none" }}
 {{- end }}
 {{- if ne .Values.strategy.type "RollingUpdate" }}
 {{- include "npuserve.refuse" (printf "strategy.type: %s is for a Deployment, and topology.kind is leaderworkerset; set RollingUpdate" .Values.strategy.type) }}

@@ -85,7 +85,7 @@ app.kubernetes.io/part-of: npuserve
 
 {{/* Kind of the object that owns the server's pods. */}}
 {{- define "npuserve.workload" -}}
-{{- include "npuserve.groups" . | empty | ternary (eq .Values.state.type "pvc" | ternary "StatefulSet" "Deployment") "LeaderWorkerSet" }}
+{{- include "npuserve.groups" . | empty | ternary "Deployment" "LeaderWorkerSet" }}
 {{- end }}
 
 {{/* The workload as the target of an autoscaler. */}}
@@ -199,9 +199,6 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- $_ := set $settings "health_port" .Values.ports.health }}
 {{- $_ := set $settings "device" (get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind) }}
 {{- $_ := set $settings "drain_seconds" .Values.termination.drainSeconds }}
-{{- if ne .Values.state.type "none" }}
-{{- $_ := set $settings "state_folder" "/var/lib/npuserve" }}
-{{- end }}
 {{- with include "npuserve.model" . }}
 {{- $_ := set $settings "model" . }}
 {{- end }}

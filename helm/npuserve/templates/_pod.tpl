@@ -234,10 +234,6 @@ topologySpreadConstraints:
   mountPath: /var/cache/npuserve
 - name: shm
   mountPath: /dev/shm
-{{- if and (ne .Values.state.type "none") (not .worker) }}
-- name: state
-  mountPath: /var/lib/npuserve
-{{- end }}
 {{- if has .Values.model.source (list "pvc" "init") }}
 - name: models
   mountPath: /models
@@ -294,11 +290,6 @@ topologySpreadConstraints:
   emptyDir:
     medium: Memory
     sizeLimit: {{ .Values.shm.size }}
-{{- if and (eq .Values.state.type "emptyDir") (not .worker) }}
-- name: state
-  emptyDir:
-    sizeLimit: {{ .Values.state.size }}
-{{- end }}
 {{- with .Values.model }}
 {{- $claim := get (dict "pvc" .pvc.claimName "init" (include "npuserve.modelClaim" $)) .source }}
 {{- if $claim }}

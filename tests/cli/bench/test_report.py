@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from npuserve.cli.bench import report as bench_report
-from npuserve.cli.bench.load import Outcome
+from npuserve.cli.bench.load_generator import Outcome
 
 
 def outcome(

@@ -21,7 +21,7 @@ import pytest
 
 from npuserve.cli.bench import report as bench_report
 from npuserve.cli.bench import serve as bench_serve
-from npuserve.cli.bench.load import INTERRUPTED, NO_FINISH, Load, Outcome
+from npuserve.cli.bench.load_generator import INTERRUPTED, NO_FINISH, Load, Outcome
 from npuserve.cli.bench.workload import Prompts, TimedRequest
 from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
 

@@ -271,7 +271,6 @@ def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
     # The rest of a line is lost.
     ('{"time": "1", "message": "call", "prompt": "a MARK', "(a line is removed)"),
     pytest.param('{"time": "1", "a": ' + "[" * 50_000, "(a line is removed)", id="deep"),
-    pytest.param('{"log":' + "[" * 50_000, "(1 lines of unknown output are removed)", id="deep of Docker"),
     ('2026-11-20 INFO frontend-0: call id=a prompt="a MARK', "2026-11-20 INFO frontend-0: call id=a"),
     ('{"time": "1", "message": "frontend-0 said", "text": "MARKER"}',
      '{"time": "1", "message": "frontend-0 said"}'),
@@ -282,14 +281,13 @@ def test_every_setting_with_a_path_of_a_secret_is_removed() -> None:
      '{"time": "1", "logger": "asyncio", "message": "Exception in callback f"}'),
     ('{"time": "1", "logger": "py.warnings", "message": "/a/b.py:3: UserWarning: MARKER\\n  f(x)"}',
      '{"time": "1", "logger": "py.warnings", "message": "/a/b.py:3: UserWarning"}'),
+    # Lines to which something was added are no records.
     ('2026-11-20T06:54:41.1Z stderr F {"time": "1", "message": "call", "prompt": "MARKER"}',
-     '{"time": "1", "message": "call"}'),
-    ('2026-11-20T06:54:41.1Z {"time": "1", "message": "call", "prompt": "MARKER"}',
-     '{"time": "1", "message": "call"}'),
+     "(1 lines of unknown output are removed)"),
     ('Nov 20 06:54:41 host npuserve[7]: {"time": "1", "message": "call", "prompt": "MARKER"}',
-     '{"time": "1", "message": "call"}'),
+     "(1 lines of unknown output are removed)"),
     (json.dumps({"log": '{"time": "1", "message": "call", "prompt": "MARKER"}\n', "stream": "stderr"}),
-     '{"time": "1", "message": "call"}'),
+     "(1 lines of unknown output are removed)"),
 ])
 def test_log_line_loses_prompts(line: str, kept: str) -> None:
     assert redaction.log_lines(line) == [kept]
@@ -311,9 +309,8 @@ KeyError: 'MARKER'
 2026-11-20 06:54:42.123 INFO frontend-0: call id=a"""
 
 
-@pytest.mark.parametrize("prefix", ["", "2026-11-20T06:54:41.1Z stdout F ", "Nov 20 06:54:41 host npuserve[7]: "])
-def test_text_log_loses_messages_of_exceptions(prefix: str) -> None:
-    kept = redaction.log_lines("".join(f"{prefix}{line}\n" for line in TEXT_LOG.split("\n")))
+def test_text_log_loses_messages_of_exceptions() -> None:
+    kept = redaction.log_lines(TEXT_LOG)
     assert not [line for line in kept if "MARKER" in line]
     assert [line for line in kept if line] == [
         "2026-11-20 06:54:41.123 ERROR frontend-0: a task failed", "Traceback (most recent call last):",
@@ -326,7 +323,7 @@ RAW_LOG = """\
 {"time": "1", "message": "call"}
 thread '<unnamed>' panicked at /rust/tokenizers/src/a.rs:3:7:
 byte index 3 is not a char boundary; it is inside 'MARKER'
-note: run with `RUST_BACKTRACE=1`
+[ERROR] MARKER
 {"time": "1", "message": "group"}
   + Exception Group Traceback (most recent call last):
   |   File "a.py", line 3, in f
@@ -346,25 +343,15 @@ ValueError: a schema
 Fatal Python error: Segmentation fault"""
 
 
-def test_raw_output_loses_panics_groups_and_tasks() -> None:
+def test_raw_output_loses_quotes_groups_and_tasks() -> None:
     kept = redaction.log_lines(RAW_LOG)
     assert not [line for line in kept if "MARKER" in line]
     assert [line for line in kept if "removed" not in line] == [
-        '{"time": "1", "message": "call"}', "thread '<unnamed>' panicked at /rust/tokenizers/src/a.rs:3:7",
-        '{"time": "1", "message": "group"}',
+        '{"time": "1", "message": "call"}', '{"time": "1", "message": "group"}',
         "Exception Group Traceback (most recent call last):", '  File "a.py", line 3, in f', "ExceptionGroup",
         "Traceback (most recent call last):", '  File "a.py", line 5, in g', "ValueError",
         "2026-11-20 06:54:41.123 ERROR engine: Task exception was never retrieved",
         "Traceback (most recent call last):", '  File "a.py", line 7, in h', "ValueError"]
-
-
-@pytest.mark.parametrize("pieces", [
-    ['2026-11-20T06:54:41Z stderr P {"time": "1", "message": "call", "prompt": "a',
-     "2026-11-20T06:54:41Z stderr F MARKER\"}"],
-    [json.dumps({"log": '{"time": "1", "message": "call", "prompt": "a'}), json.dumps({"log": 'MARKER"}\n'})],
-], ids=["containerd", "docker"])
-def test_lines_that_a_runtime_splits_are_joined(pieces: list[str]) -> None:
-    assert redaction.log_lines("\n".join(pieces)) == ['{"time": "1", "message": "call"}']
 
 
 def test_collect_takes_no_other_file_for_a_log_of_cann_or_a_report(

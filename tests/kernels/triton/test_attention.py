@@ -285,7 +285,8 @@ def test_kv_write_many_tokens_and_none(launch: ModuleType) -> None:
     [
         (0, torch.zeros(3, 40), "qkv: 40 columns are not"),
         (1, torch.zeros(7), "q_gamma"),
-        (4, torch.zeros(64, 4), "cos_sin"),
+        (4, torch.zeros(64, 10), "cos_sin"),
+        (4, torch.zeros(64, 7), "cos_sin"),
         (5, torch.zeros(3, dtype=torch.int32), "positions"),
         (6, torch.zeros(4, dtype=torch.int64), "slot_mapping"),
         (7, torch.zeros(4, 8, 8), "k_cache"),
