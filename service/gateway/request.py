@@ -82,7 +82,8 @@ def _check_known(message: Message, known: frozenset[str], path: str) -> None:
     """Raise Reserved for a field that is set and not known."""
     for field, _ in message.ListFields():
         if field.name in MEDIA_FIELDS:
-            raise Reserved(path + field.name, "models are served for text only; send the chat without images and videos")
+            raise Reserved(
+                path + field.name, "models are served for text only; send the chat without images and videos")
         if field.name not in known:
             raise Reserved(path + field.name)
 

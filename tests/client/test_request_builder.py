@@ -128,7 +128,7 @@ CHAT = [{"role": "user", "content": "x"}]
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], {},
      "prompt: content of a message must be a text, got a list of parts: join the texts of the parts"),
     ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}], {},
-     "prompt: content of a message must be a text, got a part of the type 'image_url': models are served for text only"),
+     "prompt: content of a message must be a text, got a part of the type 'image_url': models are served for text"),
     ([{"role": "user", "content": [{"type": "video"}]}], {},
      "prompt: content of a message must be a text, got a part of the type 'video': .*send the text without it"),
     (bytearray(b"x"), {}, "prompt: must be a text, token ids, a chat or a request, got bytearray"),

@@ -9,6 +9,7 @@
 //                       state_slots [R] int64, out [T, Hv Dv]
 //                    n: T, maximum R, Hk, Hv, Dk, Dv                                             f: epsilon of the norms
 #include <algorithm>
+#include <type_traits>
 
 #include "attention/slots.h"
 
@@ -34,6 +35,10 @@ struct GatedDeltaRule {
 
         // Cuts heads into blocks if there are too few to occupy all threads evenly.
         void cut(int64_t count, int threads) { cuts = count * value_heads < 4 * threads ? blocks : 1; }
+
+        float *state(int64_t row, int64_t head) const {
+            return op.at<float>(5) + (rows.slots[row] * value_heads + head) * key_dim * value_dim;
+        }
     };
 
     static int64_t units(const Call &call) {
@@ -45,14 +50,17 @@ struct GatedDeltaRule {
 
     static void run(const Call &call, int64_t unit) {
         Shape s(call);
-        s.cut(s.rows.count(), call.threads);
+        int64_t count = s.rows.count();
+        s.cut(count, call.threads);
         int64_t row = unit / s.cuts / s.value_heads, head = unit / s.cuts % s.value_heads, block = unit % s.cuts;
         int64_t tokens = s.rows.end(row) - s.rows.begin(row);
         int64_t first = block * BLOCK, end = s.cuts > 1 ? std::min(s.value_dim, first + BLOCK) : s.value_dim;
-        float *state = s.op.template at<float>(5) +
-                       (s.rows.slots[row] * s.value_heads + head) * s.key_dim * s.value_dim + first;
+        float *state = s.state(row, head) + first;
+        int64_t following = (unit + call.threads) / s.cuts;  // head of the most likely next unit of this thread
+        const float *next = following < count * s.value_heads
+                                ? s.state(following / s.value_heads, following % s.value_heads) + first : nullptr;
         if (tokens == 1)
-            one_token(s, row, head, first, end - first, state);
+            one_token(s, row, head, first, end - first, state, next);
         else if (tokens > 1)
             many_tokens(s, row, head, first, end - first, state);
     }
@@ -101,8 +109,9 @@ struct GatedDeltaRule {
     }
 
     // One token reads the state twice, the second time from the cache, and writes it once. Whole rows are processed, in
-    // the order of the memory.
-    static void one_token(const Shape &s, int64_t row, int64_t head, int64_t first, int64_t columns, float *state) {
+    // the order of the memory. The state `next` is prefetched, unless it is null.
+    static void one_token(const Shape &s, int64_t row, int64_t head, int64_t first, int64_t columns, float *state,
+                          const float *next) {
         int64_t dim = s.key_dim, stride = s.value_dim, token = s.rows.begin(row);
         int64_t padded = ceil_div<int64_t>(columns, LANES) * LANES, padded_dim = ceil_div<int64_t>(dim, LANES) * LANES;
         float *q = static_cast<float *>(scratch(size_t(2 * padded_dim + 3 * padded) * 4)), *k = q + padded_dim;
@@ -112,37 +121,49 @@ struct GatedDeltaRule {
         if (s.rows.is_new(row))
             for (int64_t i = 0; i < dim; i++) std::memset(state + i * stride, 0, size_t(columns) * 4);
 
-        std::memset(sums, 0, size_t(2 * padded) * 4);
-        for (int64_t i = 0; i < dim; i += ROWS)
-            by_lanes(columns, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
-                F sum[2] = {load(sums + c), load(sums + padded + c)};
-                for (int64_t j = i; j < std::min(dim, i + ROWS); j++)
-                    sum[j % 2] = fma(set1(k[j]), get_n<Float32>(state + j * stride + c, n), sum[j % 2]);
-                store(sums + c, sum[0]), store(sums + padded + c, sum[1]);
-            });
+        each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum) __attribute__((always_inline)) {
+            return fma(set1(k[i]), get_n<Float32>(state + i * stride + c, n), sum);
+        });
         const T *v = values(s, token, head) + first;
         by_lanes(columns, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
             F product = load(sums + c) + load(sums + padded + c);
             store(delta + c, correction(get_n<D>(v + c, n), product, made.decay, made.beta));
         });
-        std::memset(sums, 0, size_t(2 * padded) * 4);
         F decay = set1(made.decay);
-        for (int64_t i = 0; i < dim; i += ROWS)
-            by_lanes(columns, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
-                F sum[2] = {load(sums + c), load(sums + padded + c)}, change = load(delta + c);
-                for (int64_t j = i; j < std::min(dim, i + ROWS); j++) {
-                    F x = fma(set1(k[j]), change, decay * get_n<Float32>(state + j * stride + c, n));
-                    put_n<Float32>(state + j * stride + c, x, n);
-                    sum[j % 2] = fma(set1(q[j]), x, sum[j % 2]);
-                }
-                store(sums + c, sum[0]), store(sums + padded + c, sum[1]);
-            });
+        each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum) __attribute__((always_inline)) {
+            if (next) __builtin_prefetch(next + i * stride + c, 0, 2);
+            F x = fma(set1(k[i]), load(delta + c), decay * get_n<Float32>(state + i * stride + c, n));
+            put_n<Float32>(state + i * stride + c, x, n);
+            return fma(set1(q[i]), x, sum);
+        });
         T *to = out(s, token, head) + first;
         by_lanes(columns, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
             put_n<D>(to + c, load(sums + c) + load(sums + padded + c), n);
         });
     }
-    static constexpr int64_t ROWS = 8;  // rows of a state for which a panel's sums stay in registers; even
+
+    // Computes sums [2, padded], of the rows with even numbers and of those with odd numbers: a sum begins with 0 and
+    // becomes add(row, column, columns, sum) at each row.
+    template <class Add>
+    static INLINE void each_row(int64_t dim, int64_t columns, int64_t padded, float *sums, const Add &add) {
+        constexpr int64_t ROWS = 8;  // rows for which the sums of a panel stay in registers; even
+        std::memset(sums, 0, size_t(2 * padded) * 4);
+        int64_t i = 0;
+        auto rows = [&](auto count) __attribute__((always_inline)) {
+            by_lanes(columns, [&](int64_t c, int64_t n) __attribute__((always_inline)) {
+                F even = load(sums + c), odd = load(sums + padded + c);
+                _Pragma("GCC unroll 8") for (int64_t j = 0; j < decltype(count)::value; j += 2) {
+                    even = add(i + j, c, n, even);
+                    if (j + 1 < decltype(count)::value) odd = add(i + j + 1, c, n, odd);
+                }
+                store(sums + c, even), store(sums + padded + c, odd);
+            });
+            i += decltype(count)::value;
+        };
+        while (i + ROWS <= dim) rows(std::integral_constant<int64_t, ROWS>());
+        while (i + 2 <= dim) rows(std::integral_constant<int64_t, 2>());
+        if (i < dim) rows(std::integral_constant<int64_t, 1>());
+    }
 
     // Copies blocks of columns to memory of their own, [Dk, BLOCK] each, so that a block stays in the first-level cache
     // for all tokens of a chunk.

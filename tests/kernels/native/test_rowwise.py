@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the native kerne
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Positions of the arguments with a row for each token, and benchmark cases that are large enough for several units and
-# small enough for a test. Rows of attention differ in form: test_attention.py. `keep_ids` only copies integers, and
+# small enough for a test. Rows of attention differ in form: test_attention.py, and so do
+# rows with states: test_gated_delta.py. `keep_ids` only copies integers, and
 # `mask_logits` bits.
 ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "take_ids": ((0,), ("512 of 256",)),
@@ -41,10 +42,12 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "quantize": ((0,), ("512x1024 int8",)),
     "qk_norm_rope_kv_write": ((0, 5, 6), ()),
     "swiglu": ((0,), ("32x3072",)),
+    "gated_rms_norm": ((0, 1), ("32x16x128",)),
+    "sigmoid_gate": ((0, 1), ("32x2048",)),
     "greedy": ((0,), ("8x151936+0",)),
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
-OTHERS = {"paged_attention", "keep_ids", "mask_logits", "penalize", "logprobs"}
+OTHERS = {"paged_attention", "causal_conv_silu", "gated_delta_rule", "keep_ids", "mask_logits", "penalize", "logprobs"}
 
 
 def row_of(x: Tensor | Quantized, row: int) -> Tensor | Quantized:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
@@ -80,6 +81,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, PreTrained
     model = random_hybrid(0)
     folder = saved(model, tmp_path_factory.mktemp("hybrid"))
     return load(folder, dtype="float32", max_num_batched_tokens=48), model
+
+
+@pytest.fixture(autouse=True)
+def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers compute prompts by the recurrence, as decoding does: its chunked form rounds more."""
+
+    def recurrent(*args: Any, chunk_size: int = 64, **settings: Any) -> Any:
+        return modeling_qwen3_5.torch_recurrent_gated_delta_rule(*args, **settings)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recurrent)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 The models are Qwen3 and a small model with its own tokenizer. Renderings are compared with transformers. The ids of the
 turn arrive as the engine sends them, so that characters and tags are split as the tokenizers split them.
 
-Qwen3.5 and later models have another template and more added tokens. Their place takes a template of the same form, with
+Qwen3.5 and later models have another template and more added tokens. A template of the same form takes its place, with
 Qwen3's tokenizer and with a small one.
 """
 

@@ -136,9 +136,10 @@ def test_value_has_the_type_of_its_schema(name: str, value: str, expected: Any) 
     assert type(json.loads(parse(call(parameter(name, value)))[2][0][1])[name]) is type(expected)
 
 
-@pytest.mark.parametrize("value", ["[" * 20_000, "{'a': " * 3_000, "9" * 5_000, "[" * 3_000 + "]" * 3_000])
-def test_hostile_value_is_a_string_or_itself(value: str) -> None:
-    assert json.loads(parse(call(parameter("list", value)))[2][0][1], parse_int=str)["list"] == value or value[-1] == "]"
+@pytest.mark.parametrize("value", ["[" * 20_000, "{'a': " * 3_000, "9" * 5_000, "(" * 3_000 + ")" * 3_000])
+def test_hostile_value_is_a_string(value: str) -> None:
+    _, _, [(_, arguments)] = parse(call(parameter("list", value)))
+    assert json.loads(arguments) == {"list": value}
 
 
 pieces = st.sampled_from([

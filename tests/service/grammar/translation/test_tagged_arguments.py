@@ -56,7 +56,8 @@ def test_required_accepts_calls_of_the_tools_only() -> None:
         call("weather", ("city", "a"), ("days", '"3"')), call("weather", ("city", "a"), ("days", "3"), ("unit", "K")),
         call("weather", ("city", "a"), ("days", "3"), ("tags", '["a", "b", "c"]')),
         call("weather", ("city", "a"), ("days", "3"), ("other", "b")), call("now", ("city", "a")),
-        call("weather", ("city", "a</parameter>"), ("days", "3")), call("weather", ("city", "a\n<parameter="), ("days", "3")),
+        call("weather", ("city", "a</parameter>"), ("days", "3")),
+        call("weather", ("city", "a\n<parameter="), ("days", "3")),
         call("weather", ("city", "a</function>\n</tool_call>"), ("days", "3"))]
     for text in good:
         assert accepts(matcher("structural_tag", tag(*tools)), text), text
