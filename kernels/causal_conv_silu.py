@@ -40,6 +40,7 @@ def random_rows(rows: list[tuple[int, int]], generator: torch.Generator) -> tupl
 
 @kernel(
     "causal_conv_silu",
+    by_layer=True,
     cases=[
         _case([(1, 1)], 8),
         _case([(1, 9), (5, 5), (2, 20), (1, 1), (3, 3)], 48),

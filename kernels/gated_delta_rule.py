@@ -37,6 +37,7 @@ def _case(
 
 @kernel(
     "gated_delta_rule",
+    by_layer=True,
     cases=[
         _case([(1, 1)], 1, 1, 8, 8),
         _case([(1, 9), (5, 5), (2, 20), (1, 1), (3, 3)], 2, 4, 16, 16),

@@ -26,7 +26,7 @@ def _case(tokens: int, groups: int, size: int, wide_gamma: bool = False, benchma
     return Case(f"{tokens}x{groups}x{size}{' float32 gamma' if wide_gamma else ''}", make, benchmark)
 
 
-@kernel("gated_rms_norm", cases=[
+@kernel("gated_rms_norm", by_layer=True, cases=[
     *(_case(*shape, wide) for wide in (False, True) for shape in ((1, 1, 8), (3, 2, 33), (7, 4, 128))),
     *(_case(tokens, 16, 128, benchmark=True) for tokens in (1, 32, 512))])
 def gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:

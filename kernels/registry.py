@@ -16,7 +16,7 @@ independent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -102,6 +102,7 @@ class Kernel(Generic[P, R]):
 
     dtypes: supported dtypes of activations; float64 serves only as reference.
     optional: it fuses other kernels. On a backend without an implementation these are called instead.
+    by_layer: only the layers that name it (`Layer.kernels`) call it.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Kernel(Generic[P, R]):
     cases: Sequence[Case]
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
+    by_layer: bool = False
     implementations: dict[str, Implementation[P, R]] = field(default_factory=dict)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -135,14 +137,14 @@ KERNELS: dict[str, Kernel[..., Any]] = {}
 
 def kernel(
     name: str, *, cases: Sequence[Case], dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
-    optional: bool = False,
+    optional: bool = False, by_layer: bool = False,
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
     """Register the decorated golden function as a kernel. Raises ValueError if the name is taken."""
 
     def define(golden: Callable[P, R]) -> Kernel[P, R]:
         if name in KERNELS:
             raise ValueError(f"a second kernel named {name}")
-        made = Kernel(name, golden, cases, dtypes, optional)
+        made = Kernel(name, golden, cases, dtypes, optional, by_layer)
         KERNELS[name] = made
         return made
 
@@ -225,8 +227,9 @@ class KernelSet:
     """Set of all kernels as one backend serves them, as attributes: `k.rms_norm(x, gamma, eps)`.
 
     labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
-    fallbacks: kernels served by their golden functions.
+    fallbacks: kernels served by their golden functions, without those that no layer of the model calls.
 
+    layer_kernels: kernels that the model's layers name (`Layer.kernels`).
     fuse: use optional kernels. Without it, or without an implementation, an optional kernel is in neither and returns
         None.
 
@@ -264,12 +267,14 @@ class KernelSet:
     logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
     def __init__(
-        self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan, *, fuse: bool = True
+        self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan, *, fuse: bool = True,
+        layer_kernels: Collection[str] = (),
     ):
         self.backend = backend
         self.labels = {name: backend if backend in k.implementations else GOLDEN for name, k in KERNELS.items()
                        if not k.optional or (fuse and backend in k.implementations)}
-        self.fallbacks = [name for name, label in self.labels.items() if label == GOLDEN]
+        self.fallbacks = [name for name, label in self.labels.items()
+                          if label == GOLDEN and (name in layer_kernels or not KERNELS[name].by_layer)]
         self._observe = observe
         self._start = start
         self._functions = {

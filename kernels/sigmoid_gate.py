@@ -17,7 +17,8 @@ def _case(tokens: int, width: int, benchmark: bool = False) -> Case:
     return Case(f"{tokens}x{width}", make, benchmark)
 
 
-@kernel("sigmoid_gate", cases=[_case(1, 8), _case(5, 33), *(_case(t, 2048, True) for t in (1, 32, 512))])
+@kernel("sigmoid_gate", by_layer=True,
+        cases=[_case(1, 8), _case(5, 33), *(_case(t, 2048, True) for t in (1, 32, 512))])
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return x * sigmoid(gate); x, gate: [T, N]."""
     return x * torch.sigmoid(gate)

@@ -41,9 +41,10 @@ def test_kernel_sets_are_independent(other: str) -> None:
 
 
 def test_fallbacks_are_the_kernels_without_an_implementation(other: str) -> None:
-    needed = {name for name, k in KERNELS.items() if not k.optional}
+    needed = {name for name, k in KERNELS.items() if not (k.optional or k.by_layer)}
     assert sorted(KernelSet(other).fallbacks) == sorted(needed - {"swiglu"})
     assert sorted(KernelSet("none").fallbacks) == sorted(needed)
+    assert sorted(KernelSet("none", layer_kernels=["sigmoid_gate"]).fallbacks) == sorted({*needed, "sigmoid_gate"})
 
 
 def test_optional_kernel_without_an_implementation_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:

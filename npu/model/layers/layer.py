@@ -153,6 +153,11 @@ class Layer(ABC):
         """State of a request, for a layer returned by `local`."""
         return None
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Kernels that the layer calls and that are marked `by_layer`."""
+        return ()
+
     def input_scheme(self, weights: Any) -> Scheme | None:
         """Return the scheme in which the layer takes its input; None for floats."""
         return None
