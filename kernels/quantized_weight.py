@@ -47,9 +47,8 @@ class QuantizedWeight(WeightForm):
         return cls(values, scale, zero, sums, inputs, dtype)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        n, k = self.values.shape
-        return n, k
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
 
     def __len__(self) -> int:
         return len(self.scale)

@@ -15,7 +15,7 @@ from torch import Tensor
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Scheme
 from npuserve.kernels.quantized_weight import QuantizedWeight
-from npuserve.kernels.weight import Weight, form_of
+from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.shard import Rows, Span
@@ -132,7 +132,7 @@ class _Allocator:
         embedding, *head = map(self._linear, tables(c, self._backend.vocabulary_tile))
         layers = tuple(tuple(map(self._block, stored_blocks(c, index))) for index in range(c.num_layers))
         return ModelWeights(
-            embedding.weight, layers, self._array(final_norm(c)), head[0] if head else embedding)
+            form_of(embedding.weight), layers, self._array(final_norm(c)), head[0] if head else embedding)
 
     def _block(self, stored: StoredBlock) -> LoadedBlock:
         norm = self._array(stored.norm)
@@ -161,10 +161,9 @@ class _Allocator:
 
     def _linear(self, stored: StoredMatrix) -> Linear:
         dtype = self._dtype
-        weight: Weight = self._quantized(stored, stored.scheme) if stored.scheme else self._backend.weight(
-            stored.rows, stored.inputs, dtype)
+        form = self._quantized(stored, stored.scheme) if stored.scheme else form_of(
+            self._backend.weight(stored.rows, stored.inputs, dtype))
         bias = self._empty(stored.rows, dtype) if stored.adds_bias else None
-        form = form_of(weight)
         write = form.write_rounded if stored.rounded else form.write
         dtypes = FLOATS if stored.rounded else STORED.get(form.number_dtype, FLOATS)
         itemsize = form.number_dtype.itemsize
@@ -177,7 +176,7 @@ class _Allocator:
                 put_bias = _ignore if bias is None else partial(_put, bias, first)
                 self._add(f"{name}.bias", _of_rows(put_bias, rows, ((rows.whole,),), rows.size * dtype.itemsize))
             first += rows.size
-        return Linear(weight, bias)
+        return Linear(form, bias)
 
     def _quantized(self, stored: StoredMatrix, scheme: W8A8) -> QuantizedWeight:
         of_float8 = FLOAT8_GROUPED if scheme.blocks else FLOAT8_DYNAMIC

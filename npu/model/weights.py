@@ -12,7 +12,7 @@ from torch import Tensor
 
 from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.quantized import Scheme
-from npuserve.kernels.weight import Weight, WeightForm, form_of
+from npuserve.kernels.weight import WeightForm, form_of
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Layer
@@ -53,7 +53,7 @@ class ModelWeights:
     never more likely than id 0. The padding rows of an untied embedding are zero.
     """
 
-    embedding: Weight
+    embedding: WeightForm
     layers: tuple[tuple[LoadedBlock, ...], ...]
     norm: Tensor
     lm_head: Linear
@@ -70,7 +70,7 @@ class ModelWeights:
     @property
     def quantized_inputs(self) -> set[torch.dtype]:
         """Return the dtypes of the quantized inputs of linear layers; empty if all inputs are floats."""
-        return {inputs.dtype for weight in self._linear_weights() if (inputs := form_of(weight).inputs)}
+        return {inputs.dtype for weight in self._linear_weights() if (inputs := weight.inputs)}
 
     @property
     def unplanned_bytes(self) -> int:
@@ -85,7 +85,7 @@ class ModelWeights:
     @property
     def _forms(self) -> list[WeightForm]:
         weights = {id(weight): weight for weight in (self.embedding, *self._linear_weights())}
-        return [form_of(weight) for weight in weights.values()]
+        return list(weights.values())
 
     def attention_layers(self) -> tuple[LayerWeights, ...] | None:
         """Return the weights as the kernel `decoder_layers` takes them; None for layers other than its own."""
@@ -109,15 +109,15 @@ class ModelWeights:
         """
         self._fill_padding(vocabulary)
         for weight in self._linear_weights():
-            backend.prepare_weight(form_of(weight), table=weight is self.embedding)
+            backend.prepare_weight(weight, table=weight is self.embedding)
 
-    def _linear_weights(self) -> list[Weight]:
+    def _linear_weights(self) -> list[WeightForm]:
         linears = [linear for block in self.blocks for linear in block.linears]
-        return [linear.weight for linear in (*linears, self.lm_head)]
+        return [form_of(linear.weight) for linear in (*linears, self.lm_head)]
 
     def _fill_padding(self, vocabulary: int) -> None:
-        padded, head = self.padded_vocabulary, self.lm_head.weight
+        head = form_of(self.lm_head.weight)
         if self.embedding is not head:
-            embedding = form_of(self.embedding)
-            embedding.write(vocabulary, torch.zeros(padded - vocabulary, embedding.shape[1], device=self.norm.device))
-        form_of(head).repeat_first(vocabulary)
+            shape = self.padded_vocabulary - vocabulary, self.embedding.shape[1]
+            self.embedding.write(vocabulary, torch.zeros(shape, device=self.norm.device))
+        head.repeat_first(vocabulary)

@@ -46,8 +46,8 @@ def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
 
     state = model.state_dict()
     vocabulary = model.config.vocab_size
-    assert torch.equal(dense(weights.embedding)[:vocabulary], state["model.embed_tokens.weight"])
-    assert torch.equal(dense(weights.lm_head.weight)[:vocabulary], state["lm_head.weight"])
+    assert torch.equal(dense(weights.embedding.values)[:vocabulary], state["model.embed_tokens.weight"])
+    assert torch.equal(dense(weights.lm_head.weight.values)[:vocabulary], state["lm_head.weight"])
     assert torch.equal(weights.norm, state["model.norm.weight"])
     for index, layer in enumerate(weights.attention_layers()):
         prefix = f"model.layers.{index}"
@@ -57,7 +57,8 @@ def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
             (layer.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
             (layer.down, ("mlp.down_proj",)),
         ):
-            assert torch.equal(dense(fused.weight), torch.cat([state[f"{prefix}.{name}.weight"] for name in names]))
+            expected = torch.cat([state[f"{prefix}.{name}.weight"] for name in names])
+            assert torch.equal(dense(fused.weight.values), expected)
             assert (fused.bias is None) == (f"{prefix}.{names[0]}.bias" not in state)
             if fused.bias is not None:
                 assert torch.equal(fused.bias, torch.cat([state[f"{prefix}.{name}.bias"] for name in names]))
@@ -76,7 +77,7 @@ def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
 def test_loader_pads_vocabulary_to_tile(tmp_path, kind, tied, cpu):
     weights = load(saved(random_model(kind), tmp_path), cpu)
     assert cpu.vocabulary_tile == 64
-    embedding, head = dense(weights.embedding), dense(weights.lm_head.weight)
+    embedding, head = dense(weights.embedding.values), dense(weights.lm_head.weight.values)
     assert weights.padded_vocabulary == len(embedding) == 128
     assert torch.equal(head[100:], head[:1].expand(28, -1))
     assert (weights.embedding is weights.lm_head.weight) == tied
@@ -93,8 +94,8 @@ def test_loader_converts_dtypes_as_torch(tmp_path, stored, loaded, cpu):
     qkv, down = weights.attention_layers()[1].qkv.weight, weights.attention_layers()[1].down.weight
     assert qkv.dtype == down.dtype == weights.norm.dtype == loaded
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-    assert torch.equal(dense(qkv), torch.cat([state[name] for name in names]).to(loaded))
-    assert torch.equal(dense(down), state["model.layers.1.mlp.down_proj.weight"].to(loaded))
+    assert torch.equal(dense(qkv.values), torch.cat([state[name] for name in names]).to(loaded))
+    assert torch.equal(dense(down.values), state["model.layers.1.mlp.down_proj.weight"].to(loaded))
 
 
 def test_loader_ignores_harmless_tensors(tmp_path):
@@ -102,7 +103,7 @@ def test_loader_ignores_harmless_tensors(tmp_path):
     rewrite(tmp_path, lm_head__weight=torch.ones(100, 32))  # the model is tied: the embedding is used
     rewrite(tmp_path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     weights = load(tmp_path)
-    assert not (dense(weights.lm_head.weight) == 1).all()
+    assert not (dense(weights.lm_head.weight.values) == 1).all()
 
 
 @pytest.mark.parametrize(("change", "warnings"), [(0, 0), (1e-3, 1)])

@@ -14,6 +14,7 @@ from npuserve.kernels.layer import LayerWeights, Linear
 from npuserve.kernels.native.packed import PackedWeight, dense
 from npuserve.kernels.quantized import Scheme
 from npuserve.kernels.quantized_weight import QuantizedWeight
+from npuserve.kernels.weight import FloatWeight
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
@@ -78,7 +79,7 @@ def storage(weights: ModelWeights) -> list[torch.Tensor]:
         found += [linear.weight, *(() if linear.bias is None else (linear.bias,))]
     flat: list[torch.Tensor] = []
     for weight in found:
-        parts = [weight]
+        parts = [weight.values] if isinstance(weight, FloatWeight) else [weight]
         if isinstance(weight, QuantizedWeight):
             parts = [weight.values, weight.scale, weight.zero, weight.sums, weight.inputs.scale, weight.inputs.zero]
         flat += [part.words if isinstance(part, PackedWeight) else part for part in parts if part is not None]
@@ -213,11 +214,11 @@ def test_int8_ignored_layers_stay_floats(tmp_path):
     model = random_model("llama")
     saved_w8a8(model, tmp_path, ignore=("lm_head", "re:.*layers.1.mlp", "model.layers.2.self_attn.o_proj"))
     layers = load(tmp_path).attention_layers()
-    assert isinstance(layers[1].gate_up.weight, torch.Tensor | PackedWeight)
+    assert isinstance(layers[1].gate_up.weight, FloatWeight)
     assert layers[1].gate_up.inputs is None
     state = model.state_dict()
-    assert torch.equal(dense(layers[1].down.weight), state["model.layers.1.mlp.down_proj.weight"])
-    assert torch.equal(dense(layers[2].o.weight), state["model.layers.2.self_attn.o_proj.weight"])
+    assert torch.equal(dense(layers[1].down.weight.values), state["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(dense(layers[2].o.weight.values), state["model.layers.2.self_attn.o_proj.weight"])
     assert isinstance(layers[1].o.weight, QuantizedWeight)
 
 
@@ -335,8 +336,9 @@ def test_stored_bytes_equal_allocated(tmp_path, kind, scheme, head, cpu):
     embedding = weights.embedding
     unread = 0
     if apart:
-        assert not isinstance(embedding, QuantizedWeight)
-        unread = (embedding.words if isinstance(embedding, PackedWeight) else embedding).nbytes
+        assert isinstance(embedding, FloatWeight)
+        values = embedding.values
+        unread = (values.words if isinstance(values, PackedWeight) else values).nbytes
     assert read_bytes(config, torch.bfloat16, cpu) == stored_bytes(config, torch.bfloat16, cpu) - unread
 
 
