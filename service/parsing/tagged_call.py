@@ -63,7 +63,7 @@ class TaggedCallScanner:
         self._function = FunctionTypes({})
         self._unused: set[str] = set()  # declared parameters that the call does not have yet
         self._key = ""
-        self._key_types = TEXT
+        self._key_types: tuple[str, ...] = TEXT
         self._has_arguments = False
         self._tag = ""  # text that may be the beginning of a tag, or of a value's end
         self._buffer: list[str] | None = None  # parts of a value whose JSON is not written yet

@@ -1,4 +1,4 @@
-"""Qwen3.5 by gRPC: tokens of transformers, with 1 and 2 ranks, constraints, samples, prefix hits, and a killed engine."""
+"""Qwen3.5 by gRPC: tokens of transformers with 1 and 2 ranks, samples, prefix hits, and a killed engine."""
 
 from __future__ import annotations
 
