@@ -8,7 +8,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.config_json import ModelError
+from npuserve.npu.model.families.config_json import ModelError
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.rope_config import parse_rope
 from tests.support.models import ROPES, SIZES
