@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from npuserve.kernels.quantized import (
 from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
-from npuserve.kernels.weight import Weight, form_of, from_ascend, packed, to_ascend
+from npuserve.kernels.weight import Weight, WeightForm, form_of, from_ascend, packed, to_ascend
 
 FLIPS = 3e-2
 """Tolerance of products whose x is quantized inside: last-bit differences of x flip int8 and float8 values."""
@@ -274,11 +275,19 @@ def _argmax_of(
     return greedy.implementations[backend].function(logits, vocabulary)
 
 
+def _cuda_launches(form: WeightForm) -> ModuleType:
+    """Return the module that launches products with weights of this form."""
+    from npuserve.kernels.triton import launch_linear
+
+    return form.cuda_launches or launch_linear
+
+
 @triton.implementation(linear)
 def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
     """Multiply x by a weight whose quantized values are [N, K], without zero points."""
     form = form_of(weight)
-    return form.cuda_linear(form.cuda_input(x), bias)
+    product: Tensor = _cuda_launches(form).linear(form.cuda_input(x), form, bias)
+    return product
 
 
 @triton.implementation(linear_swiglu)
@@ -286,9 +295,10 @@ def _(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, scheme: Scheme
     """Quantize the gated values in a second launch, since a dynamic scale needs the whole row."""
     form = form_of(weight)
     given = form.cuda_input(x)
-    gated = form.cuda_swiglu(given, bias)
+    launches = _cuda_launches(form)
+    gated = launches.linear_swiglu(given, form, bias)
     if gated is None:
-        gated = swiglu.implementations[triton.LABEL].function(form.cuda_linear(given, bias))
+        gated = swiglu.implementations[triton.LABEL].function(launches.linear(given, form, bias))
     return gated if scheme is None else quantize.implementations[triton.LABEL].function(gated, scheme)
 
 
@@ -300,7 +310,8 @@ def _(
     """Store the logits if rows have masks: the fused epilogue applies none."""
     form = form_of(weight)
     given = form.cuda_input(x)
-    ids = form.cuda_argmax(given, bias, vocabulary) if bits is None else None
+    launches = _cuda_launches(form)
+    ids: Tensor | None = launches.linear_argmax(given, form, bias, vocabulary) if bits is None else None
     if ids is None:
-        return _argmax_of(triton.LABEL, form.cuda_linear(given, bias), vocabulary, bits, mask_of_row)
+        return _argmax_of(triton.LABEL, launches.linear(given, form, bias), vocabulary, bits, mask_of_row)
     return ids

@@ -90,9 +90,8 @@ class QuantizedWeight(WeightForm):
 
     @property
     def row_bytes(self) -> int:
-        parts = self.scale, self.zero, self.sums, self.inputs.scale, self.inputs.zero
-        matrix = self.values.words if isinstance(self.values, PackedWeight) else self.values
-        return sum(part.nbytes for part in (matrix, *parts) if part is not None) // self.shape[0]
+        parts = self.values, self.scale, self.zero, self.sums, self.inputs.scale, self.inputs.zero
+        return sum(part.nbytes for part in parts if part is not None) // self.shape[0]
 
     def linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
         given = x if isinstance(x, Quantized) else quantize(x, self.inputs)

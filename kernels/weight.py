@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -179,23 +180,10 @@ class WeightForm:
         """FORM and levels in `decoder_layers.cu`; None for a weight that it does not take."""
         return None
 
-    def cuda_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
-        """Multiply on CUDA by x of `cuda_input`."""
-        from npuserve.kernels.triton import launch_linear
-
-        return launch_linear.linear(x, self, bias)
-
-    def cuda_swiglu(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor | None:
-        """Compute `linear_swiglu` in one launch; None where that is slower or not possible."""
-        from npuserve.kernels.triton import launch_linear
-
-        return launch_linear.linear_swiglu(x, self, bias)
-
-    def cuda_argmax(self, x: Tensor | Quantized, bias: Tensor | None, vocabulary: int) -> Tensor | None:
-        """Compute `linear_argmax` without storing logits; None where that is slower or not possible."""
-        from npuserve.kernels.triton import launch_linear
-
-        return launch_linear.linear_argmax(x, self, bias, vocabulary)
+    @property
+    def cuda_launches(self) -> ModuleType | None:
+        """Module with the functions of `launch_linear` for this form; None for `launch_linear`, which takes `parts`."""
+        return None
 
 
 @dataclass(slots=True, eq=False)

@@ -75,6 +75,10 @@ class PackedWeight:
         """(n, k)."""
         return self.n, self.k
 
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes
+
     def op(self, name: str) -> str:
         """Return the name of the native op for weights of this form."""
         return f"{name}_compact" if self.compact else name
@@ -175,5 +179,4 @@ def unplanned(matrix: Matrix) -> tuple[int, int]:
     """Return the bytes of a matrix that could not be packed compact, and those that it has beyond the compact form."""
     if not isinstance(matrix, PackedWeight) or not matrix.refused:
         return 0, 0
-    nbytes = matrix.words.nbytes
-    return nbytes, nbytes - 4 * packed_words(matrix.n, matrix.k, matrix.dtype, True)
+    return matrix.nbytes, matrix.nbytes - 4 * packed_words(matrix.n, matrix.k, matrix.dtype, True)
