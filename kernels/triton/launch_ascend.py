@@ -47,7 +47,7 @@ def qk_norm_rope_kv_write(
         check(name, tensor, k_cache.shape, (qkv.dtype,), qkv.device)
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
         if gamma is not None:
-            check(name, gamma, (head_dim,), (qkv.dtype,), qkv.device)
+            check(name, gamma, (head_dim,), (qkv.dtype, torch.float32), qkv.device)
     rotary = rotary_dim("cos_sin", cos_sin, head_dim, qkv.device)
     for name, tensor in (("positions", positions), ("slot_mapping", slot_mapping)):
         check(name, tensor, (tokens,), (torch.int64,), qkv.device)
