@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 TYPES = ("null", "integer", "number", "boolean", "object", "array", "string")
-TEXT = ("string",)
+TEXT: tuple[str, ...] = ("string",)
 """Types of a value whose schema names no type."""
 MAX_DEPTH = 16
 """Maximum nesting of references and alternatives whose types are read."""

@@ -35,15 +35,15 @@ CallTypes = Mapping[str, FunctionTypes]
 
 def read_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, FunctionTypes]:
     """Return the types of checked tools, see `tool_choice.check_tools`."""
-    found: dict[str, FunctionTypes] = {}
+    types: dict[str, FunctionTypes] = {}
     for tool in tools:
         root = tool["function"].get("parameters") or {}
         properties = root.get("properties")
         declared = properties if isinstance(properties, dict) else {}
-        found[tool["function"]["name"]] = FunctionTypes(
+        types[tool["function"]["name"]] = FunctionTypes(
             {name: schema_types(schema, root) for name, schema in declared.items()},
             schema_types(root.get("additionalProperties"), root))
-    return found
+    return types
 
 
 def json_text(text: str, types: Sequence[str]) -> str:

@@ -386,7 +386,7 @@ class OutputParams(_message.Message):
     """Default false."""
     parse_output: _builtins.bool
     """Return the reasoning and the tool calls of the answer in `reasoning` and `tool_calls` instead of `text`. Needs a chat,
-    and a model whose chat template has a format that the server knows (<think>; JSON or <function=NAME> in <tool_call>), else
+    and a model whose chat template has a format that the server knows (<think>; JSON or <function=…> in <tool_call>), else
     FAILED_PRECONDITION. Tags are read although skip_special_tokens is set. Stop strings are searched in the text as the
     model writes it, with its tags. With tool choice none, tool calls stay in `text`. Default false.
     """

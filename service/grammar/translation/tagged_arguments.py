@@ -74,8 +74,8 @@ class TaggedArguments:
             raise _error(path, "the name of a parameter between tags must not be empty or have <, > or a line feed")
         if value is False and not is_required:
             return ""
-        both = f"{self._builder.literal(f'{PARAMETER_BEGIN}{name}>' + chr(10))} {self._value(value, path)}"
-        return both if is_required else f"({both})?"
+        written = f"{self._builder.literal(f'{PARAMETER_BEGIN}{name}>' + chr(10))} {self._value(value, path)}"
+        return written if is_required else f"({written})?"
 
     def _value(self, value: Any, path: str) -> str:
         """Return an expression of a value and its end."""
@@ -139,10 +139,10 @@ class TaggedArguments:
             yield branch
 
     def _target(self, reference: Any, path: str) -> Any:
-        found = resolve(reference, self._root)
-        if found is None:
+        target = resolve(reference, self._root)
+        if target is None:
             raise _error(path, f"'$ref' must be a part of the schema, as #/$defs/name, got {str(reference)[:100]!r}")
-        return found
+        return target
 
     def _text(self, branch: Mapping[str, Any], path: str) -> str:
         """Return an expression of a text and its end."""
