@@ -25,7 +25,6 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.step import Row
 
 SEQUENCES_PER_STEP = 4
@@ -59,8 +58,8 @@ def load(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         num_slots=plan.num_slots)
-    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, plan.max_model_len, backend.device)
-    return Loaded(runner, Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend)
+    model = Model.of(config, weights, plan.max_model_len, KernelSet(backend.kernels), backend)
+    return Loaded(runner, model, backend)
 
 
 def load_reference(
@@ -81,8 +80,7 @@ def load_reference(
     backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
-    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, backend.device)
-    return Model(config, weights, cos_sin, KernelSet(backend.kernels)), backend
+    return Model.of(config, weights, max_model_len, KernelSet(backend.kernels), backend), backend
 
 
 def reference_runner(

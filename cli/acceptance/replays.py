@@ -27,7 +27,6 @@ from npuserve.npu.backends.machine import capture_bucket
 from npuserve.npu.execution.batch import BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.state_store import StateStore
-from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.step import Row
 
 CROSSINGS = ((1000, 1100), (12_000, 13_000))
@@ -259,8 +258,7 @@ def shortened(loaded: Loaded, longest: int) -> Model:
     count = min(LAYERS, model.config.num_layers)
     config = model.config.first_layers(count)
     weights = replace(model.weights, layers=model.weights.layers[:count])
-    cos_sin = cos_sin_table(config.rope, config.attention.head_dim, longest, loaded.backend.device)
-    return Model(config, weights, cos_sin, model.kernels)
+    return Model.of(config, weights, longest, model.kernels, loaded.backend)
 
 
 def randomize(cache: StateStore) -> None:

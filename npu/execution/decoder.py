@@ -9,6 +9,7 @@ from torch import Tensor
 
 from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.registry import KernelSet
+from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.masks import RowMasks
 from npuserve.npu.execution.state_store import StateStore
@@ -16,6 +17,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Inputs
 from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.weights import ModelWeights
 
 MAX_LOGITS_BYTES = 32 << 20
@@ -36,6 +38,15 @@ class Model:
     cos_sin: Tensor
     kernels: KernelSet
     ranks: Ranks = ALONE
+
+    @staticmethod
+    def of(
+        config: ModelConfig, weights: ModelWeights, length: int, kernels: KernelSet, backend: Backend,
+        ranks: Ranks = ALONE,
+    ) -> Model:
+        """Return a model for requests of at most `length` tokens."""
+        cos_sin = cos_sin_table(config.rope, config.attention.head_dim, length, backend.device)
+        return Model(config, weights, cos_sin, kernels, ranks)
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm; write its state to the store."""

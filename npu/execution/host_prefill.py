@@ -35,7 +35,6 @@ from npuserve.npu.execution.dispatch import replay
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Paged
-from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import Phase, Row
 
@@ -112,8 +111,7 @@ class HostPrefill:
         self._cache = cache
         self._held = [0] * num_blocks
         self._kernels = KernelSet(host.kernels, observe, host.span)
-        cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, host.device)
-        self._model = Model(config, weights, cos_sin, self._kernels)
+        self._model = Model.of(config, weights, max_model_len, self._kernels, host)
         self._mirror = StateStore.allocate(config, num_blocks, block_size, dtype, host)
         self._buffers = BatchBuffers(max_tokens, max_rows, -(-max_model_len // block_size), block_size, None, host)
         width = cache.plain[0][0].shape[-1]

@@ -52,7 +52,6 @@ from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
 from npuserve.npu.execution.sampler import Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
@@ -110,8 +109,7 @@ class Runner:
         self._kernels = KernelSet(
             backend.kernels, observe, backend.span,
             layer_kernels={name for layer in config.local_layers for name in layer.kernels})
-        cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, backend.device)
-        self._model = Model(config, weights, cos_sin, self._kernels, ranks)
+        self._model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
         self._store = StateStore.allocate(
