@@ -35,7 +35,6 @@ from npuserve.npu.execution.memory_plan import resolve_block_size
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import choose_kernels
 from npuserve.npu.step import Row
 
@@ -263,9 +262,6 @@ def load(
     choose_kernels(config, made, [device], cpu)
     weights = load_weights(folder, config, made, device)
     layers = layers or config.num_layers
-    return Model(
-        config.first_layers(layers),
-        dataclasses.replace(weights, layers=weights.layers[:layers]),
-        cos_sin_table(config.rope, config.attention.head_dim, max_model_len or config.context_length, device.device),
-        KernelSet(device.kernels, fuse=False),
-    ), device
+    kept = dataclasses.replace(weights, layers=weights.layers[:layers])
+    length = max_model_len or config.context_length
+    return Model.of(config.first_layers(layers), kept, length, KernelSet(device.kernels, fuse=False), device), device

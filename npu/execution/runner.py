@@ -101,7 +101,6 @@ class Runner:
         self.num_slots = num_slots
         dtype = weights.norm.dtype
         self.dtype_name, self.backend_name = str(dtype).removeprefix("torch."), backend.name
-        self.parameters = config.num_parameters
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         self.deterministic = backend.deterministic
@@ -137,6 +136,11 @@ class Runner:
         self.min_forced = self._dispatch.min_forced
         if backend.compiles or (backend.sampler_filters and not self._dispatch.sampled):
             self._warm_up(rows, dtype)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model."""
+        return self.config.num_parameters
 
     @property
     def fallbacks(self) -> list[str]:

@@ -47,7 +47,8 @@ def test_metrics_document_has_every_metric_with_type_and_labels() -> None:
 
 
 def test_metric_names_end_in_unit() -> None:
-    units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens", "_slots": "slots",
+    units = {"_seconds": "seconds", "_seconds_total": "seconds", "_tokens": "tokens", "_tokens_total": "tokens",
+             "_slots": "slots",
              "_ratio": "0 to 1", "_timestamp_seconds": "Unix time", "_blocks": "blocks", "_running": "requests",
              "_compiling": "requests", "_preparing": "requests", "_waiting": "requests", "_paused": "requests",
              "_info": "1", "_limit": "requests", "_flops": "operations/s", "_bytes": "bytes", "_ready": "0 or 1"}
