@@ -23,7 +23,7 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import StateStore
-from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.step import Row
 
@@ -49,6 +49,9 @@ def load(
     The KV cache holds max_num_seqs requests of max_model_len tokens, or fewer if they do not fit.
     """
     config = ModelConfig.from_folder(folder, lm_head_dtype)
+    if config.has_fixed_state:
+        raise ModelError(f"{folder}: models with linear attention are not compared by this check; their tests compare "
+                         "them with transformers")
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
                    kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=max_num_batched_tokens)

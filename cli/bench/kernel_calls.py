@@ -11,6 +11,7 @@ A step can be shortened to the first layers, run without LM head, or compute the
 from __future__ import annotations
 
 import dataclasses
+import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from npuserve.cli.bench.taps import Args, Results, Tap, TappedKernels, cloned, g
 from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import Backend, Captured
+from npuserve.npu.backends.base import Backend, Captured, CaptureError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
@@ -37,6 +38,8 @@ from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import choose_kernels
 from npuserve.npu.step import Row
+
+log = logging.getLogger(__name__)
 
 LmHead = Literal["full", "skip", "single"]
 
@@ -118,21 +121,13 @@ class Trace:
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
         cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.norm.dtype)
-        golden_cache = StateStore.allocate(config, total, size, cached, CpuBackend(native=False))
-        cache, captured_cache = (
-            StateStore.allocate(config, total, size, cached, self.backend) for _ in range(2))
+        golden_cache, cache, captured_cache = (
+            StateStore.allocate(config, total, size, cached, backend, self._slots, self.model.weights.norm.dtype)
+            for backend in (CpuBackend(native=False), self.backend, self.backend))
         buffers = BatchBuffers(
             self.rows * self.prompt, self.rows, blocks, size, total if self.backend.padding_blocks else None,
-            self.backend)
-        captured_decode: Captured | None = None
-        with torch.no_grad():
-            if self.backend.padding_blocks:
-                captured_decode = self.backend.capture(
-                    lambda rows: self.model.hidden(buffers.decode(rows), captured_cache), self.rows, decode=True)
-                buffers.clear()
-            captured = self.backend.capture(
-                lambda tokens: self.model.hidden(buffers.tokens(tokens), captured_cache), self.rows * self.prompt,
-                decode=False)
+            self.backend, num_slots=self._slots)
+        captured, captured_decode = self._captured(buffers, captured_cache)
         for step, rows in self._steps(blocks):
             calls, hidden = self.backend.enqueue(partial(self._single, step, rows, golden_cache, cache)).wait()
             yield from calls
@@ -143,13 +138,35 @@ class Trace:
                 for own, source in zip(captured_cache.tensors, cache.tensors, strict=True):
                     own.copy_(source)
 
+    @property
+    def _slots(self) -> int:
+        """Slots of fixed state, one for each row."""
+        return self.rows if self.model.config.has_fixed_state else 0
+
+    def _captured(self, buffers: BatchBuffers, cache: StateStore) -> tuple[Captured | None, Captured | None]:
+        """Return the captured steps of any rows and of decode rows; None for one that the backend does not capture."""
+        decode: Captured | None = None
+        try:
+            with torch.no_grad():
+                if self.backend.padding_blocks:
+                    decode = self.backend.capture(
+                        lambda rows: self.model.hidden(buffers.decode(rows), cache), self.rows, decode=True)
+                    buffers.clear()
+                mixed = self.backend.capture(
+                    lambda tokens: self.model.hidden(buffers.tokens(tokens), cache), self.rows * self.prompt,
+                    decode=False)
+        except CaptureError as error:
+            log.warning("%s. No replay is compared", error)
+            return None, None
+        return mixed, decode
+
     @torch.no_grad()
     @torch.inference_mode(False)  # tensors of inference mode have no version counter
     def _single(
         self, step: str, rows: list[Row], golden_cache: StateStore, cache: StateStore
     ) -> tuple[list[Call], Tensor]:
         """Execute a step kernel by kernel; return its calls and its hidden states."""
-        batch = make_batch(rows, self._size, self.backend)
+        batch = make_batch(rows, self._size, self.backend, self._slots)
         expected: list[Results] = []
         self._forward(TappedKernels(GOLDEN, golden_tap(expected)), batch, golden_cache)
         calls: list[Call] = []
@@ -186,8 +203,8 @@ class Trace:
         ids = torch.randint(self.model.config.vocab_size, (self.rows, self.prompt + 1),
                             generator=torch.Generator().manual_seed(0)).tolist()
         own = [list(range(row * blocks, (row + 1) * blocks)) for row in range(self.rows)]
-        yield "prompt", [Row(r, ids[r][:-1], 0, own[r], True) for r in range(self.rows)]
-        yield "decode", [Row(r, ids[r][-1:], self.prompt, own[r], True) for r in range(self.rows)]
+        yield "prompt", [Row(r, ids[r][:-1], 0, own[r], True, state_slot=r) for r in range(self.rows)]
+        yield "decode", [Row(r, ids[r][-1:], self.prompt, own[r], True, state_slot=r) for r in range(self.rows)]
 
     def _forward(self, kernels: KernelSet, batch: Batch, cache: StateStore) -> Tensor:
         model = dataclasses.replace(self.model, kernels=kernels)

@@ -221,9 +221,9 @@ def test_bench_step_trace_has_the_blocks_of_the_setting(
     sizes = set()
     original = kernel_calls.make_batch
 
-    def make_batch(rows: list[Row], block_size: int, backend: Backend) -> Batch:
+    def make_batch(rows: list[Row], block_size: int, backend: Backend, num_slots: int) -> Batch:
         sizes.add(block_size)
-        return original(rows, block_size, backend)
+        return original(rows, block_size, backend, num_slots)
 
     monkeypatch.setattr(kernel_calls, "make_batch", make_batch)
     assert cli.main(["bench", "step", "--layers", "1", "--prompt", "40", "--threads", "1", "--block-size", "32"]) == 0
