@@ -107,9 +107,7 @@ class Runner:
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         self.deterministic = backend.deterministic
         self.backend = backend
-        self._kernels = KernelSet(
-            backend.kernels, observe, backend.span,
-            layer_kernels={name for layer in config.local_layers for name in layer.kernels})
+        self._kernels = KernelSet(backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels)
         cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max_model_len, backend.device)
         self._model = Model(config, weights, cos_sin, self._kernels, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
