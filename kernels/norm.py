@@ -120,12 +120,12 @@ def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """Use one fused operator for a dynamic scheme. The operators take gamma in x's dtype."""
-    gamma = gamma.to(x.dtype)
+    weight = gamma.to(x.dtype)
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
-            x, residual, gamma, epsilon=eps, output_mask=[True, False])
+            x, residual, weight, epsilon=eps, output_mask=[True, False])
         return Quantized(values, scale), total
-    out, _, total = torch_npu.npu_add_rms_norm(x, residual, gamma, epsilon=eps)
+    out, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, epsilon=eps)
     return out if scheme is None else ascend_quantize(out, scheme), total
 
 

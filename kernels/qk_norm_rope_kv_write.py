@@ -227,7 +227,7 @@ def _(
     """Launch one Triton kernel where there is one, else the operators of torch_npu.
 
     npu_mrope rotates as many numbers of a head as the table has columns. The operators round cosines and sines to qkv's
-    dtype, as transformers does. One token takes five operators. For more
+    dtype, as transformers does, and take gamma in it. One token takes five operators. For more
     tokens the values are copied to be contiguous, and each norm covers all heads. Only npu_mrope reads the heads of its
     argument in place, by the stride of the rows
     (https://gitcode.com/cann/ops-transformer/blob/master/posembedding/rope_with_sin_cos_cache/op_host/op_api/aclnn_rope_with_sin_cos_cache.cpp).
@@ -239,14 +239,15 @@ def _(
     tokens = len(qkv)
     kv_heads = k_cache.values.shape[1] if isinstance(k_cache, Quantized) else k_cache.shape[2]
     dim = head_dim_of(qkv, num_q_heads, kv_heads)
-    q_gamma, k_gamma = (gamma if gamma is None else gamma.to(qkv.dtype) for gamma in (q_gamma, k_gamma))
+    q_weight = None if q_gamma is None else q_gamma.to(qkv.dtype)
+    k_weight = None if k_gamma is None else k_gamma.to(qkv.dtype)
     if (ascend.fused_heads is not None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
             and dim == k_cache.shape[-1]):
         return ascend.fused_heads(
-            qkv, q_gamma, k_gamma, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads)
+            qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads)
     heads = qkv.view(tokens, -1, dim)
     q_part, k_part, v_part = slice(num_q_heads), slice(num_q_heads, num_q_heads + kv_heads), slice(-kv_heads, None)
-    q, k = _normed(heads, q_gamma, eps, q_part), _normed(heads, k_gamma, eps, k_part)
+    q, k = _normed(heads, q_weight, eps, q_part), _normed(heads, k_weight, eps, k_part)
     q, k = torch_npu.npu_mrope(
         positions, q.flatten(1), k.flatten(1), ascend.table_as(cos_sin, qkv.dtype), dim,
         mrope_section=[0, 0, 0], rotary_mode="half")

@@ -105,9 +105,7 @@ class Runner:
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         self.deterministic = backend.deterministic
         self.backend = backend
-        self._kernels = KernelSet(
-            backend.kernels, observe, backend.span,
-            layer_kernels={name for layer in config.local_layers for name in layer.kernels})
+        self._kernels = KernelSet(backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels)
         self._model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size

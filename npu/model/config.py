@@ -85,6 +85,11 @@ class ModelConfig:
         return [local[block.layer] for blocks in self.layers for block in blocks]
 
     @property
+    def layer_kernels(self) -> set[str]:
+        """Kernels marked `by_layer` that a layer calls."""
+        return {name for layer in self.local_layers for name in layer.kernels}
+
+    @property
     def kinds(self) -> list[Layer]:
         """Different mixers and MLPs of the whole model, in the order of their first use."""
         return list(dict.fromkeys(block.layer for blocks in self.layers for block in blocks))
