@@ -61,16 +61,16 @@ def gated_delta_rule(
 ) -> Tensor:
     """Advance the state of each row token by token, and return its products with the queries: [T, Hv Dv].
 
-    qkv: [T, 2 Hk Dk + Hv Dv], queries, keys and values. Queries and keys are l2-normalized, and value head h has those
-        of head h // (Hv / Hk).
+    qkv: [T, 2 Hk Dk + Hv Dv], queries, keys and values. Queries and keys are l2-normalized. Value head h uses query
+        and key h // (Hv / Hk).
     a, b: [T, Hv], inputs of the decay and of the learning rate.
     a_log, dt_bias: [Hv] float32.
     state: [slots, Hv, Dk, Dv] float32, written in place. A row whose context is this step's tokens begins with zeros.
     state_slots: [R] int64.
 
-    With decay d = exp(-exp(a_log) softplus(a + dt_bias)), a token makes of the state S' the state
-    S = d S' + k (sigmoid(b) (v - d S'^T k))^T, and its result is S^T q / sqrt(Dk), 0 for tokens of no row. All is in
-    float32, and the result is rounded. The results of a row do not depend on the other rows.
+    A token's decay is d = exp(-exp(a_log) softplus(a + dt_bias)). The state S' before the token becomes
+    S = d S' + k (sigmoid(b) (v - d S'^T k))^T. The token's result is S^T q / sqrt(Dk), 0 for tokens of no row. All is
+    in float32, and the result is rounded. The results of a row do not depend on the other rows.
     """
     value_heads, key_dim, value_dim = state.shape[1:]
     wide = torch.promote_types(qkv.dtype, torch.float32)

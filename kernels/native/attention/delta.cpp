@@ -1,13 +1,13 @@
 // Gated delta rule: token by token, decay, correction of the values, sum with an outer product, product with the query.
 //
-// Columns of a state are independent, so a unit has a row, a value head and some panels of 16 columns. For each column
-// the order of additions is the same for any division into units and steps: rows of the state with even numbers in
-// ascending order, rows with odd numbers, then the sum of both.
+// Columns of a state are independent, so a unit has a row, a value head and some panels of 16 columns. The order of
+// additions in a column is the same for any division into units and steps. Rows of the state with even numbers are added
+// in ascending order, then rows with odd numbers, then both sums.
 //
 //   gated_delta_rule p: qkv [T, 2 Hk Dk + Hv Dv], a, b [T, Hv], a_log, dt_bias [Hv] float32,
 //                       state [slots, Hv, Dk, Dv] float32, context_lens [R] int32, cu_seqlens_q [R + 1] int32,
 //                       state_slots [R] int64, out [T, Hv Dv]
-//                    n: T, maximum R, Hk, Hv, Dk, Dv                                             f: epsilon of the norms
+//                    n: T, maximum R, Hk, Hv, Dk, Dv                                        f: epsilon of the norms
 #include <algorithm>
 #include <type_traits>
 
@@ -121,7 +121,8 @@ struct GatedDeltaRule {
         if (s.rows.is_new(row))
             for (int64_t i = 0; i < dim; i++) std::memset(state + i * stride, 0, size_t(columns) * 4);
 
-        each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum) __attribute__((always_inline)) {
+        each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum)
+                                                  __attribute__((always_inline)) {
             return fma(set1(k[i]), get_n<Float32>(state + i * stride + c, n), sum);
         });
         const T *v = values(s, token, head) + first;
@@ -130,7 +131,8 @@ struct GatedDeltaRule {
             store(delta + c, correction(get_n<D>(v + c, n), product, made.decay, made.beta));
         });
         F decay = set1(made.decay);
-        each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum) __attribute__((always_inline)) {
+        each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum)
+                                                  __attribute__((always_inline)) {
             if (next) __builtin_prefetch(next + i * stride + c, 0, 2);
             F x = fma(set1(k[i]), load(delta + c), decay * get_n<Float32>(state + i * stride + c, n));
             put_n<Float32>(state + i * stride + c, x, n);

@@ -2,7 +2,7 @@
 //
 //   rms_norm            p: x [T, H], null, gamma [H] or null, out [T, H] or null with int8 from p[5] on, null, int8,
 //                          float32 gamma [H] or null                                   n: T, H        f: eps, levels
-//   add_rms_norm        p: x, residual [T, H], gamma [H] or null, out or null, sum [T, H], int8, float32 gamma or null
+//   add_rms_norm        p: x, residual [T, H], gamma or null, out or null, sum [T, H], int8, float32 gamma or null
 //                                                                                      n: T, H        f: eps, levels
 //   gated_rms_norm      p: x, z [T, N], gamma [D] or null, out [T, N], float32 gamma [D] or null
 //                                                                                      n: T, N, D     f: eps

@@ -96,6 +96,10 @@ class Attention(Layer):
     def input_scheme(self, weights: AttentionWeights) -> Scheme | None:
         return weights.qkv.inputs
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return ("sigmoid_gate",) if self.output_gate else ()
+
     def forward(
         self, x: Tensor | Quantized, weights: AttentionWeights, state: tuple[Cache, Cache], inputs: Inputs
     ) -> Tensor:

@@ -99,6 +99,10 @@ class GatedDeltaNet(Layer):
         return Fixed(((self.channels, self.conv_kernel - 1), (self.value_heads, self.key_dim, self.value_dim)),
                      ("model", "float32"))
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return "causal_conv_silu", "gated_delta_rule", "gated_rms_norm"
+
     def forward(
         self, x: Tensor, weights: GatedDeltaNetWeights, state: tuple[Tensor, Tensor], inputs: Inputs
     ) -> Tensor:
