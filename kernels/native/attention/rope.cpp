@@ -98,12 +98,7 @@ struct QkNormRopeKvWrite {
                 const float *cos = op.at<float>(3) + positions[t + i] * rotary;
                 T *q = op.at<T>(8) + (t + i) * q_heads * dim;
                 for (int64_t h = head * group; h < heads_end * group; h++)
-<<<<<<< HEAD
                     rotate<DIM>(in + h * dim, op.at<T>(1), op.at<float>(11), eps, cos, dim, rotary, normed, q + h * dim);
-=======
-                    rotate<DIM, ROTARY>(in + h * dim, op.at<T>(1), op.at<float>(11), eps, cos, dim, rotary, normed,
-                                        q + h * dim);
->>>>>>> g48k
                 for (int64_t h = head; h < heads_end && slots[t] >= 0; h++)
                     rotate<DIM>(in + (q_heads + h) * dim, op.at<T>(2), op.at<float>(12), eps, cos, dim, rotary, normed,
                                 rotated + ((h - head) * n + i) * dim);
