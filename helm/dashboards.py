@@ -284,6 +284,11 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
         Panel("Prefix hits", {
             "of prompt tokens": share(rate("prefix_cache_hits_total"), rate("prefix_cache_queries_total"))},
             "percentunit", "Share of the prompt tokens looked up that the cache held."),
+        Panel("Prefix misses", {"{{reason}}": rate("prefix_cache_misses_total", "reason")}, "reqps",
+              "Requests that the cache held nothing of. no_state: their blocks were cached without a checkpoint of the "
+              "state."),
+        Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
+              "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
     ]),
     Row("NPUs", [
         Panel("Health", {NPU: npu("health_status")}, "short",

@@ -87,7 +87,7 @@ def children(supervisor: int) -> dict[int, str]:
 
     The programs of tests that replace a child end their command line with the kind.
     """
-    kind = re.compile(r".*(?: -m npuserve\.service\.| )(engine|frontend|ranks)(?:\.process)?(?: |$)")
+    kind = re.compile(r".*(?: -m npuserve\.service\.| )(engine|frontend|ranks)(?:\.process|\.follower)?(?: |$)")
     found = {pid: kind.match(args) for pid, args in sorted(descendants(supervisor))}  # a zombie's command line is empty
     return {pid: match[1] for pid, match in found.items() if match}
 
