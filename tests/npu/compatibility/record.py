@@ -136,7 +136,8 @@ def record() -> Recorded:
             found.failed |= refused
 
     for name, kernel in KERNELS.items():
-        if kernel.optional and ascend.LABEL not in kernel.implementations:
+        # Without an optional kernel others are called, and the device refuses models whose layers need the others.
+        if (kernel.optional or kernel.by_layer) and ascend.LABEL not in kernel.implementations:
             continue
         run(name, kernel)
     return found
