@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.state_store import StateStore, block_bytes
-from npuserve.npu.model import config as config_module
+from npuserve.npu.model import families
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.families.qwen3 import QWEN3
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.rope_config import parse_rope
 from npuserve.npu.step import Row
 from tests.support.models import FAMILIES, random_model, saved
 
@@ -81,7 +81,7 @@ def test_decoder_partial_rotary_embeddings_equal_transformers(tmp_path, monkeypa
     model.model.rotary_emb = modeling_qwen3_next.Qwen3NextRotaryEmbedding(model.config)
     ids = ids_of(20)
     expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=-1)[0].tolist()
-    monkeypatch.setattr(config_module, "parse_rope", partial(parse_rope, partial_of=head_dim))
+    monkeypatch.setitem(families.FAMILIES, "Qwen3ForCausalLM", replace(QWEN3, rotates_part=True))
     bench = Bench(saved(model, tmp_path), backend)
     made, start = list(ids), 0
     for end in (7, 20, *range(21, 32)):
