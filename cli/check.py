@@ -167,7 +167,7 @@ def backends() -> dict[str, Any]:
         if available:
             backend = select(name)
             found[name]["memory_available_bytes"] = backend.memory_available()
-            found[name]["kernels"] = KernelSet(backend.kernels).labels
+            found[name]["kernels"] = KernelSet(backend.kernels).served_labels
     return found
 
 

@@ -284,6 +284,11 @@ class KernelSet:
         self.__dict__.update(dict.fromkeys(KERNELS.keys() - self.labels.keys(), lambda *_: None))
         self.__dict__.update(self._functions)
 
+    @property
+    def served_labels(self) -> dict[str, str]:
+        """`labels` without the kernels of particular layers that the backend has no implementation of."""
+        return {name: label for name, label in self.labels.items() if label != GOLDEN or not KERNELS[name].by_layer}
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[Timings]:
         """Time each kernel call in the body, which is a step of `phase` ("prefill", "decode" or "mixed").

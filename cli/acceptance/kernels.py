@@ -54,7 +54,7 @@ def check_kernels(backend: Backend) -> Iterator[Finding]:
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.kernels.registry import GOLDEN, KERNELS, KernelSet
 
-    for name, label in KernelSet(backend.kernels).labels.items():
+    for name, label in KernelSet(backend.kernels).served_labels.items():
         if label == GOLDEN:
             yield Finding("kernels", name, "served by its golden function", None)
             continue
@@ -136,7 +136,7 @@ def check_sizes(backend: Backend, *, quick: bool) -> Iterator[Finding]:
     """Yield a finding for each of SIZES and each of its kernels. quick: one case of a kernel, with several rows."""
     from npuserve.kernels.registry import GOLDEN, KERNELS, KernelSet
 
-    labels = KernelSet(backend.kernels).labels
+    labels = KernelSet(backend.kernels).served_labels
     for size in SIZES:
         for name in size.kernels:
             kernel = KERNELS[name]
