@@ -214,7 +214,7 @@ def test_headers_of_a_client_that_acknowledges_no_settings_take_little_memory(
     host, _, port = server.target.rpartition(":")
     closed = server.metric("npuserve_closed_connections_total", why="headers")
     with Growth(server) as growth, socket.create_connection(
-        (host, int(port)), timeout=10, source_address=("127.0.0.2", 0)  # which is blocked
+        (host, int(port)), timeout=10, source_address=(f"127.0.1.{calls % 256}", 0)  # which is blocked for 10 s
     ) as connection:
         if with_tls:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
