@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,11 @@ def pytest_xdist_auto_num_workers() -> int:
 def free_port_function() -> Callable[[], int]:
     """Function that returns a free TCP port of 127.0.0.1."""
     return free_port
+
+
+@pytest.fixture
+def without_nohup() -> Iterator[None]:
+    """Let processes of the test inherit a SIGHUP that is not ignored, even if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -156,6 +156,7 @@ def test_calibration_ids_without_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_nohup")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_quantize_ended_by_a_signal_leaves_no_files(tmp_path, number, code):
     out = tmp_path / "out"

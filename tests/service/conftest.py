@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +23,3 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     made = Collector()
     yield made
     made.server.stop(None).wait()
-
-
-@pytest.fixture
-def without_nohup() -> Iterator[None]:
-    """Let processes of the test inherit a SIGHUP that is not ignored, even if the tests run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
