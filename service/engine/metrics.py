@@ -33,6 +33,7 @@ HOST_GAP = metrics.tally(metrics.step_host_gap_seconds)
 TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase in PHASES}
 DECODE_MODES = ("captured", "decoder", "eager")
 DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in DECODE_MODES}
+SLOTS = [metrics.state_slots.labels(state) for state in ("used", "checkpoint", "free")]
 MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
@@ -146,10 +147,13 @@ class EngineMetrics:
             metrics.tokens_in_vain_total, metrics.forced_tokens_total)
         for reason, misses in scheduler.take_misses().items():
             MISSES[reason].inc(misses)
+        used = checkpoints = free = 0
         if (slots := scheduler.slots) is not None:
-            for state, number in (("used", slots.num_used), ("checkpoint", slots.num_checkpoints),
-                                  ("free", slots.num_slots - slots.num_used - slots.num_checkpoints)):
-                metrics.state_slots.labels(state).set(number)
+            used = slots.num_used
+            checkpoints = slots.num_checkpoints
+            free = slots.num_slots - used - checkpoints
+        for gauge, number in zip(SLOTS, (used, checkpoints, free), strict=True):
+            gauge.set(number)
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts
