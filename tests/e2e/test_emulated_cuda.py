@@ -88,7 +88,7 @@ def test_ranks_answer_as_the_cpu_does(ranks: Server, random_model: tuple[str, li
 
 
 def test_killed_rank_ends_the_group(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
-    engine, (rank,) = engine_of(ranks), ranks_of(ranks.follower.pid)
+    engine, (rank,) = engine_of(ranks), ranks_of(ranks.process.pid)
     restarts = ranks.metric("npuserve_engine_restarts_total")
     os.kill(rank, signal.SIGKILL)
     until(lambda: not is_alive(engine) and not is_alive(rank), ranks)
@@ -100,14 +100,14 @@ def test_killed_rank_ends_the_group(ranks: Server, random_model: tuple[str, list
 def test_stopped_rank_is_a_hang(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
     """By default: a stopped rank on CPUs (test_ranks.py), and a kernel that never returns (emulated/test_faults.py)."""
     restarts = ranks.metric("npuserve_engine_restarts_total")
-    os.kill(ranks_of(ranks.follower.pid)[0], signal.SIGSTOP)
+    os.kill(ranks_of(ranks.process.pid)[0], signal.SIGSTOP)
     assert list(tokens(ranks, 1)) == random_model[1][:1]
     assert ranks.metric("npuserve_engine_restarts_total") == restarts + 1
 
 
 def test_ranks_end_with_the_server(ranks: Server) -> None:
     """Last test of that server."""
-    running = ranks_of(ranks.follower.pid)
+    running = ranks_of(ranks.process.pid)
     assert len(running) == 1
     assert ranks.stop() == 0
     assert not any(map(is_alive, running))
