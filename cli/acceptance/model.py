@@ -120,7 +120,7 @@ def _compare_with_cpu(
 
     runner, rounding = loaded.runner, accept_tokens.rounding_dtype(loaded)
     sequences = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
-    cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.norm.dtype else None
+    cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.dtype else None
 
     def compared(model: Model, backend: Backend) -> accept_tokens.Agreement:
         return accept_tokens.agreement(
@@ -156,7 +156,7 @@ def _follow_cpu(
     from npuserve.cli.acceptance.rounding import MAX_TIE_DISTANCE, FollowedRounding
 
     runner, model, (reference, cpu) = loaded.runner, loaded.model, golden
-    cached = runner.cache_dtype if runner.cache_dtype != model.weights.norm.dtype else None
+    cached = runner.cache_dtype if runner.cache_dtype != model.weights.dtype else None
     steps, rounding = accept_tokens.computed_steps(made, prompts), FollowedRounding()
     blocks = 1 + max(block for rows in steps for row in rows for block in row.block_ids)
     device, followed = (

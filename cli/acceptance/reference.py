@@ -110,7 +110,7 @@ def forced_logits(
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)
     cache = StateStore.allocate(
-        model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.norm.dtype, backend)
+        model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.dtype, backend)
     for first in range(0, len(sequences), SEQUENCES_PER_STEP):
         group = sequences[first : first + SEQUENCES_PER_STEP]
         found: list[list[Tensor]] = [[] for _ in group]
@@ -132,7 +132,7 @@ def step_logits(
     blocks: number of blocks of the cache, which the steps' rows name.
     cache_dtype: dtype of the KV cache; None for the weights' dtype.
     """
-    cache = StateStore.allocate(model.config, blocks, block_size, cache_dtype or model.weights.norm.dtype, backend)
+    cache = StateStore.allocate(model.config, blocks, block_size, cache_dtype or model.weights.dtype, backend)
     for rows in steps:
         yield backend.enqueue(partial(_step, model, backend, rows, cache, block_size)).wait()
 

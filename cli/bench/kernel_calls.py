@@ -108,7 +108,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         """Raise ModelError or BackendError if the backend does not have this block_size or kv_cache_dtype."""
-        self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.norm.dtype)
+        self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.dtype)
         resolve_block_size(self.block_size, self.backend)
 
     @property
@@ -120,9 +120,9 @@ class Trace:
         config, size = self.model.config, self._size
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
-        cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.norm.dtype)
+        cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.dtype)
         golden_cache, cache, captured_cache = (
-            StateStore.allocate(config, total, size, cached, backend, self._slots, self.model.weights.norm.dtype)
+            StateStore.allocate(config, total, size, cached, backend, self._slots, self.model.weights.dtype)
             for backend in (CpuBackend(native=False), self.backend, self.backend))
         buffers = BatchBuffers(
             self.rows * self.prompt, self.rows, blocks, size, total if self.backend.padding_blocks else None,

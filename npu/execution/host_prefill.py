@@ -104,7 +104,7 @@ class HostPrefill:
         num_blocks: int, block_size: int, *, max_model_len: int, max_rows: int, max_tokens: int,
         observe: Observe | None,
     ):
-        dtype = weights.norm.dtype
+        dtype = weights.dtype
         self._host, self._device = host, device
         (state,) = config.paged_states
         self._block_size, self._head_dim = block_size, state.head_dim

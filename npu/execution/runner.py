@@ -99,7 +99,7 @@ class Runner:
         self.config, self.cpu_kernels, self.shared_weights = config, cpu_kernels, shared_weights
         self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
         self.num_slots = num_slots
-        dtype = weights.norm.dtype
+        dtype = weights.dtype
         self.dtype_name, self.backend_name = str(dtype).removeprefix("torch."), backend.name
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads

@@ -132,7 +132,7 @@ class _Allocator:
         embedding, *head = map(self._linear, tables(c, self._backend.vocabulary_tile))
         layers = tuple(tuple(map(self._block, stored_blocks(c, index))) for index in range(c.num_layers))
         return ModelWeights(
-            form_of(embedding.weight), layers, self._array(final_norm(c)), head[0] if head else embedding)
+            form_of(embedding.weight), layers, self._array(final_norm(c)), head[0] if head else embedding, self._dtype)
 
     def _block(self, stored: StoredBlock) -> LoadedBlock:
         norm = self._array(stored.norm)

@@ -48,6 +48,7 @@ class ModelWeights:
     """Weights of a model: embedding [Vp, H], norm [H], lm_head [Vp, H] for the padded vocabulary Vp.
 
     layers: blocks of each decoder layer.
+    dtype: dtype of the activations. Some norms are float32 beside it.
 
     Tied embedding and lm_head are the same table. The padding rows of lm_head repeat row 0, so that a padding id is
     never more likely than id 0. The padding rows of an untied embedding are zero.
@@ -57,6 +58,7 @@ class ModelWeights:
     layers: tuple[tuple[LoadedBlock, ...], ...]
     norm: Tensor
     lm_head: Linear
+    dtype: torch.dtype
 
     @property
     def blocks(self) -> Iterator[LoadedBlock]:

@@ -251,3 +251,18 @@ def test_quantized_checkpoint_equals_transformers_with_rounded_numbers(tmp_path:
         errors.append((torch.tensor([report.logprob for report in answer.logprobs]) - expected).abs().mean())
         effects.append((logprobs_of(plain, prompt, answer.tokens) - expected).abs().mean())
     assert sum(errors) < sum(effects) / 4  # last bits flip roundings
+
+
+def test_bfloat16_numbers_are_about_those_of_float32_and_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    model = random_hybrid(4)
+    runner = load(saved(model, tmp_path), dtype="bfloat16", max_num_batched_tokens=48)
+    chosen = prompts(6, 4)
+    alone = [serve(runner, [ask(prompt, 12, bypass_prefix_cache=True)], 1, 64, 1, 48)[0][0] for prompt in chosen]
+    answers, _ = serve(runner, [ask(prompt, 12, index) for index, prompt in enumerate(chosen)], 2, 64, 4, 16)
+    errors = []
+    for prompt, answer, expected in zip(chosen, answers, alone, strict=True):
+        if runner.deterministic:
+            assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
+        ours = torch.tensor([report.logprob for report in answer.logprobs])
+        errors.append((ours - logprobs_of(model, prompt, answer.tokens)).abs().mean())
+    assert sum(errors) / len(errors) < 0.1
