@@ -89,15 +89,15 @@ def gated_delta_rule(
         begin, end = starts[row], starts[row + 1]
         if begin == end:
             continue
-        own = state[slots[row]]
+        memory = state[slots[row]]
         if context == end - begin:
-            own = torch.zeros_like(own)
+            memory = torch.zeros_like(memory)
         for t in range(begin, end):
-            own = own * decay[t]
-            delta = beta[t] * (v[t] - (k[t, :, :, None] * own).sum(1))
-            own = own + k[t, :, :, None] * delta[:, None]
-            out[t] = (q[t, :, :, None] * own).sum(1)
-        state[slots[row]] = own
+            memory = memory * decay[t]
+            delta = beta[t] * (v[t] - (k[t, :, :, None] * memory).sum(1))
+            memory = memory + k[t, :, :, None] * delta[:, None]
+            out[t] = (q[t, :, :, None] * memory).sum(1)
+        state[slots[row]] = memory
     result: Tensor = out.flatten(1).to(qkv.dtype)
     return result
 

@@ -82,7 +82,7 @@ class SlotTable:
 
 
 class StateSlots:
-    """Allocator of `num_slots` slots. Every call is O(slots it touches)."""
+    """Allocator of `num_slots` slots. A call takes constant time, unless it evicts: then it looks at all of them."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -125,12 +125,19 @@ class StateSlots:
         missing = count - len(self._free)
         if missing <= 0:
             return True
-        read = set().union(*(table.sources for table in self._tables.values()))
-        evicted = [digest for digest, slot in self._checkpoints.items() if slot not in read][:missing]
-        if len(evicted) < missing:
+        evictable = self._evictable()
+        if len(evictable) < missing:
             return False
-        self._free += [self._checkpoints.pop(digest) for digest in evicted]
+        self._evict(evictable[:missing])
         return True
+
+    def _evictable(self) -> list[bytes]:
+        """Return the digests of the checkpoints that no planned row will read, the least recently used first."""
+        read = set().union(*(table.sources for table in self._tables.values()))
+        return [digest for digest, slot in self._checkpoints.items() if slot not in read]
+
+    def _evict(self, digests: Iterable[bytes]) -> None:
+        self._free.extend(self._checkpoints.pop(digest) for digest in digests)
 
     def _forget(self, table: SlotTable) -> None:
         self._tables.pop(id(table), None)
@@ -148,14 +155,12 @@ class StateSlots:
 
         digests: of a prefix's blocks, in order.
         """
-        found = 0, NO_SLOT
-        last = b""
-        for count, digest in enumerate(digests, 1):
-            if digest in self._checkpoints:
-                found, last = (count, self._checkpoints[digest]), digest
-        if last:
-            self._checkpoints.move_to_end(last)
-        return found
+        with_state = [(count, digest) for count, digest in enumerate(digests, 1) if digest in self._checkpoints]
+        if not with_state:
+            return 0, NO_SLOT
+        count, digest = with_state[-1]
+        self._checkpoints.move_to_end(digest)
+        return count, self._checkpoints[digest]
 
     def take(self, table: SlotTable, position: int) -> None:
         """Keep the state that the row planned last leaves at `position`; the next row continues it in another slot.
@@ -193,9 +198,7 @@ class StateSlots:
 
     def clear(self) -> None:
         """Forget the checkpoints that no row will read."""
-        read = set().union(*(table.sources for table in self._tables.values()))
-        for digest in [digest for digest, slot in self._checkpoints.items() if slot not in read]:
-            self._free.append(self._checkpoints.pop(digest))
+        self._evict(self._evictable())
 
     def check_integrity(self, holders: Iterable[SlotTable]) -> None:
         """Raise IntegrityError unless each slot has exactly one holder: a table, a checkpoint, or the free list."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from bench.serving import server as bench_server
-from tests.e2e.server import Server
+from tests.e2e.server import Server, request
 from tests.support import processes as support
 
 
@@ -27,3 +30,18 @@ def children(server: Server) -> dict[str, int]:
 def engine_of(server: Server) -> int:
     """Return the process id of the engine, 0 while there is none."""
     return bench_server.engine_of(server.process.pid)
+
+
+def ids_while_the_engine_is_killed(server: Server, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Return the greedy token ids of streams at the same time; the engine is killed after the first tokens of one."""
+
+    def ids(index: int) -> list[int]:
+        received: list[int] = []
+        for part in server.stub.StreamGenerate(request(prompts[index], count, ignore_eos=True), timeout=100):
+            received += part.token_ids
+            if index == 0 and len(received) == 2:
+                os.kill(engine_of(server), signal.SIGKILL)
+        return received
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ids, range(len(prompts))))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import engine_of
+from tests.e2e.processes import ids_while_the_engine_is_killed
 from tests.e2e.server import Server, request, serving
 from tests.npu.model.test_layers import Oracle, prompts, save
 
@@ -35,18 +33,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, O
 def test_tokens_equal_plain_torch_while_the_engine_is_killed(served: tuple[Server, Oracle]) -> None:
     server, oracle = served
     asks = prompts(8, seed=3)
-
-    def ids(index: int) -> list[int]:
-        received: list[int] = []
-        for part in server.stub.StreamGenerate(request(asks[index], 150, ignore_eos=True), timeout=60):
-            received += part.token_ids
-            if index == 0 and len(received) == 2:
-                os.kill(engine_of(server), signal.SIGKILL)
-        return received
-
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(ids, range(8)))
-    assert found == [oracle.answer(tuple(prompt), 150) for prompt in asks]
+    received = ids_while_the_engine_is_killed(server, asks, 150)
+    assert received == [oracle.answer(tuple(prompt), 150) for prompt in asks]
     assert server.metric("npuserve_engine_restarts_total") == 1
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
 from npuserve.kernels import native
-from tests.e2e.processes import engine_of
+from tests.e2e.processes import ids_while_the_engine_is_killed
 from tests.e2e.server import Server, request, serving
 from tests.npu.model.test_qwen3_5 import VOCABULARY, prompts, random_hybrid
 from tests.support.models import greedy, saved
@@ -38,17 +35,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_tokens_equal_transformers_while_the_engine_is_killed(served: tuple[Server, PreTrainedModel]) -> None:
     server, model = served
     asks = prompts(6, 3)
-
-    def ids(index: int) -> list[int]:
-        received: list[int] = []
-        for part in server.stub.StreamGenerate(request(asks[index], 120, ignore_eos=True), timeout=100):
-            received += part.token_ids
-            if index == 0 and len(received) == 2:
-                os.kill(engine_of(server), signal.SIGKILL)
-        return received
-
-    with ThreadPoolExecutor(6) as threads:
-        received = list(threads.map(ids, range(6)))
+    received = ids_while_the_engine_is_killed(server, asks, 120)
     assert received == [greedy(model, prompt, 120) for prompt in asks]
     assert server.metric("npuserve_engine_restarts_total") == 1
 

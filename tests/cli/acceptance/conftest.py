@@ -16,7 +16,18 @@ from npuserve.kernels.bench import measure
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def threads() -> Iterator[None]:
+    """Restore the numbers of threads at the end."""
+    of_kernels = native.library().threads if native.available() else 0
+    of_torch = torch.get_num_threads()
+    yield
+    torch.set_num_threads(of_torch)
+    if native.available():
+        native.library().set_threads(of_kernels)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
     """Shrink all sizes and measurements. Restore the numbers of threads at the end."""
     from npuserve.kernels.bench import ceilings
 
@@ -27,11 +38,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (accept_tokens, "ANSWER", 20), (accept_tokens, "BUDGET", 32),
     ):
         monkeypatch.setattr(module, name, value)
-    threads, of_torch = native.library().threads if native.available() else 0, torch.get_num_threads()
-    yield
-    torch.set_num_threads(of_torch)
-    if native.available():
-        native.library().set_threads(threads)
 
 
 @pytest.fixture

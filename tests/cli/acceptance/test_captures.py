@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from npuserve.cli.acceptance import captures, reference
+from npuserve.cli.acceptance import captures
 from npuserve.cli.acceptance.captures import check_captures
 from npuserve.kernels import native
-from npuserve.npu.backends.base import Backend, Captured
+from npuserve.npu.backends.base import Captured
 from npuserve.npu.backends.cpu import CpuBackend
+from tests.cli.acceptance.loading import loaded
 from tests.npu.execution.test_dispatch import Bucketed, Graph
-from tests.support.models import random_model, saved
 
+pytestmark = pytest.mark.usefixtures("threads")
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Restore the numbers of threads afterwards."""
-    before, of_torch = native.library().threads if native.available() else 0, torch.get_num_threads()
-    yield
-    torch.set_num_threads(of_torch)
-    if native.available():
-        native.library().set_threads(before)
-
-
-def loaded(folder: Path, backend: Backend, **settings: int) -> reference.Loaded:
-    backend.set_threads(1)
-    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16} | settings
-    return reference.load(folder, backend, "auto", **sizes)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
 
 
 @built

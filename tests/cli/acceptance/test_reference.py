@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,37 +13,17 @@ from npuserve.cli.acceptance import reference
 from npuserve.cli.acceptance.reference import forced_logits, load_reference
 from npuserve.kernels import native
 from npuserve.kernels.registry import GOLDEN
-from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.quantization import W8A8
 from npuserve.npu.step import Step
+from tests.cli.acceptance.loading import loaded
 from tests.npu.execution.test_dispatch import Bucketed
 from tests.npu.execution.test_runner import ids_of
 from tests.support.models import random_model, saved, saved_w8a8
 
+pytestmark = pytest.mark.usefixtures("threads")
 built = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Restore the numbers of threads afterwards."""
-    before, of_torch = native.library().threads if native.available() else 0, torch.get_num_threads()
-    yield
-    torch.set_num_threads(of_torch)
-    if native.available():
-        native.library().set_threads(before)
-
-
-def loaded(folder: Path, backend: Backend, **settings: int) -> reference.Loaded:
-    backend.set_threads(1)
-    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16} | settings
-    return reference.load(folder, backend, "auto", **sizes)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
 
 
 def test_acceptance_load_sizes_cache_for_requests(folder: Path) -> None:
