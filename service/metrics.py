@@ -160,7 +160,8 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
         ("queue_full",), ("displaced",), ("client_limit",), ("deadline",), ("duplicate",), ("too_large",),
         ("front_end",)),
     process_failures_total: tuple(
-        (process, why) for process in ("engine", "frontend") for why in ("died", "hung", "unusable", "not_started")),
+        (process, why) for process in ("engine", "frontend", "openai")
+        for why in ("died", "hung", "unusable", "not_started")),
     grammar_errors_total: (("compile",), ("answer",)),
     settings_not_read_total: (("api_keys",), ("tls_cert",)),
     preparation_rejections_total: (

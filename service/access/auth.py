@@ -148,6 +148,41 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return kind(authorized, None, handler.response_serializer)
 
 
+class GatewayInterceptor(AuthInterceptor):
+    """Interceptor of a port that one local process alone may use, whatever key its calls carry.
+
+    is_gateway: returns whether that process has the connection, given gRPC's name of its peer.
+    caller: the process as a caller. It has no admin right.
+    Others: see AuthInterceptor.
+    """
+
+    def __init__(
+        self, is_gateway: Callable[[str], bool], caller: Caller, throttle: RefusalThrottle, max_metadata_bytes: int,
+        on_hostile_metadata: Callable[[Context], None],
+    ):
+        super().__init__(None, (), throttle, max_metadata_bytes, on_hostile_metadata)
+        self._is_gateway = is_gateway
+        self._caller = caller
+
+    async def _authenticated_handler(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await super()._authenticated_handler(continuation, details)
+        inner = handler.stream_unary or handler.stream_stream
+        service, _, name = details.method[1:].rpartition("/")  # type: ignore[attr-defined]
+        rpc = rpc_name(service, name)
+
+        async def authorized(messages: object, context: Context) -> Any:
+            if not self._is_gateway(context.peer()):
+                async with call(context, rpc, logging.INFO):
+                    raise PermissionDenied("this port is for the server's own OpenAI API; call the port of gRPC")
+            authenticated.set(self._caller)
+            return await inner(messages, context)
+
+        kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
+        return kind(authorized, None, handler.response_serializer)
+
+
 def _metadata_bytes(metadata: Any) -> int:
     """Return the size of metadata as HTTP/2 counts it (RFC 9113, section 6.5.2)."""
     return sum(len(key) + len(value) + FIELD_BYTES for key, value in metadata or ())

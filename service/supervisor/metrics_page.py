@@ -57,11 +57,13 @@ class MetricsPage:
     folder: folder of the metrics files. It must not change while this process runs, because prometheus_client reads its
         environment variable at import.
     processes: returns name -> pid of the server's other live processes.
+    more: returns a page of other programs' metrics, which is appended; None: there is none.
 
     Raises ConfigError if the port is not available, or the disk has no space.
     """
 
-    def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
+    def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict,
+                 more: Callable[[], str] | None = None):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         # Creates this process's files, in which every metric without labels is 0.
         from npuserve.service import metrics, metrics_file
@@ -78,6 +80,7 @@ class MetricsPage:
         if no_space := metrics_file.store():
             raise ConfigError(f"TMPDIR: {folder} cannot hold the metrics files: {no_space.strerror}")
         self._processes = processes
+        self._more = more
         self._measured: set[str] = set()  # names of processes with a sample of their memory
         self._metrics = metrics
         self._model = ""
@@ -106,6 +109,7 @@ class MetricsPage:
 
         from npuserve.service.supervisor.page_text import header
 
+        more = self._more() if self._more else ""
         self._measure_memory()
         self._metrics.flush()
         if self._dead:
@@ -117,7 +121,8 @@ class MetricsPage:
             return "".join((
                 self._aliases.text(changed, self._model) if self._model else "",
                 *(family.text for name, family in self._text.families.items() if name != HEARTBEAT),
-                header(AGE, "gauge", "Time since the engine's last heartbeat"), f"{AGE} {floatToGoString(age)}\n"))
+                header(AGE, "gauge", "Time since the engine's last heartbeat"), f"{AGE} {floatToGoString(age)}\n",
+                more))
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine."""
