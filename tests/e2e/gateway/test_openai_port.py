@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import ssl
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -259,3 +261,21 @@ def test_http_clients_need_keys_and_tls_where_grpc_clients_do(
         assert served.status("/workers", authorization="Bearer secret-of-web") in (401, 403)
         (pid,) = served.processes()
         assert b"secret-of-web" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_demo_shows_a_call_that_works(tmp_path: Path) -> None:
+    smg.program()
+    port = free_port()
+    shown = tmp_path / "shown"
+    with shown.open("w") as output, subprocess.Popen(
+            [sys.executable, "-m", "npuserve.cli", "demo", "--max-tokens", "4", "--openai", str(port)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output) as demo:
+        try:
+            until(lambda: demo.poll() is not None or "curl" in shown.read_text(), seconds=90)
+            command = shown.read_text().partition("    curl")[2]
+            answer = subprocess.run(f"curl -sS {command}", shell=True, capture_output=True, text=True, check=True)
+            assert answer.stdout.strip().endswith("data: [DONE]")
+            assert '"text":' in answer.stdout
+        finally:
+            demo.send_signal(signal.SIGINT)
+        assert demo.wait(60) in (0, 130)
