@@ -218,7 +218,7 @@ def missing_text(missing: Sequence[str]) -> str:
     missing: `Library.missing_isas`, at least one.
     """
     return (f"the CPU kernels are not built for {', '.join(missing)}, which this processor has, so they may be slow; "
-            "install the package again on this machine, or with NATIVE_ISAS=all, and with a compiler that knows these sets")
+            "install the package again on this machine, or with NATIVE_ISAS=all, by a compiler that knows them")
 
 
 def describe(chosen: CpuKernels, isas: Sequence[str] = ()) -> list[str]:

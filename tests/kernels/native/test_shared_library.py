@@ -32,8 +32,10 @@ def test_missing_isas_are_those_of_the_processor_that_the_library_lacks() -> Non
     narrow = library(built=("avx2", "portable"), processor=("avx512_bf16", "avx512_vnni", "avx2", "portable"))
     assert narrow.isas == ["avx2", "portable"]
     assert narrow.missing_isas == ["avx512_bf16", "avx512_vnni"]
-    whole = library(built=("avx2", "portable"), processor=("avx2", "portable"))
-    assert whole.missing_isas == []
+    assert library(built=("avx2", "portable"), processor=("avx2", "portable")).missing_isas == []
+    wide = library(built=("avx512_bf16", "portable"), processor=("avx512_bf16", "avx2", "portable"))
+    assert wide.missing_isas == [], "narrower sets are not built by default"
+    assert library(built=("portable",), processor=("avx2", "portable")).missing_isas == ["avx2"]
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
