@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,7 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
 
     isa: instruction set that they use; None if they are not installed.
     isas: instruction sets that they can use, the widest first.
+    missing: instruction sets of this processor's widest registers for which they are not built.
     The other keys are the fields of `CpuKernels`.
 
     chosen: the choice for the model; None to choose for a small model, if the CPU does not compute this one.
@@ -145,7 +147,8 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
 
     if not native.available():
         return {"isa": None, "isas": []}
-    return {"isas": native.library().isas} | asdict(chosen or choose(CpuKernelSettings()))
+    library = native.library()
+    return {"isas": library.isas, "missing": library.missing_isas} | asdict(chosen or choose(CpuKernelSettings()))
 
 
 def backends() -> dict[str, Any]:
@@ -282,13 +285,13 @@ def missing_weights(folder: Path) -> str | None:
     return None
 
 
-def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
+def native_text(isa: str | None, isas: list[str], missing: Sequence[str] = (), **chosen: Any) -> list[str]:
     """Return lines about the CPU kernels. isa: instruction set in use; None without native kernels."""
-    from npuserve.kernels.native.choice import CpuKernels, describe
+    from npuserve.kernels.native.choice import CpuKernels, describe, missing_text
 
     if isa is None:
         return ["no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"]
-    return describe(CpuKernels(isa, **chosen), isas)
+    return describe(CpuKernels(isa, **chosen), isas) + ([missing_text(missing)] if missing else [])
 
 
 def text(report: dict[str, Any]) -> str:

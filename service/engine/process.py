@@ -262,7 +262,8 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
     chosen = runner.cpu_kernels
     if chosen is None:
         return None
-    from npuserve.kernels.native.choice import describe
+    from npuserve.kernels.native import library
+    from npuserve.kernels.native.choice import describe, missing_text
 
     kernels = dataclasses.asdict(chosen)
     metrics.cpu_kernels_info.labels(chosen.isa, chosen.gemm, chosen.weights).set(1)
@@ -271,6 +272,8 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
             metrics.cpu_peak_flops.labels(isa, numbers).set(1e9 * rate)
     said, *measured = describe(chosen)
     logs.event(log, said, kept=kernels == kept, measured="; ".join(measured))
+    if missing := library().missing_isas:
+        logs.event(log, missing_text(missing), level=logging.WARNING)
     return kernels
 
 

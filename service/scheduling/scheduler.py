@@ -525,12 +525,12 @@ class Scheduler:
         """
         blocks = self.blocks
         for sequence in running:
-            uncomputed = 0 if sequence.is_preparing else sequence.num_uncomputed_tokens
-            if uncomputed > 1 or (uncomputed == 1 and sequence.can_sample):
-                tokens = sequence.num_tokens
-                has_blocks = blocks.covers(sequence.blocks, tokens) or blocks.allocate(sequence.blocks, tokens)
-                if has_blocks and uncomputed == 1:
-                    plan.add_row(sequence, 1)
+            if not sequence.needs_row:
+                continue
+            num_tokens = sequence.num_tokens
+            has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
+            if has_blocks and num_tokens == sequence.num_computed_tokens + 1:
+                plan.add_row(sequence, 1)
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of

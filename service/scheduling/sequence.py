@@ -187,8 +187,10 @@ class Sequence:
     @property
     def needs_row(self) -> bool:
         """True if the next step may compute tokens of the running request."""
-        uncomputed = 0 if self.is_preparing else self.num_uncomputed_tokens
-        return uncomputed > 1 or (uncomputed == 1 and self.can_sample)
+        if self.is_preparing:
+            return False
+        num_uncomputed_tokens = self.num_uncomputed_tokens
+        return num_uncomputed_tokens > 1 or (num_uncomputed_tokens == 1 and self.can_sample)
 
     @property
     def is_prefilling(self) -> bool:
