@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from npuserve.service.access.caller import CERTIFICATE, Caller, authenticated, certificate_names, get_caller
+from npuserve.service.access.caller import CERTIFICATE, Caller, certificate_names, current, get_caller
 from npuserve.service.errors import PermissionDenied, ServeError, Unauthenticated
 from npuserve.service.rpc.call import (
     VLLM_ENGINE,
@@ -101,10 +101,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         rpc = rpc_name(service, name)
         if self._find_key:
             try:
-                found = _authenticate(self._find_key, details.invocation_metadata)  # type: ignore[attr-defined]
+                caller = _authenticate(self._find_key, details.invocation_metadata)  # type: ignore[attr-defined]
             except ServeError as error:
                 return _refusing_handler(rpc, error)
-            authenticated.set(found)
+            current.set(caller)
         if method == KV_EVENTS:
             return self._admin_handler(handler, rpc, name, with_anonymous=True)
         if not method.startswith(ADMIN):
@@ -159,10 +159,10 @@ def _authenticate(find_key: Callable[[str], Caller | None], metadata: Any) -> Ca
     if not values:
         raise Unauthenticated("an API key is needed in the metadata: authorization: Bearer KEY")
     scheme, _, key = values[0].partition(" ")
-    found = find_key(key.strip()) if len(values) == 1 and scheme.lower() == "bearer" else None
-    if found is None:
+    caller = find_key(key.strip()) if len(values) == 1 and scheme.lower() == "bearer" else None
+    if caller is None:
         raise Unauthenticated("authorization: not a key of this server; the format is: Bearer KEY")
-    return found
+    return caller
 
 
 def _refusing_handler(rpc: str, error: ServeError) -> Any:

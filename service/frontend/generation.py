@@ -28,7 +28,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -189,10 +189,14 @@ class Generation:
         """Send the messages of one answer, the last one with the finish."""
         assert self.folder
         summary = CallSummary(self._config, self.folder.name, 1, fields, trace)
-        with _resume_token_on_error(context, stream):
+        try:
             await stream.wait_until_accepted()
             await _send_metadata(context, stream.request)
             await _send_outputs(builder, stream, summary, send)
+        except Unavailable:  # this server cannot continue the stream
+            if stream.is_accepted and stream.request.resume_token:
+                context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
+            raise
 
     async def _answer_samples(
         self, checked: CheckedRequest, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
@@ -219,12 +223,13 @@ class Generation:
 
 async def _send_outputs(builder: ResponseBuilder, stream: Stream, summary: CallSummary, send: Send) -> None:
     """Send the messages of an accepted request, the last one with the finish. Raises the error that ends the stream."""
-    with _slow_reader_error(stream):
+    has_prompt_messages = stream.request.sampling.prompt_logprobs is not None
+    try:
         async for outputs in stream:
             finish = builder.add(outputs)
             if builder.keep is not None and finish is None:
                 finish = await stream.stop(builder.keep)
-            for prompt_part in builder.prompt_messages():
+            for prompt_part in builder.prompt_messages() if has_prompt_messages else ():
                 await send(prompt_part)
                 await asyncio.sleep(0)  # let other streams run between the parts of a long prompt
             if finish:
@@ -235,6 +240,10 @@ async def _send_outputs(builder: ResponseBuilder, stream: Stream, summary: CallS
             part = builder.next_message(time.monotonic())
             if part:
                 await send(part)
+    except asyncio.CancelledError:
+        if stream.slow:  # for the client that resumes reading
+            raise stream.slow from None
+        raise
 
 
 async def _send_metadata(context: Context, request: messages.Request) -> None:
@@ -248,25 +257,3 @@ def _deadline(context: Context) -> float | None:
     """Return the call's deadline in time.monotonic() seconds; None if it has none."""
     left = context.time_remaining()
     return None if left is None else time.monotonic() + left
-
-
-@contextlib.contextmanager
-def _slow_reader_error(stream: Stream) -> Iterator[None]:
-    """Replace the cancel of a slow reader by the SlowReader error, for the client that resumes reading."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        if stream.slow:
-            raise stream.slow from None
-        raise
-
-
-@contextlib.contextmanager
-def _resume_token_on_error(context: Context, stream: Stream) -> Iterator[None]:
-    """Add the resume token to the trailing metadata of an accepted stream that this server cannot continue."""
-    try:
-        yield
-    except Unavailable:
-        if stream.is_accepted and stream.request.resume_token:
-            context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
-        raise

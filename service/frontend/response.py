@@ -239,7 +239,9 @@ class ResponseBuilder:
             self._prompt_logprobs = None
         del self._ids[:count], self._logprobs[:count]
         self._sent += count
-        self._text, self._parts = "", Parts()
+        self._text = ""
+        if self._parser:
+            self._parts = Parts()
         return message
 
     def _position(self, report: TokenLogprobs) -> pb.PositionLogprobs:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import ipaddress
 import os
 import resource
@@ -26,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -204,19 +204,18 @@ class Connections:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def begin(self, context: Context) -> None:
-        """Count a call as active until its status is sent, or its client has left."""
+    def begin(self, context: Context, is_accepted: bool = True) -> None:
+        """Count a call as active until its status is sent, or its client has left.
+
+        is_accepted: its connection is a caller's.
+        """
         peer = context.peer()
         self._calls[peer] += 1
+        if is_accepted:
+            self._accepted[peer_address(peer)] += 1
         self._idle.clear()
-        context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
-
-    def begin_accepted(self, context: Context) -> None:
-        """Count a call like `begin`, and its connection as a caller's."""
-        self.begin(context)
-        address = peer_address(context.peer())
-        self._accepted[address] += 1
-        context.add_done_callback(lambda _: self._accepted.subtract((address,)))  # type: ignore[arg-type]  # as above
+        end = functools.partial(self._end, peer, is_accepted)
+        context.add_done_callback(end)  # type: ignore[arg-type]  # the stub names a class
 
     def is_caller(self, address: Address) -> bool:
         """Return whether a call of this peer is or was accepted."""
@@ -232,7 +231,9 @@ class Connections:
             if not active and address not in connected:
                 self._accepted.pop(address, None)
 
-    def _end(self, peer: str) -> None:
+    def _end(self, peer: str, is_accepted: bool, context: object) -> None:
+        if is_accepted:
+            self._accepted[peer_address(peer)] -= 1
         self._calls[peer] -= 1
         if not self._calls[peer]:
             del self._calls[peer]
@@ -311,7 +312,7 @@ def _accepted_socket(descriptor: int, now: float) -> AcceptedSocket | None:
     return AcceptedSocket(descriptor, status.st_ino, (str(mapped or address), port), local_port, now)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def peer_address(peer: str) -> Address:
     """Return host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) for any other peer.
 

@@ -56,15 +56,17 @@ class ByteLevelStream:
     """Incremental decoder of byte-level BPE: tokens are bytes of UTF-8.
 
     token_bytes: returns the bytes of an id, b"" for no text.
+    skipped: ids that have no text here.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]):
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int] = frozenset()):
         self._token_bytes = token_bytes
+        self._skipped = skipped
         self._decoder = _utf8("replace")
         self._is_inside_character = False  # the decoder holds the first bytes of a character
 
     def feed(self, token_id: int) -> list[Piece]:
-        data = self._token_bytes(token_id)
+        data = b"" if token_id in self._skipped else self._token_bytes(token_id)
         if not self._is_inside_character:
             try:
                 return [Piece(data.decode(), True)]

@@ -80,7 +80,7 @@ class Tokenizer:
         return self._token_text(token_id)
 
     def _uncached_token_text(self, token_id: int) -> str:
-        stream = self._stream(frozenset(), [token_id])
+        stream = self.text_stream([token_id], skip_special_tokens=False)
         pieces = stream.feed(token_id)
         rest, tail = stream.flush()
         return "".join(piece.text for piece in [*pieces, *rest]) + tail
@@ -122,11 +122,9 @@ class Tokenizer:
         There the text is what the ids add to the prompt's, so its first space is kept if the prompt has text. Bytes at
         the end of the prompt and at the beginning of the answer never form one character.
         """
-        return self._stream(self.special_ids - kept_ids if skip_special_tokens else frozenset(), prompt_ids)
-
-    def _stream(self, skipped: frozenset[int], prompt_ids: Sequence[int]) -> TextStream:
+        skipped = self.special_ids - kept_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
-            return ByteLevelStream(lambda i: b"" if i in skipped else self._token_bytes(i))
+            return ByteLevelStream(self._token_bytes, skipped)
         token_text = self._fallback_text(skipped)
         if token_text is None or self._byte_fallback is None:
             return WindowStream(
