@@ -101,7 +101,8 @@ def open_client(args: argparse.Namespace) -> Client:
 def wait_ready(target: str, seconds: float, tls: Tls | None = None) -> None:
     """Wait until the server accepts requests. Raise ConnectionFailed if it does not within `seconds`."""
     with open_channel(target, tls) as channel:
-        stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=READINESS)
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=READINESS)
         watch = stub.Watch(request, timeout=seconds, wait_for_ready=True)
         try:
             for health in watch:

@@ -111,7 +111,8 @@ class Window:
 
     def increase(self, name: str, **labels: str) -> float:
         """Return the increase of a counter, over all samples with these labels."""
-        now, was = self.after.sum(name, **labels), self.before.sum(name, **labels)
+        now = self.after.sum(name, **labels)
+        was = self.before.sum(name, **labels)
         return now - was if now >= was else now
 
     def rate(self, name: str, **labels: str) -> float:
@@ -142,9 +143,10 @@ class Window:
         count = bounds.get(math.inf, 0.0)
         if count <= 0:
             return None
-        low, below = 0.0, 0.0
+        low = below = 0.0
         for bound, at_most in sorted(bounds.items()):
             if at_most >= q * count and at_most > below:
                 return low if bound == math.inf else low + (bound - low) * (q * count - below) / (at_most - below)
-            low, below = bound, at_most
+            low = bound
+            below = at_most
         return low

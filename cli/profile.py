@@ -88,7 +88,8 @@ def text(made: pb.StopProfileResponse) -> str:
     lines = [f"trace: {made.path} on the server, {made.bytes / 1e6:.2f} MB; open it in https://ui.perfetto.dev",
              f"{made.steps} steps in {seconds:.2f} s, ended by {ending}; {made.layers} layers; {made.recorder}", ""]
     lines += _columns([HEAD, *(_row(made, kernel) for kernel in made.kernels)])
-    step, floor = made.step_time.ToNanoseconds() / 1e9, sum(kernel.floor_bytes for kernel in made.kernels)
+    step = made.step_time.ToNanoseconds() / 1e9
+    floor = sum(kernel.floor_bytes for kernel in made.kernels)
     if made.has_times and step:
         kernels = sum(kernel.seconds for kernel in made.kernels)
         lines += ["", f"a step takes {_time(step / made.steps)} on the device, {kernels / step:.0%} of it in kernels; "
@@ -99,7 +100,8 @@ def text(made: pb.StopProfileResponse) -> str:
 
 
 def _row(made: pb.StopProfileResponse, kernel: pb.ProfiledKernel) -> Sequence[str]:
-    step, floor = made.step_time.ToNanoseconds() / 1e9, sum(each.floor_bytes for each in made.kernels)
+    step = made.step_time.ToNanoseconds() / 1e9
+    floor = sum(each.floor_bytes for each in made.kernels)
     per_step = kernel.calls / made.steps
     timed = made.has_times and kernel.seconds > 0
     return (

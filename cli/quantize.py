@@ -64,7 +64,8 @@ def _smoothing(text: str) -> float | None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when OUT is complete. Raise ConfigError for an unusable model, an unusable text or an unwritable OUT."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    folder, out = resolve(args.model), expand("out", args.out)
+    folder = resolve(args.model)
+    out = expand("out", args.out)
     try:
         _check_out(folder, out, args.overwrite)
     except OSError as error:
@@ -125,7 +126,8 @@ def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ConfigError(f"model: {folder} has no tokenizer for a calibration text; use --calibration none")
-    left, texts = samples * length * MAX_CHARACTERS_PER_TOKEN, []
+    left = samples * length * MAX_CHARACTERS_PER_TOKEN
+    texts = []
     for text in texts_of(expand("calibration", file)) if file else default_texts():
         texts.append(text[:left])
         left -= len(text)
@@ -176,7 +178,8 @@ def _text(line: str, where: str) -> str:
 
 
 def _check_out(folder: Path, out: Path, overwrite: bool) -> None:
-    source, target = folder.resolve(), out.resolve()
+    source = folder.resolve()
+    target = out.resolve()
     if target == source or source in target.parents:
         raise ConfigError(f"out: {out} is within the model's folder {folder}")
     if target in source.parents:

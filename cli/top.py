@@ -63,7 +63,8 @@ def _url(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 if the first scrape fails, 0 after q or Ctrl-C. Later failures are shown, and scraping continues."""
-    url, shown = args.target, urlsplit(args.target).netloc
+    url = args.target
+    shown = urlsplit(args.target).netloc
     console = Console()
     try:
         before = read_page(url)
@@ -129,7 +130,8 @@ def _is_ended(keyboard: int | None, seconds: float) -> bool:
 
 def figures(window: Window) -> dict[str, Any]:
     """Return the figures to show: times in seconds, rates per second, shares of 1; None without observations."""
-    now, rate = window.after, window.rate
+    now = window.after
+    rate = window.rate
     build: dict[str, str] = next((dict(labels) for labels, _ in now.samples.get("npuserve_build_info", ())), {})
     ended = rate("npuserve_requests_total")
     kernels = _kernels(window)
@@ -245,7 +247,8 @@ class _Table:
         cells = [[self.title, *self.columns], *self.rows]
         widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
         wide = [max(22, widths[0]), *(max(7, width) for width in widths[1:])]
-        kept, dropped = list(range(len(widths))), []
+        kept = list(range(len(widths)))
+        dropped = []
         while len(kept) > 1 and sum(widths[i] for i in kept) + len(kept) - 1 > options.max_width:
             name = next((name for name in DROPPED_FIRST if name in self.columns and name not in dropped), None)
             if name is None:

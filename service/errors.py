@@ -374,7 +374,8 @@ def _header_bytes(path: str, description: str) -> int:
 def _numeric_part(description: str) -> str:
     """Return the allowed range and the refused value in a description; "" unless both are numbers. It holds no text of
     a client."""
-    allowed, got = _ALLOWED.match(description), _GOT.search(description)
+    allowed = _ALLOWED.match(description)
+    got = _GOT.search(description)
     return f": must be {allowed[1]}, got {got[1]}" if allowed and got else ""
 
 

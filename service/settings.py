@@ -157,7 +157,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, settings in SETTINGS.items():
         group = parser.add_argument_group(title)
         for name, text in settings.items():
-            kind, default = _FIELDS[name].type, _FIELDS[name].default
+            kind = _FIELDS[name].type
+            default = _FIELDS[name].default
             help_text = text if default == "" else f"{text} (default: {_show(default)})"
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
             if kind is bool:

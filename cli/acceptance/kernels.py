@@ -80,7 +80,13 @@ def judge_cases(
     from npuserve.kernels.bench.accuracy import Oracle
     from npuserve.kernels.registry import GOLDEN
 
-    count, error, others, golden_error, golden_others, wrong, excess = 0, 0.0, 0, 0.0, 0, [], 0.0
+    count = 0
+    error = 0.0
+    others = 0
+    golden_error = 0.0
+    golden_others = 0
+    wrong = []
+    excess = 0.0
     for case in cases:
         oracle = Oracle(kernel, case, dtype)
         golden = oracle.accuracy(GOLDEN)
@@ -91,9 +97,12 @@ def judge_cases(
             return Finding("kernels", "", f"case {case.name}: {failed.said}", False, failed.figures, failed.advice)
         if found.excess > 1 or found.other_ids > golden.other_ids + other_ids:
             wrong.append(case.name)
-        count, excess = count + 1, max(excess, found.excess)
-        error, others = max(error, found.error), others + found.other_ids
-        golden_error, golden_others = max(golden_error, golden.error), golden_others + golden.other_ids
+        count += 1
+        excess = max(excess, found.excess)
+        error = max(error, found.error)
+        others += found.other_ids
+        golden_error = max(golden_error, golden.error)
+        golden_others += golden.other_ids
     said = f"{count} cases, error {error:.1e} (golden {golden_error:.1e}), {excess:.2f} of the limit"
     said += f", {others} other ids (golden {golden_others})" if others or golden_others else ""
     return Finding(

@@ -118,7 +118,8 @@ def _compare_with_cpu(
     from npuserve.cli.acceptance.reference import forced_logits, load_reference
     from npuserve.kernels.kv_cache import setting_of
 
-    runner, rounding = loaded.runner, accept_tokens.rounding_dtype(loaded)
+    runner = loaded.runner
+    rounding = accept_tokens.rounding_dtype(loaded)
     sequences = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
     cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.dtype else None
 
@@ -157,7 +158,8 @@ def _follow_cpu(
 
     runner, model, (reference, cpu) = loaded.runner, loaded.model, golden
     cached = runner.cache_dtype if runner.cache_dtype != model.weights.dtype else None
-    steps, rounding = accept_tokens.computed_steps(made, prompts), FollowedRounding()
+    steps = accept_tokens.computed_steps(made, prompts)
+    rounding = FollowedRounding()
     blocks = 1 + max(block for rows in steps for row in rows for block in row.block_ids)
     device, followed = (
         step_logits(tapped, backend, steps, blocks, runner.block_size, cached)
@@ -205,7 +207,8 @@ def min_equal_share(positions: int, own: float = 1.0) -> float:
 
 def _compare_overlap(loaded: Loaded, overlapped: accept_tokens.Answers, alone: accept_tokens.Answers) -> Finding:
     """Return the finding for the equality of tokens with two steps in flight and with one."""
-    same, steps = overlapped.tokens == alone.tokens, overlapped.steps == alone.steps
+    same = overlapped.tokens == alone.tokens
+    steps = overlapped.steps == alone.steps
     first = next((f" from prompt {number}, token {place} on" for number, pair in enumerate(
         zip(overlapped.tokens, alone.tokens, strict=True)) for place, (a, b) in enumerate(zip(*pair, strict=False))
         if a != b), "")

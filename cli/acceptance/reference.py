@@ -74,13 +74,16 @@ def load_reference(
     It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
     model's float8 layers or the device's quantized KV cache. Raises ModelError if the host has not enough memory.
     """
-    config, cached = ModelConfig.from_folder(folder, lm_head_dtype), QUANTIZED.get(kv_cache_dtype)
+    config = ModelConfig.from_folder(folder, lm_head_dtype)
+    cached = QUANTIZED.get(kv_cache_dtype)
     float8 = config.quantization is not None and config.quantization.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
     backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other or float8 else CpuBackend()
     backend.float8 = float8
     backend.set_threads(threads)
-    backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
+    backend.int8_levels = of.int8_levels
+    backend.scale_dtype = of.scale_dtype
+    backend.cache_dtypes = of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
     return Model.of(config, weights, max_model_len, KernelSet(backend.kernels), backend), backend

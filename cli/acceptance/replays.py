@@ -156,7 +156,9 @@ class Replays:
     """
 
     def __init__(self, loaded: Loaded, rows: int, longest: int):
-        self._backend, self._rows, self._size = loaded.backend, rows, loaded.runner.block_size
+        self._backend = loaded.backend
+        self._rows = rows
+        self._size = loaded.runner.block_size
         self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
         blocks = rows * self._per_row
@@ -195,7 +197,10 @@ class Replays:
         free = self._backend.memory_available()
         buffers = [self._backend.host_buffer(1, dtype=torch.float32) for _ in range(2)]
         flying: list[tuple[Event, Tensor, int, int]] = []
-        began, replays, wrong, worst = time.perf_counter(), 0, 0, 0.0
+        began = time.perf_counter()
+        replays = 0
+        wrong = 0
+        worst = 0.0
         first: tuple[int, tuple[int, ...]] = (-1, ())
 
         def collect() -> None:
@@ -205,7 +210,8 @@ class Replays:
             found = float(buffer.nan_to_num(nan=torch.inf))
             if found > limit and not wrong:
                 first = number, tuple(drawn[pattern])
-            wrong, worst = wrong + (found > limit), max(worst, found)
+            wrong += (found > limit)
+            worst = max(worst, found)
 
         while time.perf_counter() - began < seconds or not replays:
             if len(flying) == 2:

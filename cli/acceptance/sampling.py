@@ -86,7 +86,8 @@ def check_sampling(
     reference = _runner(loaded, golden)
     vocabulary = loaded.runner.config.vocab_size
     least = SamplingParams(min_tokens=COUNT, ending_ids=tuple(range(0, vocabulary, 2)), temperature=0.5)
-    dtype, rounding = loaded.runner.dtype_name, accept_tokens.rounding_dtype(loaded)
+    dtype = loaded.runner.dtype_name
+    rounding = accept_tokens.rounding_dtype(loaded)
     others: list[Runner] = []
 
     def in_dtype() -> Runner | None:
@@ -104,7 +105,8 @@ def check_sampling(
                      for place, name in enumerate(name for name in names for _ in short)]
             made = accept_tokens.answers(loaded.runner, short * len(names), COUNT, 2, asked)
             if where == "captured":
-                alone, whole = alone + made.alone, whole + made.whole
+                alone += made.alone
+                whole += made.whole
             for number, name in enumerate(names):
                 mine = range(number * len(short), (number + 1) * len(short))
                 yield _judge(f"{name}, {where}, {dtype}", made, mine, short * len(names), asked, reference, in_dtype,
@@ -130,7 +132,8 @@ def _judge(
     positions = sum(len(made.tokens[i]) for i in mine)
     equal = sum(_equal(made.tokens[i], x.tokens) for i, x in zip(mine, expected, strict=True))
     gap = max((_logprob_gap(made, i, x) for i, x in zip(mine, expected, strict=True)), default=0.0)
-    least, own = MIN_EQUAL, None
+    least = MIN_EQUAL
+    own = None
     if equal < least * positions and (runner := in_dtype()):
         again = [expected_tokens(runner, prompts[i], made.tokens[i], asked[i]).tokens for i in mine]
         own = sum(_equal(x.tokens, y) for x, y in zip(expected, again, strict=True)) / positions
@@ -152,7 +155,8 @@ def _judge(
 def expected_tokens(runner: Runner, prompt: list[int], answer: list[int], sampling: SamplingParams) -> Expected:
     """Sample each token of an answer after the tokens before it, in one step with a request for each token."""
     width = -(-(len(prompt) + len(answer)) // runner.block_size)
-    rows, new = [], []
+    rows = []
+    new = []
     for place in range(len(answer)):
         blocks = list(range(place * width, (place + 1) * width))
         rows.append(Row(place, prompt + answer[:place], 0, blocks, True))

@@ -184,7 +184,8 @@ class Agreement:
         self.likeliest += token == want
         gap = float(reference[want] - reference[token])
         if token != want and gap >= self.gap:
-            self.gap, self.worst = gap, (number, place, token, want)
+            self.gap = gap
+            self.worst = (number, place, token, want)
 
 
 def rounding_dtype(loaded: Loaded) -> str:

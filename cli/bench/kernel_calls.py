@@ -117,7 +117,8 @@ class Trace:
 
     def run(self) -> Iterator[Call | Replay]:
         """Yield the calls of both steps; after the calls of a step, its replay if the backend captures it."""
-        config, size = self.model.config, self._size
+        config = self.model.config
+        size = self._size
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
         cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.dtype)

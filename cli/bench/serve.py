@@ -39,8 +39,10 @@ class BenchError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `npuserve bench serve`."""
-    count, positive = number(int, 1), number(float, 1e-9)
-    scale, requests = number(float, 0, MAX_SCALE), number(int, 0, MAX_REQUESTS)
+    count = number(int, 1)
+    positive = number(float, 1e-9)
+    scale = number(float, 0, MAX_SCALE)
+    requests = number(int, 0, MAX_REQUESTS)
     add = parser.add_argument
     connection.add_target_argument(parser)
     arrivals = parser.add_mutually_exclusive_group()
@@ -134,7 +136,8 @@ async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
         if cut:
             limit = model.max_model_len
             console.print(f"{cut} of {len(requests)} requests are cut to the limits or the context of {limit}")
-        stop, signals = asyncio.Event(), list[int]()
+        stop = asyncio.Event()
+        signals = list[int]()
 
         def end(number: int) -> None:
             signals.append(number)

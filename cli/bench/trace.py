@@ -37,7 +37,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
     from npuserve.cli.bench.kernel_calls import Call, Trace, load
     from npuserve.kernels.native.choice import CpuKernelSettings
 
-    rows, prompt = args.batch[0], args.prompt[0]
+    rows = args.batch[0]
+    prompt = args.prompt[0]
     try:
         model, backend = load(
             resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,

@@ -79,7 +79,8 @@ def run(
         code = process.wait(1)
     except subprocess.TimeoutExpired:  # it closed its output, or a driver blocks it
         process.kill()
-        code, is_late = -1, True
+        code = -1
+        is_late = True
     if is_late:
         return Part(data[:max_bytes], "timeout", f"killed after {seconds:g} s")
     if len(data) > max_bytes:
@@ -93,7 +94,8 @@ def run(
 
 def _read(descriptor: int, seconds: float, max_bytes: int) -> tuple[bytes, bool]:
     """Read until the end, the limit or the time. Return the bytes, and True if the time was over."""
-    deadline, data = time.monotonic() + seconds, bytearray()
+    deadline = time.monotonic() + seconds
+    data = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while len(data) <= max_bytes:

@@ -48,7 +48,8 @@ class Keys:
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of the key, or None. Compares the key with every digest, each in constant time."""
-        digest, found = hash_key(key), None
+        digest = hash_key(key)
+        found = None
         for known, caller in self._callers:
             if hmac.compare_digest(known, digest):
                 found = caller

@@ -119,7 +119,8 @@ class Generation:
         fields["client"] = caller.name
         name = fields["id"] = validation.request_id(message, max_request_id_characters)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
-        folder, info = self.require_folder(), self._engine.require()
+        folder = self.require_folder()
+        info = self._engine.require()
         if message.ByteSize() > INLINE_BYTES:
             check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = caller.limits.within(self._config)
@@ -148,7 +149,8 @@ class Generation:
         that encodes in other processes.
         """
         has_prompt = "prompt" in message.DESCRIPTOR.oneofs_by_name
-        size, is_chat = message.ByteSize(), has_prompt and message.WhichOneof("prompt") == "chat"
+        size = message.ByteSize()
+        is_chat = has_prompt and message.WhichOneof("prompt") == "chat"
         is_isolated = has_prompt and self.tokenizer is not None and self.tokenizer.is_isolated
         if size <= INLINE_BYTES and not is_chat and not is_isolated:
             return function(*args, **kwargs)
@@ -203,7 +205,8 @@ class Generation:
     ) -> None:
         """Generate all samples of a request, and send their messages one at a time."""
         assert self.folder
-        parts, order = samples.split(checked), samples.SendOrder(send)
+        parts = samples.split(checked)
+        order = samples.SendOrder(send)
         summary = CallSummary(self._config, self.folder.name, len(parts), fields, trace)
         with contextlib.ExitStack() as closing:
             streams = [closing.enter_context(contextlib.closing(self._engine.submit(part.request))) for part in parts]

@@ -87,7 +87,8 @@ class MessageLimit:
 
     def bytes_for(self, kind: Descriptor) -> int:
         """Return the bytes that a request message of this type may have now."""
-        info, folder = self._engine.model_info, self._generation.folder
+        info = self._engine.model_info
+        folder = self._generation.folder
         if self._is_fixed or info is None or folder is None:
             return self.max_bytes
         token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1

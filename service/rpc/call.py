@@ -138,7 +138,8 @@ async def refuse_after_delay(context: Context, refusal: DelayedRefusal) -> None:
     for error in (refusal, refusal.error):
         while error is not None:
             traceback.clear_frames(error.__traceback__)
-            error.__traceback__, error = None, error.__context__  # type: ignore[assignment]
+            error.__traceback__ = None
+            error = error.__context__  # type: ignore[assignment]
     await asyncio.sleep(refusal.seconds)
     await _abort(context, refusal.error)
 

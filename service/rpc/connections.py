@@ -163,7 +163,7 @@ class SocketTable:
         return len(self._by_descriptor) + len(self._others)
 
     def _open_sockets(self, address: Address) -> list[AcceptedSocket]:
-        return [one for one in self._by_peer.get(address, ()) if one.is_open]
+        return [accepted for accepted in self._by_peer.get(address, ()) if accepted.is_open]
 
     def _update(self, descriptor: int, now: float) -> None:
         """Bring the table's entry of a descriptor up to date."""
@@ -249,7 +249,8 @@ class Connections:
     def idle_sockets(self, port: int) -> list[AcceptedSocket]:
         """Return the sockets accepted on this process's own `port` that have no active call."""
         busy = {peer_address(peer) for peer in self._calls}
-        return [one for one in self.sockets.scan() if one.local_port == port and one.peer not in busy]
+        return [
+            accepted for accepted in self.sockets.scan() if accepted.local_port == port and accepted.peer not in busy]
 
     def close_idle(self, port: int) -> None:
         """Close this process's connections to its own `port` that have no active call.

@@ -173,11 +173,11 @@ class Detokenizer:
 
     def _boundaries_within(self, characters: int) -> list[tuple[int, int]]:
         """Remove and return the boundaries in the first characters of _text, as (characters, tokens) of _text."""
-        found = []
+        boundaries = []
         while self._boundaries and self._boundaries[0][0] <= self._offset + characters:
             end, tokens = self._boundaries.popleft()
-            found.append((end - self._offset, tokens - self._num_sent))
-        return found
+            boundaries.append((end - self._offset, tokens - self._num_sent))
+        return boundaries
 
 
 class _StopMatcher:

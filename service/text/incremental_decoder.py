@@ -106,7 +106,8 @@ class ByteFallbackStream:
 
     def __init__(self, token_text: Callable[[int], tuple[str, int | None]], stripped: str, strip: int):
         self._token_text = token_text
-        self._stripped, self._strip = stripped, strip
+        self._stripped = stripped
+        self._strip = strip
         self._run: list[bytes] = []  # one item for each token that is held back; b"" for a token without text
         self._open: codecs.IncrementalDecoder | None = None  # of a run beyond MAX_RUN_BYTES
 
@@ -169,7 +170,8 @@ class WindowStream:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], has_text: Callable[[int], bool], prompt: Sequence[int]):
-        self._decode, self._has_text = decode, has_text
+        self._decode = decode
+        self._has_text = has_text
         self._window = list(filter(has_text, prompt))[1 - 2 * WINDOW :]
         self._done = self._shorten()
         self._held = 0

@@ -108,8 +108,8 @@ class Tokenizer:
         token_text = self._fallback_text(frozenset())
         if token_text is None:
             return None
-        found = map(token_text, range(self.vocabulary_size))
-        return [text.encode(errors="replace") if byte is None else bytes([byte]) for text, byte in found]
+        contents = map(token_text, range(self.vocabulary_size))
+        return [text.encode(errors="replace") if byte is None else bytes([byte]) for text, byte in contents]
 
     def text_stream(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
@@ -168,11 +168,15 @@ def _byte_fallback(decoder: Mapping[str, Any]) -> tuple[tuple[str, str], str, in
     They are the (old, new) strings of the replacement, the stripped character, and the number of stripped characters.
     """
     steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else []
-    replace, stripped, strip = ("\0", "\0"), " ", 0
+    replace = ("\0", "\0")
+    stripped = " "
+    strip = 0
     if steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
         replace = steps[0]["pattern"]["String"], steps.pop(0)["content"]
     if steps and steps[-1]["type"] == "Strip" and not steps[-1]["stop"]:
-        stripped, strip = steps[-1]["content"], steps.pop()["start"]
+        last = steps.pop()
+        stripped = last["content"]
+        strip = last["start"]
     if [step["type"] for step in steps] != ["ByteFallback", "Fuse"]:
         return None
     return replace, stripped, strip
