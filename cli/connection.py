@@ -150,10 +150,10 @@ def _why_no_connection(host: str, port: int, tls: bool, details: str) -> str | N
     if "Hostname Verification Check failed" in details:
         return f"the server's certificate does not name {host}"
     try:
-        found = probe.protocol_at(host, port)
+        protocol = probe.protocol_at(host, port)
     except OSError as error:
         return probe.why_no_connection(error, host)
-    if found == "TLS":
+    if protocol == "TLS":
         return ("the server ended the connection after the TLS handshake; does it require a client certificate "
                 "(--tls-cert, --tls-key)?" if tls else "the server speaks TLS; add --tls, or --tls-ca FILE")
     return {
@@ -162,4 +162,4 @@ def _why_no_connection(host: str, port: int, tls: bool, details: str) -> str | N
         "HTTP": "this port belongs to a web server without gRPC",
         "unknown": "the server at this port speaks neither gRPC nor TLS",
         "none": "the server accepts the connection and sends nothing",
-    }[found]
+    }[protocol]

@@ -167,10 +167,10 @@ def texts_of(path: Path) -> Iterator[str]:
 
 def _text(line: str, where: str) -> str:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         raise ConfigError(f"{where}: is not JSON") from None
-    if not isinstance(found, dict) or not isinstance(text := found.get("text"), str):
+    if not isinstance(record, dict) or not isinstance(text := record.get("text"), str):
         raise ConfigError(f'{where}: must be an object with a string "text"')
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{where}: has half a surrogate pair, which is no character")
@@ -245,7 +245,7 @@ def _summary(out: Path, written: QuantizationResult, seconds: float) -> str:
              f"{written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
     norms = {norm for strengths in written.strengths for norm in strengths}
     for norm in sorted(norms):
-        found = [strengths[norm] for strengths in written.strengths if norm in strengths]
-        lines.append(f"  smoothed after {norm}: strength {min(found):g} to {max(found):g}, "
-                     f"median {statistics.median(found):g}")
+        strengths_of_norm = [strengths[norm] for strengths in written.strengths if norm in strengths]
+        lines.append(f"  smoothed after {norm}: strength {min(strengths_of_norm):g} to {max(strengths_of_norm):g}, "
+                     f"median {statistics.median(strengths_of_norm):g}")
     return "\n".join(lines)

@@ -116,14 +116,14 @@ def forced_logits(
         model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.dtype, backend)
     for first in range(0, len(sequences), SEQUENCES_PER_STEP):
         group = sequences[first : first + SEQUENCES_PER_STEP]
-        found: list[list[Tensor]] = [[] for _ in group]
+        parts: list[list[Tensor]] = [[] for _ in group]
         done = [0] * len(group)
         while rows := _rows(group, done, budget, per_row, size):
             logits = backend.enqueue(partial(_step, model, backend, rows, cache, size)).wait()
             for row, part in zip(rows, logits.split([len(r.token_ids) for r in rows]), strict=True):
-                found[row.request_id].append(part)
+                parts[row.request_id].append(part)
                 done[row.request_id] += len(row.token_ids)
-        yield from map(torch.cat, found)
+        yield from map(torch.cat, parts)
 
 
 def step_logits(

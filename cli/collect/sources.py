@@ -151,10 +151,10 @@ def host_files(root: Path, with_npu: bool = True) -> Iterator[tuple[str, Part]]:
     for name in (*FILES, *(NPU_FILES if with_npu else ())):
         yield f"host{name}", file(root / name[1:])
     for pattern in NPU_PATTERNS if with_npu else ():
-        found = sorted(root.glob(pattern[1:]))
-        for path in found:
+        paths = sorted(root.glob(pattern[1:]))
+        for path in paths:
             yield f"host/{path.relative_to(root)}", file(path)
-        if not found:
+        if not paths:
             yield f"host{pattern}", Part(b"", "missing", "no such file")
 
 
@@ -185,10 +185,10 @@ def software(versions: Mapping[str, str]) -> Part:
     """Return kernel, system, interpreter and Python packages. versions: of the device's software."""
     packages = {str(each.metadata["Name"]): each.version for each in metadata.distributions() if each.metadata["Name"]}
     system = platform.uname()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "system": f"{system.system} {system.release} {system.version} {system.machine}",
         "python": platform.python_version(), "libc": " ".join(platform.libc_ver()),
         "processors": len(os.sched_getaffinity(0)), "device_software": dict(versions),
         "packages": dict(sorted(packages.items())),
     }
-    return Part(json.dumps(found, indent=1).encode())
+    return Part(json.dumps(facts, indent=1).encode())
