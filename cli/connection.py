@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.client import Client, ClientError, Tls
 from npuserve.client.channel import auth_metadata, open_channel
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.service import arguments, probe
 
 READINESS = "npuserve.readiness"

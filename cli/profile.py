@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from npuserve.cli import connection
 from npuserve.client import ClientError
 from npuserve.client.channel import auth_metadata, open_channel
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.common.answer import value_name
 from npuserve.npu.profile import DEFAULT_SECONDS, DEFAULT_STEPS, MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS
 from npuserve.service.arguments import number

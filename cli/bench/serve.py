@@ -25,7 +25,7 @@ from npuserve.cli import connection
 from npuserve.cli.bench import report as bench_report
 from npuserve.cli.bench.load_generator import Load
 from npuserve.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, poisson, read_trace
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.service.arguments import number
 from npuserve.v1 import model_pb2
 
