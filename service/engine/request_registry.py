@@ -58,7 +58,8 @@ class RequestRegistry:
 
         Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add and PendingGrammar.submit.
         """
-        samples = self._calls.get(_name(request), {})
+        name = _name(request)
+        samples = self._calls.get(name, {})
         if samples and not self._is_further_sample(request, samples):
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
         try:
@@ -74,7 +75,7 @@ class RequestRegistry:
             self._grammars.watch(sequence, grammar, isolation)
         elif isolation:
             self._scheduler.isolate(sequence, *isolation)
-        self._calls.setdefault(_name(request), {})[request.index] = origin
+        self._calls.setdefault(name, {})[request.index] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
         return displaced
@@ -176,10 +177,11 @@ class RequestRegistry:
 
     def _forget(self, sequence: Sequence, record: Record | None, now: float) -> None:
         del self.live[sequence.origin]
-        samples = self._calls[_name(sequence.request)]
+        name = _name(sequence.request)
+        samples = self._calls[name]
         del samples[sequence.request.index]
         if not samples:
-            del self._calls[_name(sequence.request)]
+            del self._calls[name]
         if record:
             self.records.end(record, now)
 
