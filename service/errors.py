@@ -116,9 +116,9 @@ class InvalidField(ServeError):
         return f"InvalidField: {', '.join(fields)}"
 
     def details(self) -> list[Message]:
-        found = [error_details_pb2.BadRequest.FieldViolation(field=path, description=text)
+        fields = [error_details_pb2.BadRequest.FieldViolation(field=path, description=text)
                  for path, text in self.violations]
-        return [*super().details(), error_details_pb2.BadRequest(field_violations=found)]
+        return [*super().details(), error_details_pb2.BadRequest(field_violations=fields)]
 
 
 class TokenizerLimit(Exception):

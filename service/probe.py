@@ -39,7 +39,7 @@ def cannot_listen(host: str, port: int) -> OSError | None:
 
     port: 0 for any port. One that other processes share (SO_REUSEPORT) is taken.
     """
-    found: OSError | None = None
+    last_error: OSError | None = None
     try:
         with malformed_name_error():
             addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -52,8 +52,8 @@ def cannot_listen(host: str, port: int) -> OSError | None:
                 listener.bind(address)
                 return None
         except OSError as error:
-            found = error
-    return found
+            last_error = error
+    return last_error
 
 
 @contextlib.contextmanager

@@ -176,14 +176,14 @@ def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
     args: namespace of a parser prepared by `add_arguments`.
     """
     path = getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")
-    found: dict[str, tuple[str, Any]] = {}
+    given: dict[str, tuple[str, Any]] = {}
     for source in (_from_file(Path(path)) if path else iter(()), _from_variables(environ), _from_flags(args)):
         for name, label, value in source:
-            found[name] = label, _parse(name, label, value)
+            given[name] = label, _parse(name, label, value)
     try:
-        return ServerConfig(**{name: value for name, (_, value) in found.items()})
+        return ServerConfig(**{name: value for name, (_, value) in given.items()})
     except ConfigError as error:
-        labels = {name: label for name, (label, _) in found.items()}
+        labels = {name: label for name, (label, _) in given.items()}
         raise ConfigError(f"{error}{_sources(str(error), labels)}") from None
 
 

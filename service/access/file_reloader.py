@@ -80,7 +80,7 @@ def _stat(name: str) -> tuple[int, int, int] | None:
     A change of the mode or the owner changes ctime, not mtime.
     """
     try:
-        found = os.stat(name)
+        status = os.stat(name)
     except OSError:
         return None
-    return found.st_ctime_ns, found.st_ino, found.st_size
+    return status.st_ctime_ns, status.st_ino, status.st_size

@@ -58,8 +58,7 @@ class RequestRegistry:
 
         Raises DuplicateRequest, EngineKiller and the errors of Scheduler.add and PendingGrammar.submit.
         """
-        name = _name(request)
-        samples = self._calls.get(name, {})
+        samples = self._calls.get(_name(request), {})
         if samples and not self._is_further_sample(request, samples):
             raise DuplicateRequest(f"request_id: {request.request_id} is that of a live request")
         try:
@@ -75,7 +74,7 @@ class RequestRegistry:
             self._grammars.watch(sequence, grammar, isolation)
         elif isolation:
             self._scheduler.isolate(sequence, *isolation)
-        self._calls.setdefault(name, {})[request.index] = origin
+        self._calls.setdefault(_name(request), {})[request.index] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
         return displaced
@@ -177,11 +176,10 @@ class RequestRegistry:
 
     def _forget(self, sequence: Sequence, record: Record | None, now: float) -> None:
         del self.live[sequence.origin]
-        name = _name(sequence.request)
-        samples = self._calls[name]
+        samples = self._calls[_name(sequence.request)]
         del samples[sequence.request.index]
         if not samples:
-            del self._calls[name]
+            del self._calls[_name(sequence.request)]
         if record:
             self.records.end(record, now)
 

@@ -203,6 +203,6 @@ def _declared() -> list[tuple[str, str, str]]:
 
     from npuserve.service import metrics
 
-    found = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
+    declared = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
              for metric in value.describe()]
-    return [(metric.name, metric.type, metric.documentation) for metric in found]
+    return [(metric.name, metric.type, metric.documentation) for metric in declared]

@@ -175,10 +175,10 @@ class PageText:
     def refresh(self) -> set[str]:
         """Read what has changed. Return the names of the metrics whose text has changed. Raises OSError."""
         with os.scandir(self._folder) as entries:
-            found = {entry.name: entry.inode() for entry in entries if entry.name.endswith(".db")}
-        for name in [name for name, file in self._files.items() if found.get(name) != file.inode]:
+            inodes = {entry.name: entry.inode() for entry in entries if entry.name.endswith(".db")}
+        for name in [name for name, file in self._files.items() if inodes.get(name) != file.inode]:
             self._changed |= self._drop(name)
-        for name, inode in sorted(found.items()):
+        for name, inode in sorted(inodes.items()):
             file = self._files.get(name)
             if file is None:
                 with contextlib.suppress(FileNotFoundError):
@@ -258,10 +258,10 @@ class PageText:
             raise ValueError(f"{name} is a {family.kind}, not a {file.kind}")
         family.combine = {"livemax": max, "livemin": min}.get(file.mode, float.__add__)
         bound = labels.pop("le", None)
-        own = tuple(sorted(labels.items()))
-        group = family.groups.get(own)
+        group_labels = tuple(sorted(labels.items()))
+        group = family.groups.get(group_labels)
         if group is None:
-            group = family.groups[own] = Group(family, own)
+            group = family.groups[group_labels] = Group(family, group_labels)
         return group, None if bound is None else float(bound)
 
 
