@@ -75,19 +75,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if size > self._max_metadata_bytes:
             return self._large_metadata_handler(is_hostile=size > HOSTILE_METADATA * self._max_metadata_bytes)
         handler = await self._authenticated_handler(continuation, details)
-        inner = handler.stream_unary or handler.stream_stream
-        if inspect.isasyncgenfunction(inner):  # reflection, whose messages have a few bytes
-            return handler
-        refusal_throttle.set(self._throttle)
-
-        async def throttled(messages: object, context: Context) -> Any:
-            try:
-                return await inner(messages, context)
-            except DelayedRefusal as error:
-                refusal = error
-            await refuse_after_delay(context, refusal)
-
-        return handler._replace(**{"stream_unary" if handler.stream_unary else "stream_stream": throttled})
+        if not inspect.isasyncgenfunction(handler.stream_stream):  # not reflection, whose messages have a few bytes
+            refusal_throttle.set(self._throttle)
+        return handler
 
     async def _authenticated_handler(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -145,7 +135,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return await inner(messages, context)
 
         kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
-        return kind(authorized, None, handler.response_serializer)
+        return kind(_delayed(authorized), None, handler.response_serializer)
 
 
 def _metadata_bytes(metadata: Any) -> int:
@@ -175,4 +165,17 @@ def _refusing_handler(rpc: str, error: ServeError) -> Any:
         async with call(context, rpc, logging.INFO):
             raise error
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(_delayed(refuse))
+
+
+def _delayed(handle: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    """Return a handler that sends the throttled refusals of `handle`."""
+
+    async def delayed(messages: Any, context: Context) -> Any:
+        try:
+            return await handle(messages, context)
+        except DelayedRefusal as error:
+            refusal = error
+        await refuse_after_delay(context, refusal)
+
+    return delayed
