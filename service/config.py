@@ -235,8 +235,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         An entry that is not a number becomes 0, which the check of the configuration rejects.
         """
-        found = [part.strip() for part in self.decode_buckets.split(",") if part.strip()]
-        return tuple(sorted({int(part) if part.isdecimal() and len(part) < 1000 else 0 for part in found}))
+        parts = [part.strip() for part in self.decode_buckets.split(",") if part.strip()]
+        return tuple(sorted({int(part) if part.isdecimal() and len(part) < 1000 else 0 for part in parts}))
 
 
 def to_json(config: ServerConfig) -> bytes:

@@ -159,7 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, settings in SETTINGS.items():
         group = parser.add_argument_group(title)
         for name, text in settings.items():
-            kind, default = _FIELDS[name].type, _FIELDS[name].default
+            kind = _FIELDS[name].type
+            default = _FIELDS[name].default
             help_text = text if default == "" else f"{text} (default: {_show(default)})"
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
             if kind is bool:
@@ -177,14 +178,14 @@ def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
     args: namespace of a parser prepared by `add_arguments`.
     """
     path = getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")
-    found: dict[str, tuple[str, Any]] = {}
+    given: dict[str, tuple[str, Any]] = {}
     for source in (_from_file(Path(path)) if path else iter(()), _from_variables(environ), _from_flags(args)):
         for name, label, value in source:
-            found[name] = label, _parse(name, label, value)
+            given[name] = label, _parse(name, label, value)
     try:
-        return ServerConfig(**{name: value for name, (_, value) in found.items()})
+        return ServerConfig(**{name: value for name, (_, value) in given.items()})
     except ConfigError as error:
-        labels = {name: label for name, (label, _) in found.items()}
+        labels = {name: label for name, (label, _) in given.items()}
         raise ConfigError(f"{error}{_sources(str(error), labels)}") from None
 
 

@@ -341,6 +341,18 @@ def test_import_graph_is_up_to_date():
     assert f"-->\n{done.stdout}<!--" in page, "run python docs/import_graph.py --write"
 
 
+def test_table_of_places_names_what_exists():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Where is")[2].partition("##")[0]
+    files = re.findall(r"`([\w/]+\.py)`(?:, `([\w.]+)`)?", table)
+    assert len(files) > 10
+    for file, function in files:
+        assert (ROOT / file).exists(), file
+        names = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text()))
+                 if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))}
+        assert names.issuperset(filter(None, function.split("."))), f"{file}: {function}"
+
+
 def text_files() -> Iterator[Path]:
     """Yield the text files of the repository: tracked, or new and not ignored."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():

@@ -73,12 +73,14 @@ def run(args: argparse.Namespace) -> int:
     """Return the exit code. Raise ConfigError if the batch does not fit, or the model cannot be loaded."""
     config = settings.load(args, os.environ)
     length = 512 if config.model else 256  # the built-in model has a context of 512 tokens
-    args.context, args.prompt = args.context or [length], args.prompt or [length]
+    args.context = args.context or [length]
+    args.prompt = args.prompt or [length]
     import_torch()
     if args.layers or args.lm_head or args.dump:
         return bench_trace.run(args, config)
     bench = Bench.load(config, args.batch, max(args.context), max(args.prompt), args.tokens)
-    rss, ceilings = _peak_rss(), None
+    rss = _peak_rss()
+    ceilings = None
     if args.ceilings:
         from npuserve.kernels.bench.ceilings import Ceilings
         from npuserve.npu.backends.machine import machine_of
@@ -250,7 +252,8 @@ class Bench:
 
     def add(self, tokens: int, answer: int) -> int:
         """Add a request with `tokens` random prompt tokens and `answer` greedy tokens. Return its id."""
-        now, vocabulary = time.monotonic(), self.runner.config.vocab_size
+        now = time.monotonic()
+        vocabulary = self.runner.config.vocab_size
         prompt = [random.randrange(vocabulary) for _ in range(tokens)]
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
         return self.scheduler.add(request, (b"", 0), now).sequence.id
@@ -260,7 +263,8 @@ class Bench:
         self.calls.clear()
         while (done := self.pipeline.advance()) is None:
             assert self.pipeline, "nothing to compute"
-        began, self.collected = max(done.planned, self.collected), time.monotonic()
+        began = max(done.planned, self.collected)
+        self.collected = time.monotonic()
         context = sum(row.start + len(row.token_ids) for row in done.step.rows)
         return StepTime(
             self.collected - began, len(done.result.token_ids), context, sum(self.calls), done.result.device_seconds)

@@ -179,7 +179,8 @@ def build_engine(
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(
-        kv_log, runner.block_size, args.epoch, config.kv_events_buffer, first_number(args.date)) if kv_log else None
+        kv_log, runner.block_size, args.epoch, config.kv_events_buffer, first_number(args.date),
+        publisher=publisher) if kv_log else None
     socket = EngineSocket(args.address)
     lead = LeadRunner(runner, ranks.group) if ranks else runner
     profiler = open_profiler(args, runner, socket)
@@ -191,7 +192,7 @@ def build_engine(
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
                     profiler=profiler, on_idle=ranks.check if ranks else None)
     if publisher and kv_events:
-        publisher.start(kv_events.first)
+        publisher.start(kv_events.first, socket.wake)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
@@ -250,8 +251,8 @@ def open_publisher(args: EngineArgs) -> KvEventPublisher | None:
         return None
     from npuserve.service.engine.kv_event_publisher import KvEventPublisher, topic_of
 
-    return KvEventPublisher(args.address, args.config.kv_events_endpoint, args.config.kv_events_replay_endpoint,
-                            topic_of(args.served_name))
+    return KvEventPublisher(
+        args.config.kv_events_endpoint, args.config.kv_events_replay_endpoint, topic_of(args.served_name))
 
 
 def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -89,7 +90,8 @@ class MessageLimit:
 
     def bytes_for(self, kind: Descriptor) -> int:
         """Return the bytes that a request message of this type may have now."""
-        info, folder = self._engine.model_info, self._generation.folder
+        info = self._engine.model_info
+        folder = self._generation.folder
         if self._is_fixed or info is None or folder is None:
             return self.max_bytes
         token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1
@@ -193,11 +195,12 @@ class Servers:
     def _make_server(self) -> grpc.aio.Server:
         """Return a server of all services, which does not listen yet."""
         server = aio_server.server([self._interceptor], _channel_options(self._config, self._limit.max_bytes))
-        parsing = ParsingServer(server, self._intake.message, self.connections.begin_accepted)
+        parsing = ParsingServer(server, self._intake.message, self.connections.begin)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicers.inference, parsing)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._servicers.admin, parsing)
         health_pb2_grpc.add_HealthServicer_to_server(
-            self._servicers.health, ParsingServer(server, self._health_intake.message, self.connections.begin))
+            self._servicers.health, ParsingServer(
+                server, self._health_intake.message, partial(self.connections.begin, is_accepted=False)))
         services = SERVICES
         if self._servicers.vllm_engine:
             self._servicers.vllm_engine.add_to(parsing)

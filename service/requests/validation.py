@@ -130,8 +130,9 @@ def check(
     prompt_ids: list[int] = []
     with bad.collect():
         prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy.plain_content)
-    answer_format = constrained_format(answer_format, constraint, folder.tokenizer, prompt_ids)
-    constraint = constraint or tool_constraint(message, folder.tokenizer, prompt_ids, bad)
+    if message.WhichOneof("prompt") == "chat":  # other prompts have neither reasoning nor tools
+        answer_format = constrained_format(answer_format, constraint, folder.tokenizer, prompt_ids)
+        constraint = constraint or tool_constraint(message, folder.tokenizer, prompt_ids, bad)
     max_tokens, min_tokens = check_lengths(message.stopping, len(prompt_ids), info.max_model_len, bad)
     bad.check()
     request = Request(

@@ -92,14 +92,17 @@ class MetricsPage:
         self._text = PageText(folder, _declared(), self._skip)
         self._changed: set[str] = set()  # names of metrics that have changed since the last page
         self._aliases = Aliases(self._text.families, config.metrics_vllm_aliases)
-        host, port = config.metrics_host or config.host, config.metrics_port
+        host = config.metrics_host or config.host
+        port = config.metrics_port
         try:
             with probe.malformed_name_error():
                 self._server = MetricsServer(host.strip("[]"), port, self.page)
         except OSError as error:
-            setting, name = "metrics_port", endpoint(host, port)
+            setting = "metrics_port"
+            name = endpoint(host, port)
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                setting, name = "metrics_host" if config.metrics_host else "host", host
+                setting = "metrics_host" if config.metrics_host else "host"
+                name = host
             raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}") from None
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
@@ -116,7 +119,8 @@ class MetricsPage:
             self._merge_dead()
         with self._files_lock:
             self._refresh()
-            changed, self._changed = self._changed, set()
+            changed = self._changed
+            self._changed = set()
             age = max(0.0, time.monotonic() - self._last_beat)
             return "".join((
                 self._aliases.text(changed, self._model) if self._model else "",
@@ -204,6 +208,6 @@ def _declared() -> list[tuple[str, str, str]]:
 
     from npuserve.service import metrics
 
-    found = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
+    declared = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
              for metric in value.describe()]
-    return [(metric.name, metric.type, metric.documentation) for metric in found]
+    return [(metric.name, metric.type, metric.documentation) for metric in declared]

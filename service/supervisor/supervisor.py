@@ -283,7 +283,8 @@ class Supervisor:
                 self.openai.answers_have(self._frontends[0].ready_event or {})
                 self._tasks[self.openai.child] = asyncio.create_task(self.openai.run())
             self.ready.set()
-            seconds, tokens = time.monotonic() - self._start_began, facts["kv_cache_tokens"]
+            seconds = time.monotonic() - self._start_began
+            tokens = facts["kv_cache_tokens"]
             logs.event(log, f"ready in {seconds:.1f} s", seconds=seconds, kv_cache_tokens=tokens)
 
     def _start(self, child: ChildProcess) -> None:
@@ -333,7 +334,8 @@ class Supervisor:
         end = time.monotonic() - silence
         was_ready = child.ready_event is not None
         ready_seconds = end - child.ready_at if was_ready else 0.0
-        is_killer_found, child.is_killer_found = child.is_killer_found, False
+        is_killer_found = child.is_killer_found
+        child.is_killer_found = False
         return RunEnd(code, end - child.started_at, child.is_hung, was_ready, ready_seconds, is_killer_found)
 
     def _give_up(self, child: ChildProcess, end: RunEnd, policy: RestartPolicy) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from npuserve.kernels.native.binding import BINDING
 from npuserve.npu.backends.ascend import functions
 from npuserve.npu.backends.ascend.captured_graph import MAX_LAGS, CapturedGraph, Lengths
-from npuserve.npu.backends.ascend.errors import AclError, check
+from npuserve.npu.backends.ascend.fault_codes import AclError, check
 from npuserve.npu.cann.versions import PAIRS, fits_cann, pair_of
 
 RUNTIME = (

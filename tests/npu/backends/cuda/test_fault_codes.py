@@ -10,7 +10,7 @@ import torch
 
 from npuserve.npu import backends
 from npuserve.npu.backends.base import Fault
-from npuserve.npu.backends.cuda import errors as cuda_errors
+from npuserve.npu.backends.cuda import fault_codes
 from npuserve.npu.backends.cuda.backend import CudaBackend
 
 TORCH = ("CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
@@ -73,5 +73,5 @@ def test_faults_messages_equal_cuda_runtime() -> None:
         pytest.skip("libcudart is not installed")
     library = ctypes.CDLL(found)
     library.cudaGetErrorString.restype = ctypes.c_char_p
-    for code, (text, _) in cuda_errors.FAULTS.items():
+    for code, (text, _) in fault_codes.FAULTS.items():
         assert library.cudaGetErrorString(code).decode() == text

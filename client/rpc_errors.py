@@ -108,7 +108,9 @@ def from_rpc(error: Any) -> ClientError:
     try:
         reason, retry, field = _read_details(trailing.get(DETAILS, b""))
     except DecodeError:
-        reason, retry, field = "", None, ""
+        reason = ""
+        retry = None
+        field = ""
     return KINDS.get(code, ServerError)(
         code, error.details() or "no details", reason=reason, retry_seconds=retry,
         resume_token=trailing.get(RESUME_TOKEN, ""), field=field)
@@ -116,9 +118,13 @@ def from_rpc(error: Any) -> ClientError:
 
 def _read_details(serialized: bytes) -> tuple[str, float | None, str]:
     """Return reason, retry_seconds and field of a google.rpc.Status. Raise DecodeError for malformed bytes."""
-    reason, retry, field = "", None, ""
+    reason = ""
+    retry = None
+    field = ""
     for detail in status_pb2.Status.FromString(serialized).details:
-        info, wait, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
+        info = error_details_pb2.ErrorInfo()
+        wait = error_details_pb2.RetryInfo()
+        bad = error_details_pb2.BadRequest()
         if detail.Unpack(info):
             reason = info.reason if info.domain == DOMAIN else reason
         elif detail.Unpack(wait):

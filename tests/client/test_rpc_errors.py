@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from npuserve.client import InvalidRequest, Unavailable
 from npuserve.client.attempts import is_transient
-from npuserve.client.errors import DETAILS, DOMAIN, from_rpc
+from npuserve.client.rpc_errors import DETAILS, DOMAIN, from_rpc
 
 
 def rpc_error(code: grpc.StatusCode, details: bytes) -> grpc.aio.AioRpcError:

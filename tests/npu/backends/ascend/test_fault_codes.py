@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from npuserve.npu import backends, emulator
-from npuserve.npu.backends.ascend import errors as acl_errors
-from npuserve.npu.backends.ascend import graphs
+from npuserve.npu.backends.ascend import fault_codes, graphs
 from npuserve.npu.backends.base import CaptureError, Fault
 from npuserve.npu.cann import codes
 from npuserve.npu.step import LostStep, NewRequest, Row, Step
@@ -34,21 +33,21 @@ OPS = "build/op.cpp:8 OPS function error: aclnnMm, error code is {}\n[ERROR] ERR
     (507054, Fault.NODE), (507056, Fault.NODE), (507899, Fault.NODE), (507901, Fault.NODE),
 ])
 def test_sort_code_returns_fault(code, fault):
-    assert acl_errors.sort(code) is fault
+    assert fault_codes.sort(code) is fault
     for text in (NPU, OPS):
         error = RuntimeError(text.format(code))
-        assert acl_errors.code_of(error) == code
+        assert fault_codes.code_of(error) == code
         assert backends.fault(error) is fault
 
 
 def test_faults_ranges_are_ordered_and_nested():
-    ranges = [(first, last) for first, last, _ in acl_errors.FAULTS]
+    ranges = [(first, last) for first, last, _ in fault_codes.FAULTS]
     wide = [r for r in ranges if r[1] - r[0] > 1000]
     assert all(first <= last for first, last in ranges)
     assert ranges == sorted(ranges)
     for narrow in set(ranges) - set(wide):
         assert sum(first <= narrow[0] and narrow[1] <= last for first, last in wide) == 1
-    assert acl_errors.sort(0) is acl_errors.sort(99999) is acl_errors.sort(400000) is None
+    assert fault_codes.sort(0) is fault_codes.sort(99999) is fault_codes.sort(400000) is None
 
 
 def test_fault_of_other_error_is_none():
@@ -60,7 +59,7 @@ def test_fault_of_other_error_is_none():
 def test_code_of_error_with_cause_is_found():
     error = RuntimeError("the step failed")
     error.__cause__ = RuntimeError(NPU.format(507015))
-    assert acl_errors.code_of(error) == 507015
+    assert fault_codes.code_of(error) == 507015
     assert backends.fault(error) is Fault.ENGINE
 
 
@@ -77,7 +76,7 @@ def test_fault_of_late_launch_failure_without_code():
         "operator name is aclnnInplaceCopy.\nSince the operator is called asynchronously, the stacktrace may be "
         "inaccurate.\n"
         "[ERROR] 2026-11-20-14:41:36 (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed.")
-    assert acl_errors.code_of(error) is None
+    assert fault_codes.code_of(error) is None
     assert backends.fault(error) is Fault.ENGINE
     wrong = RuntimeError("[ERROR] 2026-11-20-12:00:00 (PID:1, Device:0, RankID:-1) ERR01002 OPS invalid type")
     assert backends.fault(wrong) is None
@@ -87,13 +86,13 @@ def test_fault_of_a_failed_call_of_hccl():
     error = RuntimeError(
         "create_config:HCCLUtils.cpp:115 HCCL function error: hcclCommInitRootInfoConfig(...), error code is 1 [ERROR] "
         "2026-11-20-12:00:00 (PID:1, Device:0, RankID:0) ERR02200 DIST call hccl api failed.")
-    assert acl_errors.code_of(error) is None
+    assert fault_codes.code_of(error) is None
     assert backends.fault(error) is Fault.ENGINE
     assert backends.explain(error) == f"HCCL refused a call of this rank: {codes.RANKS}"
 
 
 def test_capture_advice_names_the_expansion_mode_of_hccl():
-    assert acl_errors.capture_advice(RuntimeError(NPU.format(507009))) == (
+    assert fault_codes.capture_advice(RuntimeError(NPU.format(507009))) == (
         "steps cannot be captured (error 507009): unset HCCL_OP_EXPANSION_MODE, or serve with --capture off")
 
 
@@ -108,7 +107,7 @@ def test_capture_advice_names_the_expansion_mode_of_hccl():
     (RuntimeError("something new\nand more"), "cannot be started (something new)", "CANN's logs"),
 ])
 def test_advice_for_device_that_does_not_start(error, said, to_do):
-    sentence = acl_errors.advice(error)
+    sentence = fault_codes.advice(error)
     assert said in sentence
     assert to_do in sentence
     assert "\n" not in sentence
@@ -123,7 +122,7 @@ def test_advice_for_device_that_does_not_start(error, said, to_do):
     ("[ERROR] TsdOpen: alloc SQ CQ fail, device 0", "no queue for a captured graph's stream: it is too old"),
 ])
 def test_capture_advice_blames_the_driver_and_not_the_buckets(text, said):
-    sentence = acl_errors.capture_advice(RuntimeError(text))
+    sentence = fault_codes.capture_advice(RuntimeError(text))
     assert sentence is not None
     assert said in sentence
     assert sentence.endswith("driver and firmware to 25.5.1 or later, or serve with --capture off")
@@ -132,9 +131,9 @@ def test_capture_advice_blames_the_driver_and_not_the_buckets(text, said):
 
 def test_capture_advice_without_memory_names_settings():
     for error in (torch.OutOfMemoryError("NPU out of memory"), RuntimeError(NPU.format(207018))):
-        assert "fewer decode_buckets and a smaller kv_cache_memory" in str(acl_errors.capture_advice(error))
-    assert acl_errors.capture_advice(RuntimeError(NPU.format(507015))) is None
-    assert acl_errors.capture_advice(RuntimeError("no such file")) is None
+        assert "fewer decode_buckets and a smaller kv_cache_memory" in str(fault_codes.capture_advice(error))
+    assert fault_codes.capture_advice(RuntimeError(NPU.format(507015))) is None
+    assert fault_codes.capture_advice(RuntimeError("no such file")) is None
 
 
 @pytest.mark.parametrize(("code", "is_capture"), [
@@ -153,8 +152,8 @@ def test_capture_advice_of_invalidated_capture_names_the_failed_launch(cause, co
     """CANN ends a capture within which a launch failed by 507903, whatever the launch failed by."""
     error = RuntimeError(NPU.format(507903))
     error.__context__ = RuntimeError(cause)
-    assert acl_errors.code_of(error) == code
-    assert said in str(acl_errors.capture_advice(error))
+    assert fault_codes.code_of(error) == code
+    assert said in str(fault_codes.capture_advice(error))
 
 
 @pytest.mark.parametrize("nth", ["first", "last"])
@@ -200,7 +199,7 @@ def test_explain_gives_meaning_and_advice():
 def test_streams_advice_depends_on_where_they_ran_out(text):
     """In a capture the driver is too old. After a successful start it is not, and streams are used up."""
     error = RuntimeError(text)
-    assert "it is too old" in str(acl_errors.capture_advice(error))
+    assert "it is too old" in str(fault_codes.capture_advice(error))
     assert backends.explain(error) == (
         "the device has no stream or queue left: end other processes on the device, or serve with fewer "
         "decode_buckets, which take fewer streams")
@@ -210,7 +209,7 @@ def test_streams_advice_depends_on_where_they_ran_out(text):
 def test_explain_code_has_both_cases_of_streams(code):
     said = backends.explain_code(code)
     assert said.index("it is too old") < said.index("In a step after a successful start: the device has no stream")
-    assert "cannot be opened" in acl_errors.advice(RuntimeError(NPU.format(code)))
+    assert "cannot be opened" in fault_codes.advice(RuntimeError(NPU.format(code)))
 
 
 def test_codes_equal_headers_of_torch_npu():
