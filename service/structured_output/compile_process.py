@@ -194,10 +194,6 @@ def _compile(tokenizer: Any, vocabulary: VocabularyData, constraint: Constraint)
     kind = constraint.kind
     try:
         grammar = translate(kind, constraint.text, vocabulary.special, vocabulary.end_ids)
-        if '"oneOf"' in grammar and '"format"' in constraint.text:  # its schemas exclude each other without formats too
-            annotated = translate(
-                kind, constraint.text, vocabulary.special, vocabulary.end_ids, formats_apply=False)
-            build_library_matcher(tokenizer, annotated, kind)
         matcher = build_library_matcher(tokenizer, grammar, kind)
     except ConstraintError as error:
         message = str(error)

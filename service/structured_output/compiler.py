@@ -213,14 +213,14 @@ class GrammarCompiler:
         with self._condition:
             if self._is_closed:
                 raise RuntimeError("the compiler is closed")
-            if found := self._cache.get(constraint):
+            if cached := self._cache.get(constraint):
                 self._cache.move_to_end(constraint)
-                return found
-            if found := self._pending.get(constraint):
+                return cached
+            if pending := self._pending.get(constraint):
                 if constraint in self._queue:
                     with contextlib.suppress(CompilerFull):  # then it waits for the other client's turn
                         self._queue.add(constraint, client)
-                return found
+                return pending
             if self._idle <= len(self._queue) and len(self._threads) < MAX_WORKERS:
                 self._start_thread()
             self._queue.add(constraint, client)
@@ -286,7 +286,7 @@ class GrammarCompiler:
             self._idle -= 1
             if not self._is_closed:
                 return taken
-            for constraint in [one for one in self._pending if one in self._queue]:
+            for constraint in [waiting for waiting in self._pending if waiting in self._queue]:
                 self._pending.pop(constraint).finish(CompilerFailed("the server ends"))
             self._queue.clear()
             return None

@@ -52,18 +52,18 @@ class ForcedText:
         if len(self._behind) >= MAX_BEHIND:
             self._catch_up()
 
-    def next(self, most: int) -> bytes:
-        """Return the text that is forced now, at most its first `most` bytes."""
+    def next(self, max_bytes: int) -> bytes:
+        """Return the text that is forced now, at most its first `max_bytes` bytes."""
         self._catch_up()
-        found = bytearray()
-        while len(self._ahead) + len(found) < most and not self._is_whole:
+        forced = bytearray()
+        while len(self._ahead) + len(forced) < max_bytes and not self._is_whole:
             token_id = self._only_byte()
             if token_id is None or not self._consume([token_id]):
                 self._is_whole = True
             else:
-                found.append(self._byte_of_id[token_id])
-        self._ahead += found
-        return self._ahead[:most]
+                forced.append(self._byte_of_id[token_id])
+        self._ahead += forced
+        return self._ahead[:max_bytes]
 
     def _catch_up(self) -> None:
         """Consume what is behind. A mask before it begins a new step, whose work the library limits."""

@@ -165,13 +165,14 @@ class Matcher:
             return []
         text = self._forced.next(MAX_FORCED_BYTES + WINDOW_BYTES)
         ids: list[int] = []
-        at, tokens = 0, self._vocabulary.data.tokens
-        while at < min(len(text), MAX_FORCED_BYTES):
-            token = self._vocabulary.first_token(text[at : at + WINDOW_BYTES])
+        position = 0
+        tokens = self._vocabulary.data.tokens
+        while position < min(len(text), MAX_FORCED_BYTES):
+            token = self._vocabulary.first_token(text[position : position + WINDOW_BYTES])
             if token is None:
                 break
             ids.append(token)
-            at += len(tokens[token])
+            position += len(tokens[token])
         return ids[: self._library.validate_tokens(ids)] if ids else []
 
     def _compute(self, bits: NDArray[Any]) -> None:

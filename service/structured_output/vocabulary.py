@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
-    r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{most}}}" for most in (2, 4, 7, 10, 14, 20, 30)), f"{_CHARACTER}+"]
+    r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTER}{{1,{length}}}" for length in (2, 4, 7, 10, 14, 20, 30)), f"{_CHARACTER}+"]
 """Expressions for which the library computes the set of matching tokens once: contents of JSON strings. A mask takes
 the largest set that still fits, and tries the other tokens one by one. With the library's own sets (`json_slices`, of
 up to 10 and 30 characters) more are left to try in a string of limited length."""
@@ -123,8 +123,8 @@ class Vocabulary:
 
     def _longer_token_exists(self, beginning: bytes) -> bool:
         """Return whether a token begins with these bytes and is longer."""
-        at = bisect.bisect_right(self._sorted, beginning)
-        return at < len(self._sorted) and self._sorted[at].startswith(beginning)
+        place = bisect.bisect_right(self._sorted, beginning)
+        return place < len(self._sorted) and self._sorted[place].startswith(beginning)
 
 
 def build_tokenizer(data: VocabularyData) -> LLTokenizer:

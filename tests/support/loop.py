@@ -43,7 +43,7 @@ def serve(
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. min_forced: see Scheduler. mask_seconds: see manager.py."""
+    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager."""
     blocks = BlockManager(pool, runner.block_size)
     slots = StateSlots.of(runner.num_slots)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,

@@ -44,10 +44,10 @@ def require_finite_value(schema: Mapping[str, Any]) -> None:
     definitions = schema.get("$defs", {})
     finite: set[str] = set()
     while True:
-        found = {name for name, inner in definitions.items() if name not in finite and _has_value(inner, finite)}
-        if not found:
+        added = {name for name, inner in definitions.items() if name not in finite and _has_value(inner, finite)}
+        if not added:
             break
-        finite |= found
+        finite |= added
     if not _has_value(schema, finite):
         raise ConstraintError("json_schema: '$ref' is recursive, and no finite value satisfies the schema at /")
 
@@ -99,7 +99,7 @@ def has_exclusive_choices(schema: Mapping[str, Any]) -> bool:
         values = [value for choice in choices for value in choice.values or ()]
         if all(choice.values for choice in choices) and len(values) == len(set(values)):
             continue  # thousands of constants are compared in linear time
-        if not all(_exclude(one, other, types) for one, other in combinations(choices, 2)):
+        if not all(_exclude(first, second, types) for first, second in combinations(choices, 2)):
             return False
     return True
 
@@ -234,15 +234,15 @@ def _facts(schema: Any, definitions: Mapping[str, Any], has_properties: bool = T
             types &= _expanded([part["type"]] if isinstance(part["type"], str) else part["type"])
         listed = part.get("enum", [part["const"]] if "const" in part else None)
         if listed is not None:
-            found = frozenset(map(_comparable, listed))
-            values = found if values is None else values & found
-            types &= _expanded([name for name, _ in found])
+            listed_values = frozenset(map(_comparable, listed))
+            values = listed_values if values is None else values & listed_values
+            types &= _expanded([name for name, _ in listed_values])
         required.update(part.get("required", ()))
         for name, inner in part.get("properties", {}).items():
             properties.setdefault(name, []).append(inner)
     known = {name: _facts({"allOf": properties[name]}, definitions, False).values
              for name in required & properties.keys()} if has_properties else {}
-    return _Facts(types, values, {name: found for name, found in known.items() if found is not None})
+    return _Facts(types, values, {name: listed for name, listed in known.items() if listed is not None})
 
 
 def _conjuncts(schema: Any, definitions: Mapping[str, Any], seen: set[str]) -> Iterator[Any]:
@@ -274,13 +274,13 @@ def _comparable(value: Any) -> tuple[str, Any]:
     return "object", frozenset((name, _comparable(inner)) for name, inner in value.items())
 
 
-def _exclude(one: _Facts, other: _Facts, types: frozenset[str]) -> bool:
+def _exclude(first: _Facts, second: _Facts, types: frozenset[str]) -> bool:
     """Return whether no value of these types satisfies both."""
-    shared = one.types & other.types & types
-    if not shared or (one.values is not None and other.values is not None and not one.values & other.values):
+    shared = first.types & second.types & types
+    if not shared or (first.values is not None and second.values is not None and not first.values & second.values):
         return True
-    return shared == {"object"} and any(
-        not one.properties[name] & other.properties[name] for name in one.properties.keys() & other.properties.keys())
+    names = first.properties.keys() & second.properties.keys()
+    return shared == {"object"} and any(not first.properties[name] & second.properties[name] for name in names)
 
 
 def separate_names(readings: Iterable[pattern.NamePattern], out: dict[str, Any]) -> str:
@@ -319,7 +319,7 @@ def separate_names(readings: Iterable[pattern.NamePattern], out: dict[str, Any])
     if other is False:
         return ""
     excluded = "|".join(disputed.values())
-    if not all(are_disjoint([excluded, own]) for own in (*values, *map(literal, unusual))):
+    if not all(are_disjoint([excluded, expression]) for expression in (*values, *map(literal, unusual))):
         return ("ECMA-262 and Python read an expression differently: write its characters out, such as [0-9] for \\d "
                 "and [A-Za-z0-9_] for \\w, or let 'additionalProperties' be true or false,")
     values[excluded] = False
@@ -356,10 +356,12 @@ def declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> Non
     """
     declared = {*out.get("properties", ()), *out.get("required", ())}
     for source in schema.get("patternProperties", ()):
-        found = _LITERALS.fullmatch(source)
-        names = (found[1] or found[2]).split("|") if found else []
-        pattern_name = pattern.translate(source, quoted=True) if names else ""
-        if pattern_name not in out["patternProperties"] or not declared.issuperset(names):
+        listed = _LITERALS.fullmatch(source)
+        names = (listed[1] or listed[2]).split("|") if listed else []
+        if not names or not declared.issuperset(names):
+            continue
+        pattern_name = pattern.translate(source, quoted=True)
+        if pattern_name not in out["patternProperties"]:
             continue
         inner, properties = out["patternProperties"].pop(pattern_name), out.setdefault("properties", {})
         for matched in names:

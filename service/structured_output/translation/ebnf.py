@@ -40,14 +40,14 @@ def to_lark(text: str) -> str:
         raise ConstraintError("grammar: must not be empty")
     if _GBNF.search(text):
         return CONVERTED + gbnf_lark.to_lark(text)
-    outside = _LARK_TOKEN.sub(lambda found: '""' if _is_terminal(found.group()) else " ", text)
+    outside = _LARK_TOKEN.sub(lambda match: '""' if _is_terminal(match.group()) else " ", text)
     for pattern, name in _REFUSED:
-        if found := pattern.search(outside):
-            raise ConstraintError(f"grammar: {name} {found.group()[:60]!r} is not supported")
+        if match := pattern.search(outside):
+            raise ConstraintError(f"grammar: {name} {match.group()[:60]!r} is not supported")
     _check_depth(outside)
-    for found in _LARK_TOKEN.finditer(text):
-        if _is_terminal(found.group()):
-            _check_depth(found.group())
+    for match in _LARK_TOKEN.finditer(text):
+        if _is_terminal(match.group()):
+            _check_depth(match.group())
     return text
 
 

@@ -37,12 +37,12 @@ _IPV6 = "(?:" + "|".join([
 _INNER, _OUTER = "[a-zA-Z0-9-]", "[a-zA-Z0-9]"
 
 
-def _label(first: str, most: int) -> str:
-    """Return the expression of a host name's label of 1 to `most` characters, without "--" at the third place.
+def _label(first: str, max_length: int) -> str:
+    """Return the expression of a host name's label of 1 to `max_length` characters, without "--" at the third place.
 
     Two hyphens there mark Punycode (RFC 5891), which would have to be valid.
     """
-    ends = rf"(?:{_INNER}{{0,{most - 4}}}{_OUTER})?", rf"(?:{_INNER}{{0,{most - 5}}}{_OUTER})?"
+    ends = rf"(?:{_INNER}{{0,{max_length - 4}}}{_OUTER})?", rf"(?:{_INNER}{{0,{max_length - 5}}}{_OUTER})?"
     return rf"{first}(?:{_OUTER}|{_INNER}{_OUTER}{ends[0]}|{_INNER}-{_OUTER}{ends[1]})?"
 
 
@@ -50,8 +50,8 @@ _LABELS = ((2, 4, 63), (5, 5, 46), (6, 6, 37), (7, 8, 26), (9, 16, 11), (17, 32,
 """Least and most labels of a host name, and the length of the second and later ones, so that it has at most 253
 characters. The first label has at most 63."""
 _HOSTNAME = "(?:" + "|".join([_label("[a-zA-Z]", 63), *(
-    rf"{_label(_OUTER, 63)}\.(?:{_label(_OUTER, size)}\.){{{least - 2},{most - 2}}}{_label('[a-zA-Z]', min(size, 61))}"
-    for least, most, size in _LABELS)]) + ")"
+    rf"{_label(_OUTER, 63)}\.(?:{_label(_OUTER, size)}\.){{{low - 2},{high - 2}}}{_label('[a-zA-Z]', min(size, 61))}"
+    for low, high, size in _LABELS)]) + ")"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _LOCAL_PARTS = ((48, 1, 15), (31, 1, 32), (15, 1, 48), (20, 2, 20), (15, 3, 15), (12, 4, 12))
 """Longest first part of a mail address before the @, number of further parts after a dot each, and their length, so

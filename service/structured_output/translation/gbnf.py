@@ -51,8 +51,8 @@ class Rep(NamedTuple):
     """Repetition. most: -1 for no maximum."""
 
     item: Node
-    least: int
-    most: int
+    min_count: int
+    max_count: int
 
 
 Node = Chars | Ref | Seq | Alt | Rep
@@ -77,8 +77,8 @@ def is_recursive(rules: Mapping[str, Node]) -> dict[str, bool]:
     """Return for each rule whether it is recursive, or refers to such a rule."""
     needs = {name: frozenset(references(node)) for name, node in rules.items()}
     plain: set[str] = set()
-    while found := {name for name, names in needs.items() if name not in plain and names <= plain}:
-        plain |= found
+    while added := {name for name, names in needs.items() if name not in plain and names <= plain}:
+        plain |= added
     return {name: name not in plain for name in rules}
 
 
@@ -97,115 +97,116 @@ class _Parser:
     def __init__(self, text: str):
         self._text = text
         self._tokens = list(self._split())
-        self._at = 0
+        self._next = 0
 
     def _split(self) -> Iterator[tuple[str, str, int]]:
-        at = 0
-        while at < len(self._text):
-            found = _TOKEN.match(self._text, at)
-            if not found:
-                raise self._error(f"unexpected {self._text[at:at + 10]!r}", at)
-            if found.lastgroup:
-                yield found.lastgroup, found.group(), at
-            at = found.end()
+        position = 0
+        while position < len(self._text):
+            match = _TOKEN.match(self._text, position)
+            if not match:
+                raise self._error(f"unexpected {self._text[position:position + 10]!r}", position)
+            if match.lastgroup:
+                yield match.lastgroup, match.group(), position
+            position = match.end()
 
-    def _error(self, message: str, at: int) -> ConstraintError:
-        line = self._text.count("\n", 0, at) + 1
-        return ConstraintError(f"grammar: {message} at line {line}, column {at - self._text.rfind(chr(10), 0, at)}")
+    def _error(self, message: str, position: int) -> ConstraintError:
+        line = self._text.count("\n", 0, position) + 1
+        column = position - self._text.rfind("\n", 0, position)
+        return ConstraintError(f"grammar: {message} at line {line}, column {column}")
 
     def parse(self) -> dict[str, Node]:
         rules: dict[str, Node] = {}
-        while self._at < len(self._tokens):
-            kind, token, at = self._tokens[self._at]
+        while self._next < len(self._tokens):
+            kind, token, position = self._tokens[self._next]
             if kind != "define":
-                raise self._error("a rule must begin with its name and '::='", at)
+                raise self._error("a rule must begin with its name and '::='", position)
             name = token[:-3].strip()
             if name in rules:
-                raise self._error(f"the rule {name!r} is defined twice", at)
-            self._at += 1
+                raise self._error(f"the rule {name!r} is defined twice", position)
+            self._next += 1
             rules[name] = self._alternatives(0)
             if len(rules) > MAX_RULES:
-                raise self._error(f"more than {MAX_RULES} rules", at)
+                raise self._error(f"more than {MAX_RULES} rules", position)
         return _productive(_needed(rules))
 
     def _alternatives(self, depth: int) -> Node:
         options, items = [], list[Node]()
-        while self._at < len(self._tokens):
-            kind, token, at = self._tokens[self._at]
+        while self._next < len(self._tokens):
+            kind, token, position = self._tokens[self._next]
             if kind == "define" or token == ")":
                 break
-            self._at += 1
+            self._next += 1
             if token == "|":
                 options.append(_seq(items))
                 items = []
             elif token == "(":
                 if depth >= MAX_DEPTH:
-                    raise self._error(f"parentheses must be nested at most {MAX_DEPTH} deep", at)
+                    raise self._error(f"parentheses must be nested at most {MAX_DEPTH} deep", position)
                 items.append(self._alternatives(depth + 1))
-                if self._at >= len(self._tokens) or self._tokens[self._at][1] != ")":
-                    raise self._error("unclosed '('", at)
-                self._at += 1
+                if self._next >= len(self._tokens) or self._tokens[self._next][1] != ")":
+                    raise self._error("unclosed '('", position)
+                self._next += 1
             elif kind == "count" or token in ("*", "+", "?"):
                 if not items:
-                    raise self._error("nothing to repeat", at)
-                items[-1] = self._repeated(items[-1], token, at)
+                    raise self._error("nothing to repeat", position)
+                items[-1] = self._repeated(items[-1], token, position)
             else:
-                items.append(self._atom(kind, token, at))
-        if depth == 0 and self._at < len(self._tokens) and self._tokens[self._at][1] == ")":
-            raise self._error("unmatched ')'", self._tokens[self._at][2])
+                items.append(self._atom(kind, token, position))
+        if depth == 0 and self._next < len(self._tokens) and self._tokens[self._next][1] == ")":
+            raise self._error("unmatched ')'", self._tokens[self._next][2])
         options.append(_seq(items))
         return options[0] if len(options) == 1 else Alt(tuple(options))
 
-    def _repeated(self, item: Node, token: str, at: int) -> Node:
+    def _repeated(self, item: Node, token: str, position: int) -> Node:
         if token in ("*", "+", "?"):
             return Rep(item, int(token == "+"), 1 if token == "?" else -1)
         low, comma, high = "".join(token[1:-1].split()).partition(",")
-        least = int(low) if len(low) < 8 else MAX_REPEAT + 1
-        most = -1 if comma and not high else int(high or low) if len(high) < 8 else MAX_REPEAT + 1
-        if max(least, most) > MAX_REPEAT or (most != -1 and most < least):
-            raise self._error(f"a repetition must be in [0, {MAX_REPEAT}], with its bounds in order", at)
-        return Rep(item, least, most) if most else Seq(())
+        min_count = int(low) if len(low) < 8 else MAX_REPEAT + 1
+        max_count = -1 if comma and not high else int(high or low) if len(high) < 8 else MAX_REPEAT + 1
+        if max(min_count, max_count) > MAX_REPEAT or (max_count != -1 and max_count < min_count):
+            raise self._error(f"a repetition must be in [0, {MAX_REPEAT}], with its bounds in order", position)
+        return Rep(item, min_count, max_count) if max_count else Seq(())
 
-    def _atom(self, kind: str, token: str, at: int) -> Node:
+    def _atom(self, kind: str, token: str, position: int) -> Node:
         if kind == "name":
             return Ref(token)
         if token == ".":
             return Chars(complement(((10, 10), (13, 13))))
         if kind == "string":
-            return _seq([Chars(((code, code),)) for code in self._codes(token[1:-1], at)])
-        return Chars(self._class(token[1:-1], at))
+            return _seq([Chars(((code, code),)) for code in self._codes(token[1:-1], position)])
+        return Chars(self._class(token[1:-1], position))
 
-    def _codes(self, text: str, at: int) -> list[int]:
+    def _codes(self, text: str, position: int) -> list[int]:
         codes, i = [], 0
         while i < len(text):
-            found = _ESCAPE.match(text, i)
-            codes.append(self._escaped(found, at) if found else ord(text[i]))
-            i = found.end() if found else i + 1
+            match = _ESCAPE.match(text, i)
+            codes.append(self._escaped(match, position) if match else ord(text[i]))
+            i = match.end() if match else i + 1
             if 0xD800 <= codes[-1] < 0xE000 or codes[-1] > MAX_CODE:
-                raise self._error("a code point must be a character", at)
+                raise self._error("a code point must be a character", position)
         return codes
 
-    def _escaped(self, found: re.Match[str], at: int) -> int:
-        if found.group(5) is None:
-            return int(next(filter(None, found.groups())), 16)
-        letter = found.group(5)
+    def _escaped(self, match: re.Match[str], position: int) -> int:
+        if match.group(5) is None:
+            return int(next(filter(None, match.groups())), 16)
+        letter = match.group(5)
         if letter.isalnum() and letter not in _LETTERS:
-            raise self._error(f"the escape '\\{letter}' is not supported", at)
+            raise self._error(f"the escape '\\{letter}' is not supported", position)
         return _LETTERS.get(letter, ord(letter))
 
-    def _class(self, text: str, at: int) -> Ranges:
+    def _class(self, text: str, position: int) -> Ranges:
         is_negated = text.startswith("^")
         text = text[is_negated:]
         parts = re.findall(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|u\{[0-9A-Fa-f]{1,6}\}|.)|[^\\]", text,
                            re.DOTALL)
         ranges, i = [], 0
         while i < len(parts):
-            (low,) = high = self._codes(parts[i], at)
+            (low,) = high = self._codes(parts[i], position)
             if parts[i + 1:i + 2] == ["-"] and i + 2 < len(parts):
-                high = self._codes(parts[i + 2], at)
+                high = self._codes(parts[i + 2], position)
                 i += 2
             if high[0] < low:
-                raise self._error("a range is in the wrong order", at)
+                raise self._error("a range is in the wrong order", position)
             ranges.append((low, high[0]))
             i += 1
         return complement(tuple(ranges)) if is_negated else normalized(ranges)
@@ -254,8 +255,8 @@ def _finite_part(node: Node, finite: Collection[str]) -> Node | None:
     if isinstance(node, Rep):
         item = _finite_part(node.item, finite)
         if item is None:
-            return None if node.least else Seq(())
-        return Rep(item, node.least, node.most)
+            return None if node.min_count else Seq(())
+        return Rep(item, node.min_count, node.max_count)
     parts = [_finite_part(item, finite) for item in node.items]
     kept = tuple(part for part in parts if part is not None)
     if isinstance(node, Seq):
@@ -282,11 +283,11 @@ def normalized(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all characters that are not in the ranges."""
-    out, at = [], 0
+    out, low_end = [], 0
     for low, high in normalized(list(ranges)):
-        out.append((at, low - 1))
-        at = high + 1
-    return normalized([r for r in [*out, (at, MAX_CODE)] if r[0] <= r[1]])
+        out.append((low_end, low - 1))
+        low_end = high + 1
+    return normalized([r for r in [*out, (low_end, MAX_CODE)] if r[0] <= r[1]])
 
 
 def _without_surrogates(ranges: list[tuple[int, int]] | Ranges) -> Iterator[tuple[int, int]]:

@@ -108,7 +108,7 @@ class _Converter:
         """Return whether a terminal is any number of characters of a set: after itself it can be empty."""
         while isinstance(node, Ref):
             node = self._rules[node.name]
-        return isinstance(node, Rep) and (node.least, node.most) == (0, -1) and isinstance(node.item, Chars)
+        return isinstance(node, Rep) and (node.min_count, node.max_count) == (0, -1) and isinstance(node.item, Chars)
 
 
 Begin = tuple[int, int]
@@ -129,9 +129,9 @@ class _Following:
     def compute(self) -> dict[Node, set[Begin]]:
         """Return the beginnings after each terminal."""
         while True:
-            found = {name: self._begin(node) for name, node in self._recursive.items()}
-            first = {name: f for name, (_, f) in found.items()}
-            nullable = {name: n for name, (n, _) in found.items()}
+            begins = {name: self._begin(node) for name, node in self._recursive.items()}
+            first = {name: f for name, (_, f) in begins.items()}
+            nullable = {name: n for name, (n, _) in begins.items()}
             if (first, nullable) == (self._first, self._nullable):
                 break
             self._first, self._nullable = first, nullable
@@ -153,7 +153,7 @@ class _Following:
             return self._nullable[node.name], self._first[node.name]
         if isinstance(node, Rep):
             nullable, first = self._begin(node.item)
-            return nullable or node.least == 0, first
+            return nullable or node.min_count == 0, first
         assert not isinstance(node, Chars)
         if isinstance(node, Alt):
             parts = [self._begin(item) for item in node.items]
@@ -175,7 +175,7 @@ class _Following:
             for item in node.items:
                 self._spread(item, after)
         elif isinstance(node, Rep):
-            self._spread(node.item, after | self._begin(node.item)[1] if node.most != 1 else after)
+            self._spread(node.item, after | self._begin(node.item)[1] if node.max_count != 1 else after)
         elif isinstance(node, Seq):
             for item in reversed(node.items):
                 self._spread(item, after)
@@ -189,7 +189,7 @@ def _items(node: Seq | Alt | Rep) -> tuple[Node, ...]:
 
 def _combined(node: Seq | Alt | Rep, parts: list[str]) -> str:
     if isinstance(node, Rep):
-        return f"({parts[0]}){{{node.least},{'' if node.most == -1 else node.most}}}"
+        return f"({parts[0]}){{{node.min_count},{'' if node.max_count == -1 else node.max_count}}}"
     if not parts:
         return '""'
     return "(" + (" | " if isinstance(node, Alt) else " ").join(parts) + ")"

@@ -46,11 +46,11 @@ class Automaton:
                 target = frozenset().union(*(positions.follow[p] for p in taken))
                 is_accepting = bool(taken & last)
                 budget.spend(len(target) + 1)
-                found = transitions[atom] = index.setdefault((target, is_accepting), len(sets))
-                if found == len(sets):
+                number = transitions[atom] = index.setdefault((target, is_accepting), len(sets))
+                if number == len(sets):
                     sets.append(target)
                     if is_accepting:
-                        self.accepting.add(found)
+                        self.accepting.add(number)
             self.states.append(transitions)
 
     @property
@@ -82,13 +82,13 @@ class Atoms:
 
     def of(self, chars: Chars) -> frozenset[int]:
         """Return the parts of a set."""
-        found = []
+        parts = []
         for low, high in normalized(chars.ranges):
             i = self._of[low]
             while self._bounds[i] <= high:
-                found.append(i)
+                parts.append(i)
                 i += 1
-        return frozenset(found)
+        return frozenset(parts)
 
 
 class _Positions:
@@ -114,21 +114,23 @@ class _Positions:
             return any(p[0] for p in parts), set().union(*(p[1] for p in parts)), set().union(*(p[2] for p in parts))
         if isinstance(node, Seq):
             return self._sequence(node.items)
-        least, most = node.least, node.most
-        many = [node.item] * least if most == -1 else [node.item] * least + [Rep(node.item, 0, 1)] * (most - least)
-        if (least, most) == (0, 1):
+        min_count, max_count = node.min_count, node.max_count
+        many: list[Node] = [node.item] * min_count
+        if max_count != -1:
+            many += [Rep(node.item, 0, 1)] * (max_count - min_count)
+        if (min_count, max_count) == (0, 1):
             _, first, last = self.build(node.item)
             return True, first, last
-        if most != -1:
+        if max_count != -1:
             if len(many) > MAX_POSITIONS:
                 raise TooLarge
             return self._sequence(many)
-        if least > 1:
+        if min_count > 1:
             return self._sequence([*many[1:], Rep(node.item, 1, -1)])
         nullable, first, last = self.build(node.item)
         for position in last:
             self.follow[position] |= first
-        return nullable or least == 0, first, last
+        return nullable or min_count == 0, first, last
 
     def _sequence(self, items: Iterable[Node]) -> tuple[bool, set[int], set[int]]:
         nullable, first, last = True, set[int](), set[int]()
@@ -149,24 +151,24 @@ def is_safe(automata: list[Automaton], following: list[set[int]]) -> bool:
     """
     budget = Budget()
     try:
-        return not any(_conflict(one, other, following[i], budget)
-                       for i, one in enumerate(automata) for other in automata)
+        return not any(_conflict(first, second, following[i], budget)
+                       for i, first in enumerate(automata) for second in automata)
     except TooLarge:
         return False
 
 
-def _conflict(one: Automaton, other: Automaton, following: set[int], budget: Budget) -> bool:
+def _conflict(first: Automaton, second: Automaton, following: set[int], budget: Budget) -> bool:
     """Return whether a text of `one`, extended by one of `following`, is the beginning of a text of `other`."""
     seen, ahead = set[tuple[int, int]](), [(0, 0)]
     while ahead:
-        here, there = ahead.pop()
-        for atom, target in one.states[here].items():
+        first_state, second_state = ahead.pop()
+        for atom, target in first.states[first_state].items():
             budget.spend(1)
-            continued = other.states[there].get(atom)
+            continued = second.states[second_state].get(atom)
             if continued is None or (target, continued) in seen:
                 continue
             seen.add((target, continued))
-            if target in one.accepting and following & other.states[continued].keys():
+            if target in first.accepting and following & second.states[continued].keys():
                 return True
             ahead.append((target, continued))
     return False

@@ -32,13 +32,10 @@ class GrammarBuilder:
 
     special: text to id of the special tokens. Their ids are not text, and so they are not part of a terminal.
     end_ids: tokens that end an answer, and so are not part of it; their text is spelled out.
-    formats_apply: whether `format` in a JSON schema restricts a value.
     """
 
-    def __init__(
-        self, special: Mapping[str, int] | None = None, end_ids: Collection[int] = (), *, formats_apply: bool = True
-    ):
-        self.formats_apply, self.end_ids = formats_apply, end_ids
+    def __init__(self, special: Mapping[str, int] | None = None, end_ids: Collection[int] = ()):
+        self.end_ids = end_ids
         self._special = {text: i for text, i in (special or {}).items() if text and i not in end_ids}
         self._split = re.compile("(" + "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) + ")"
                                  if self._special else r"(?!)()")
@@ -77,7 +74,7 @@ class GrammarBuilder:
 
     def json_schema_text(self, text: str) -> str:
         """Add a JSON schema as a client wrote it and return an expression for it. Raise ConstraintError."""
-        return self.json_schema(schema.translate(text, formats_apply=self.formats_apply))
+        return self.json_schema(schema.translate(text))
 
     def lark(self, text: str) -> str:
         """Add a grammar in Lark's syntax and return an expression for it."""

@@ -118,16 +118,16 @@ class _Translator:
             raise self._error("unmatched ')'")
         return out
 
-    def _error(self, message: str, at: int | None = None) -> PatternError:
-        return PatternError(f"{message} at position {self._at if at is None else at}")
+    def _error(self, message: str, position: int | None = None) -> PatternError:
+        return PatternError(f"{message} at position {self._at if position is None else position}")
 
     def _peek(self, text: str) -> bool:
         return self._text.startswith(text, self._at)
 
     def _take(self, text: str) -> bool:
-        found = self._peek(text)
-        self._at += len(text) * found
-        return found
+        is_next = self._peek(text)
+        self._at += len(text) * is_next
+        return is_next
 
     def _alternatives(self, depth: int) -> str:
         if depth > MAX_DEPTH:
@@ -148,20 +148,21 @@ class _Translator:
             self._check_anchors(self._anchors[count:], is_first, quantifier in ("", "{1}", "{1,1}"))
             is_first = is_first and set(atom) <= set("(?:)^")
             if not set(atom) <= set("(?:)$"):
-                for at in ends:
-                    self._refuse_anchor(at)
-            ends += [at for at in self._anchors[count:] if self._text[at] == "$"]
+                for anchor in ends:
+                    self._refuse_anchor(anchor)
+            ends += [anchor for anchor in self._anchors[count:] if self._text[anchor] == "$"]
         return "".join(out)
 
     def _check_anchors(self, anchors: Sequence[int], is_first: bool, is_once: bool) -> None:
         """Raise for the anchors in an atom that is not the first one of its alternative, or is repeated."""
-        for at in anchors:
-            if not is_once or (self._text[at] == "^" and not is_first):
-                self._refuse_anchor(at)
+        for anchor in anchors:
+            if not is_once or (self._text[anchor] == "^" and not is_first):
+                self._refuse_anchor(anchor)
 
-    def _refuse_anchor(self, at: int) -> None:
-        place = "beginning" if self._text[at] == "^" else "end"
-        raise self._error(f"'{self._text[at]}' is supported only at the {place}, outside of repeated groups,", at)
+    def _refuse_anchor(self, anchor: int) -> None:
+        place = "beginning" if self._text[anchor] == "^" else "end"
+        message = f"'{self._text[anchor]}' is supported only at the {place}, outside of repeated groups,"
+        raise self._error(message, anchor)
 
     def _atom(self, depth: int) -> tuple[str, bool]:
         """Return the next atom, and whether a quantifier may follow."""
@@ -208,24 +209,24 @@ class _Translator:
         return f"(?:{inner})"
 
     def _quantifier(self, is_repeatable: bool) -> str:
-        found = _QUANTIFIER.match(self._text, self._at)
-        if not found:
+        match = _QUANTIFIER.match(self._text, self._at)
+        if not match:
             return ""
         if not is_repeatable:
             raise self._error("an anchor cannot be repeated")
-        low, comma, high = found.groups()
+        low, comma, high = match.groups()
         for number in filter(None, (low, high)):
             if len(number) > 7 or int(number) > MAX_REPEAT:
                 raise self._error(f"a repetition must be at most {MAX_REPEAT}")
         if low and high and int(low) > int(high):
             raise self._error("the bounds of the repetition are in the wrong order")
-        self._at = found.end()
+        self._at = match.end()
         if self._take("?"):
             pass  # a lazy quantifier accepts the same texts
         elif self._peek("+"):
             raise self._error("possessive quantifiers are not supported")
         if low is None:
-            return found.group()
+            return match.group()
         return "{" + str(int(low)) + (comma or "") + (str(int(high)) if high else "") + "}"
 
     def _class(self) -> str:
@@ -279,9 +280,9 @@ class _Translator:
         if letter in "pP":
             return self._property()
         for prefix, digits in (("x", r"[0-9A-Fa-f]{2}"), ("u", r"[0-9A-Fa-f]{4}"), ("u", r"\{[0-9A-Fa-f]{1,6}\}")):
-            found = re.compile(prefix + f"({digits})").match(self._text, self._at)
-            if found:
-                return self._code_point(int(found.group(1).strip("{}"), 16), found.end())
+            match = re.compile(prefix + f"({digits})").match(self._text, self._at)
+            if match:
+                return self._code_point(int(match.group(1).strip("{}"), 16), match.end())
         if letter == "c" and re.match(r"[A-Za-z]", self._text[self._at + 1:self._at + 2]):
             return self._code_point(ord(self._text[self._at + 1]) % 32, self._at + 2)
         if letter == "b" and in_class:
@@ -304,15 +305,15 @@ class _Translator:
 
     def _property(self) -> _Item:
         letter = self._text[self._at]
-        found = _PROPERTIES.match(self._text, self._at + 1)
-        if not found:
+        match = _PROPERTIES.match(self._text, self._at + 1)
+        if not match:
             raise self._error("only general categories of letters, marks, numbers, punctuation, symbols and spaces are "
                               "supported after \\p")
-        self._at = found.end()
+        self._at = match.end()
         if letter == "p":
-            text = rf"\p{found.group()}"
+            text = rf"\p{match.group()}"
             return _Item(text, text, frozenset())
-        text = rf"\P{found.group()}"
+        text = rf"\P{match.group()}"
         return _Item(text, text, _ALL_CONTROLS)
 
     def _dispute(self, items: str, controls: frozenset[int] = frozenset()) -> None:

@@ -59,8 +59,8 @@ def _subgrammars(grammar: str) -> list[dict[str, Any]]:
     """Return the parts of a grammar; none for one in the syntax of Lark."""
     if not grammar.startswith("{"):
         return []
-    found: list[dict[str, Any]] = json.loads(grammar)["grammars"]
-    return found
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
 
 
 def _refused_part(schema: Mapping[str, Any], is_refused: Callable[[Any], bool]) -> tuple[str, Mapping[str, Any]]:
@@ -95,7 +95,8 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _error(message: str, origin: str, path: str, part: Mapping[str, Any]) -> ConstraintError:
-    keywords, text = next((found for begin, found in _MESSAGES.items() if message.startswith(begin)), ((), ""))
+    clearer = (entry for begin, entry in _MESSAGES.items() if message.startswith(begin))
+    keywords, text = next(clearer, ((), ""))
     keyword = next((name for name in keywords if name in part), "")
     text = text.format(keyword or "/".join(keywords)) or message
     path = f"{path}/{keyword}" if keyword else path or "/"

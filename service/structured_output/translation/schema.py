@@ -53,23 +53,20 @@ _OLD_DRAFTS = ("http://json-schema.org/draft-04/schema", "http://json-schema.org
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
-def translate(text: str, *, formats_apply: bool = True) -> dict[str, Any]:
+def translate(text: str) -> dict[str, Any]:
     """Return the schema for the library. Raise ConstraintError. See `translate_value`."""
     try:
         root = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(f"json_schema: malformed JSON: {error}") from error
-    return translate_value(root, formats_apply=formats_apply)
+    return translate_value(root)
 
 
-def translate_value(root: Any, *, formats_apply: bool = True) -> dict[str, Any]:
-    """Return the schema for the library, of a schema that is parsed already. Raise ConstraintError.
-
-    formats_apply: whether `format` restricts a value; otherwise it is an annotation.
-    """
+def translate_value(root: Any) -> dict[str, Any]:
+    """Return the schema for the library, of a schema that is parsed already. Raise ConstraintError."""
     if root is False or not isinstance(root, dict | bool):
         raise ConstraintError("json_schema: must be an object or true")
-    return _Schema(root if isinstance(root, dict) else {}, formats_apply).translate()
+    return _Schema(root if isinstance(root, dict) else {}).translate()
 
 
 def _refuse_constant(name: str) -> None:
@@ -88,8 +85,8 @@ def _error(path: str, message: str) -> ConstraintError:
 class _Schema:
     """Walk of one schema."""
 
-    def __init__(self, root: dict[str, Any], formats_apply: bool):
-        self._root, self._formats_apply = root, formats_apply
+    def __init__(self, root: dict[str, Any]):
+        self._root = root
         draft = root.get("$schema")
         name = draft.rstrip("#") if isinstance(draft, str) else ""
         if "draft-03" in name:
@@ -109,8 +106,8 @@ class _Schema:
         definitions: dict[str, Any] = {}
         while self._ahead:
             schema, base, path, name = self._ahead.pop()
-            found = self._walk(schema, base, path, 0)
-            definitions[name] = {**found, ORIGIN: path} if isinstance(found, dict) else found
+            translated = self._walk(schema, base, path, 0)
+            definitions[name] = {**translated, ORIGIN: path} if isinstance(translated, dict) else translated
         result = {} if result is True else result
         if not isinstance(result, dict):
             raise _error("", "the schema accepts nothing")
@@ -130,19 +127,19 @@ class _Schema:
             for keyword in ("$anchor", "$dynamicAnchor"):
                 if isinstance(anchor := value.get(keyword), str):
                     self._documents.setdefault(f"{base}#{anchor}", (value, outer))
-            if isinstance(own := value.get(self._id), str) and own.startswith("#"):
-                self._documents.setdefault(f"{base}{own}", (value, outer))
+            if isinstance(identifier := value.get(self._id), str) and identifier.startswith("#"):
+                self._documents.setdefault(f"{base}{identifier}", (value, outer))
             self._bounds += [value[keyword] for keyword in (*_LOWER, *_UPPER) if _is_number(value.get(keyword))]
             value = [item for keyword, item in value.items() if keyword not in ("const", "enum")]
         for item in value if isinstance(value, list) else ():
             self._find_documents(item, base, depth + 1)
 
     def _base_of(self, schema: Any, base: str) -> str:
-        own = schema.get(self._id) if isinstance(schema, dict) else None
-        if not isinstance(own, str) or own.startswith("#") or (self._is_old and "$ref" in schema):
+        identifier = schema.get(self._id) if isinstance(schema, dict) else None
+        if not isinstance(identifier, str) or identifier.startswith("#") or (self._is_old and "$ref" in schema):
             return base
         try:
-            return urldefrag(urljoin(base, own))[0]
+            return urldefrag(urljoin(base, identifier))[0]
         except ValueError:
             return base
 
@@ -161,22 +158,22 @@ class _Schema:
         out: dict[str, Any] = {}
         added: list[dict[str, Any]] = []
         for keyword, value in schema.items():
-            here = pointer(path, keyword)
+            child_path = pointer(path, keyword)
             if keyword == "$ref":
-                out["$ref"] = self._reference(value, base, here)
+                out["$ref"] = self._reference(value, base, child_path)
             elif keyword in _LISTS:
-                out[keyword] = [self._walk(item, base, f"{here}/{i}", depth + 1)
-                                for i, item in enumerate(_list(value, here))]
+                out[keyword] = [self._walk(item, base, f"{child_path}/{i}", depth + 1)
+                                for i, item in enumerate(_list(value, child_path))]
             elif keyword in ("properties", "patternProperties"):
-                out[keyword] = self._properties(keyword, value, base, here, depth)
+                out[keyword] = self._properties(keyword, value, base, child_path, depth)
             elif keyword == "additionalProperties":
-                out[keyword] = self._walk(value, base, here, depth + 1)
+                out[keyword] = self._walk(value, base, child_path, depth + 1)
             elif keyword in ("items", "prefixItems", "additionalItems", "propertyNames"):
                 pass  # below
             elif keyword == "format":
-                added += _format(value, here) if self._formats_apply else ()
+                added += _format(value, child_path)
             else:
-                _copy(keyword, value, here, out)
+                _copy(keyword, value, child_path, out)
         self._items(schema, base, path, depth, out)
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
@@ -207,10 +204,11 @@ class _Schema:
             raise _error(path, f"'{keyword}' must be an object")
         out: dict[str, Any] = {}
         for source, inner in value.items():
-            here = pointer(path, source)
-            name = _name_pattern(source, here).narrow if keyword == "patternProperties" else source
-            found = self._walk(inner, base, here, depth + 1)
-            out[name] = {"allOf": [out[name], found]} if name in out else found  # "(a)" and "(?:a)" are one pattern
+            child_path = pointer(path, source)
+            name = _name_pattern(source, child_path).narrow if keyword == "patternProperties" else source
+            translated = self._walk(inner, base, child_path, depth + 1)
+            # "(a)" and "(?:a)" are one pattern.
+            out[name] = {"allOf": [out[name], translated]} if name in out else translated
         return out
 
     def _pattern_names(self, schema: Mapping[str, Any], path: str, out: dict[str, Any]) -> None:
@@ -226,12 +224,12 @@ class _Schema:
 
     def _names(self, value: Any, base: str, path: str, out: dict[str, Any]) -> None:
         """Restrict the names of properties."""
-        here = path
+        child_path = path
         for _ in range(MAX_DEPTH):
             if isinstance(value, dict) and value.keys() - {"title", "description"} == {"$ref"}:
-                value, base, here = self._target(value["$ref"], base, f"{here}/$ref")
-        found = self._walk(value, base, here, 0)
-        if found is not True and not (found and restrict_names(out, found)):
+                value, base, child_path = self._target(value["$ref"], base, f"{child_path}/$ref")
+        translated = self._walk(value, base, child_path, 0)
+        if translated is not True and not (translated and restrict_names(out, translated)):
             raise _error(path, "keyword 'propertyNames' is supported with 'enum' or 'const', or for an object without "
                                "declared properties with one of 'pattern', 'format' and lengths,")
 
@@ -267,8 +265,8 @@ class _Schema:
         except ValueError as error:
             raise _error(path, f"malformed '$ref': {error}") from error
         if fragment and not fragment.startswith("/"):
-            if found := self._documents.get(f"{uri}#{fragment}"):
-                return *found, f"#{fragment}"
+            if document := self._documents.get(f"{uri}#{fragment}"):
+                return *document, f"#{fragment}"
             raise _error(path, f"'$ref' to the unknown anchor {reference[:100]!r}")
         if uri not in self._documents:
             raise _error(path, f"'$ref' to another document is not supported: {reference[:100]!r}")
@@ -403,7 +401,7 @@ def _tightened(value: float, is_lower: bool, path: str) -> float:
 
 def _check_properties(out: Mapping[str, Any], path: str) -> None:
     """Refuse a minProperties that a repeated name would satisfy. Names of additional properties are not compared."""
-    least = out.get("minProperties", 0)
-    if least - len(out.get("required", ())) > 1:
+    min_properties = out.get("minProperties", 0)
+    if min_properties - len(out.get("required", ())) > 1:
         raise _error(f"{path}/minProperties", "keyword 'minProperties' is supported for at most one property that is "
                                               "not in 'required'")

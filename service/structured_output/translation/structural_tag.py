@@ -185,7 +185,7 @@ class _Translator:
         try:
             if value.get("style") == "qwen_xml":
                 return TaggedArguments(value.get("json_schema"), self._builder, origin).expression()
-            inner = schema.translate_value(value.get("json_schema"), formats_apply=self._builder.formats_apply)
+            inner = schema.translate_value(value.get("json_schema"))
         except ConstraintError as error:
             if isinstance(field, str):
                 raise ConstraintError(str(error).removeprefix("json_schema: "), field) from error
@@ -194,12 +194,12 @@ class _Translator:
 
     def _token(self, value: Any, path: str, ends: Any, depth: int) -> str:
         token = value.get("token")
-        found = token if isinstance(token, int) and not isinstance(token, bool) else None
+        token_id = token if isinstance(token, int) and not isinstance(token, bool) else None
         if isinstance(token, str):
-            found = self._builder.special_id(token)
-        if found is None or found < 0 or found in self._builder.end_ids:
+            token_id = self._builder.special_id(token)
+        if token_id is None or token_id < 0 or token_id in self._builder.end_ids:
             raise _error(path, "'token' must be the id or the text of a special token that does not end an answer")
-        return f"<[{found}]>"
+        return f"<[{token_id}]>"
 
     def _or(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
         inner = [self.expression(item, f"{path}/elements/{i}", ends, depth + 1)
@@ -210,15 +210,15 @@ class _Translator:
         elements = _items(value, "elements", path)
         parts, i = list[str](), 0
         while i < len(elements):
-            item, here = elements[i], f"{path}/elements/{i}"
+            item, child_path = elements[i], f"{path}/elements/{i}"
             count = self._count_regular(elements[i:], depth + 1)
             last = i + count == len(elements)
             if _kind(item) in _FREE and not last:
                 following = elements[i + 1]
                 if _kind(following) != "const_string":
-                    raise _error(here, f"'{item['type']}' must be last, or be followed by a const_string")
+                    raise _error(child_path, f"'{item['type']}' must be last, or be followed by a const_string")
                 end = [_text(following, "value", f"{path}/elements/{i + 1}")]
-                parts.append(self.expression(item, here, end, depth + 1))  # includes the constant
+                parts.append(self.expression(item, child_path, end, depth + 1))  # includes the constant
                 count = 2
                 if i + count == len(elements) and ends is not None:
                     parts.append(self._one_of(ends))
@@ -229,7 +229,7 @@ class _Translator:
                 part = self._ended(body, ends or ()) if has_end else self._builder.terminal(body)
                 parts.append(part if has_end or not last else self._then(part, ends))
             else:
-                parts.append(self.expression(item, here, ends if last else None, depth + 1))
+                parts.append(self.expression(item, child_path, ends if last else None, depth + 1))
             i += count
         return self._builder.rule(" ".join(parts))
 
@@ -286,14 +286,14 @@ class _Translator:
             raise _error(path, "'triggers' must be texts of at least one character")
         whole, rest = [], {trigger: list[str]() for trigger in triggers}
         for i, tag in enumerate(_items(value, "tags", path)):
-            here = f"{path}/tags/{i}"
-            begin = _text(tag, "begin", here)
-            found = [trigger for trigger in triggers if begin.startswith(trigger)]
-            if len(found) != 1:
-                raise _error(here, "'begin' must start with exactly one of the triggers")
+            child_path = f"{path}/tags/{i}"
+            begin = _text(tag, "begin", child_path)
+            matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+            if len(matching) != 1:
+                raise _error(child_path, "'begin' must start with exactly one of the triggers")
             if value.get("at_least_one"):
-                whole.append(self._tag(tag, here, None, depth + 1))
-            rest[found[0]].append(self._tag(tag, here, None, depth + 1, begin=begin[len(found[0]):]))
+                whole.append(self._tag(tag, child_path, None, depth + 1))
+            rest[matching[0]].append(self._tag(tag, child_path, None, depth + 1, begin=begin[len(matching[0]):]))
         return self._dispatched(whole, rest, excluded, ends, once=bool(value.get("stop_after_first")))
 
     def _dispatch(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
@@ -365,10 +365,10 @@ def _kind(value: Any) -> str:
 
 
 def _text(value: Any, name: str, path: str) -> str:
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, str):
+    text = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(text, str):
         raise _error(path, f"'{name}' must be a string")
-    return found
+    return text
 
 
 def _end_texts(tag: Mapping[str, Any]) -> list[str]:
@@ -379,14 +379,14 @@ def _end_texts(tag: Mapping[str, Any]) -> list[str]:
 
 
 def _texts(value: Any, name: str, path: str) -> list[str]:
-    found = value.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts = value.get(name, [])
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _error(path, f"'{name}' must be an array of strings")
-    return list(filter(None, found)) if name == "excludes" else found
+    return list(filter(None, texts)) if name == "excludes" else texts
 
 
 def _items(value: Any, name: str, path: str) -> list[Any]:
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, list) or not found:
+    items = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(items, list) or not items:
         raise _error(path, f"'{name}' must be an array of at least one item")
-    return found
+    return items

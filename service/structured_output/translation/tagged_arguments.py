@@ -153,7 +153,7 @@ class TaggedArguments:
             limit = "" if high is None else min(int(high), schema.MAX_COUNT)
             bodies.append(f"/(?s:.){{{int(low)},{limit}}}/")
         kind = branch.get("format")
-        if self._builder.formats_apply and kind in formats.FORMATS:
+        if kind in formats.FORMATS:
             bodies.append(f"/{formats.FORMATS[kind]}/")
         if "pattern" in branch:
             bodies.append(_whole(branch["pattern"], f"{path}/pattern"))
@@ -173,8 +173,7 @@ class TaggedArguments:
         """Return a part of the schema, translated. Raise ConstraintError with its path."""
         document = {name: self._root[name] for name in _DOCUMENT if name in self._root}
         try:
-            return schema.translate_value(
-                {**document, **value} if isinstance(value, dict) else value, formats_apply=self._builder.formats_apply)
+            return schema.translate_value({**document, **value} if isinstance(value, dict) else value)
         except ConstraintError as error:
             message, separator, place = str(error).rpartition(" at /")
             if not separator:

@@ -10,9 +10,7 @@ from npuserve.service.structured_output.translation.ebnf import to_lark
 from npuserve.service.structured_output.translation.lark import PREAMBLE, GrammarBuilder, quote, regex
 
 
-def translate(
-    kind: str, text: str, special: Mapping[str, int], end_ids: Collection[int] = (), *, formats_apply: bool = True
-) -> str:
+def translate(kind: str, text: str, special: Mapping[str, int], end_ids: Collection[int] = ()) -> str:
     """Return the grammar of a constraint whose size and choices were checked (validation.py).
 
     Raises ConstraintError.
@@ -20,9 +18,8 @@ def translate(
     kind, text: see Constraint.
     special: text to id of the special tokens.
     end_ids: tokens that end an answer.
-    formats_apply: whether `format` in a JSON schema restricts a value; otherwise it is an annotation.
     """
-    builder = GrammarBuilder(special, end_ids, formats_apply=formats_apply)
+    builder = GrammarBuilder(special, end_ids)
     if kind == "json_schema":
         return builder.text(builder.json_schema_text(text))
     if kind == "json_object":

@@ -88,6 +88,9 @@ def test_error_of_a_regex_shows_nothing_of_the_translation(compiler: GrammarComp
 
 @pytest.mark.parametrize(("schemas", "is_exclusive"), [
     (({"type": "string", "format": "date"}, {"type": "string", "format": "email"}), False),
+    (({"type": "string", "format": "date"}, {"const": "x"}), False),
+    (({"properties": {"a": {"format": "date"}}, "required": ["a"]},
+      {"properties": {"a": {"format": "ipv4"}}, "required": ["a"]}), False),
     (({"type": "integer", "format": "int32"}, {"type": "string", "format": "date"}), True),
 ])
 def test_one_of_must_exclude_without_formats_too(

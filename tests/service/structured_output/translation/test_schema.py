@@ -152,6 +152,10 @@ EDGES: dict[str, tuple[Any, str, str]] = {
     "$id beside $ref has no effect in draft 7": (
         {"$schema": OLD, "$id": f"{ID}a/", "allOf": [{"$id": f"{ID}b/", "$ref": "x"}], "definitions": {
             "a": {"$id": "x", **NUMBER}, "b": {"$id": f"{ID}b/x", **STRING}}}, "1", '"a"'),
+    "empty pattern, which all names match": (
+        {"patternProperties": {"": NUMBER}}, '{"a":1}', '{"a":"x"}'),
+    "empty pattern beside a declared name": (
+        {"properties": {"a": {}}, "patternProperties": {"": NUMBER}}, '{"a":1}', '{"a":"x"}'),
     "patterns that are written in two ways": (
         {"patternProperties": {"(a)": STRING, "(?:a)": {"maxLength": 1}}}, '{"a":"x"}', '{"a":1}'),
     "$id of a folder in a referenced schema": (
