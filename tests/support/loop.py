@@ -37,6 +37,10 @@ class Answer:
     grammar_completed: bool = False
 
 
+def masks_of(runner: Runner, mask_seconds: float) -> StructuredOutputManager:
+    return StructuredOutputManager(vocabulary_size=runner.config.vocab_size, mask_seconds=mask_seconds)
+
+
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
@@ -50,8 +54,7 @@ def serve(
                           min_forced=min_forced, slots=slots)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
-    masks = StructuredOutputManager(vocabulary_size=runner.config.vocab_size, mask_seconds=mask_seconds)
-    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks)
+    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
 
     def collect() -> None:
         for progress in pipeline.collect().progress:

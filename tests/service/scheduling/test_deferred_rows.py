@@ -14,7 +14,7 @@ from npuserve.service import metrics
 from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.structured_output.constraint import Constraint
 from tests.service.scheduling.stepwise import SchedulerHarness
-from tests.service.scheduling.test_answer_matcher import LONG, SHORT
+from tests.service.structured_output.test_answer_matcher import LONG, SHORT
 from tests.support.fake_grammar import FakeMatcher
 
 FORCED = Constraint("regex", "forced 3")

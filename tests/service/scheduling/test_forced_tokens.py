@@ -17,7 +17,7 @@ from npuserve.service.structured_output.errors import MatcherError
 from npuserve.service.structured_output.mask_threads import Answer
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, Mask, answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness
-from tests.service.scheduling.test_answer_matcher import LONG, matcher
+from tests.service.structured_output.test_answer_matcher import LONG, matcher
 from tests.support.fake_grammar import FakeMatcher, allowed, answer_matcher
 
 FORCED = Constraint("regex", "forced 3")

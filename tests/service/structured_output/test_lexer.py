@@ -14,7 +14,7 @@ from llguidance import LLParserLimits
 
 from npuserve.service.errors import QueueFull
 from npuserve.service.ipc.messages import Request
-from npuserve.service.scheduling import answer_matcher as answers
+from npuserve.service.structured_output import answer_matcher as answers
 from npuserve.service.structured_output import compile_process, lexer
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from npuserve.service.structured_output.compile_process import build_matchers

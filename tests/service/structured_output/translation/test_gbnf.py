@@ -38,13 +38,13 @@ def language(rules: dict[str, Node]) -> set[str]:
             return {text for text in known[node.name] if len(text) <= length}
         if isinstance(node, Alt):
             return set().union(*(of(item, length) for item in node.items))
-        items = node.items if isinstance(node, Seq) else (node.item,) * node.least
+        items = node.items if isinstance(node, Seq) else (node.item,) * node.min_count
         done = {""}
         for item in items:
             done = {a + b for a in done for b in of(item, length - len(a))}
         if isinstance(node, Rep):
-            most = LENGTH if node.most == -1 else node.most - node.least
-            for _ in range(most):
+            repeats = LENGTH if node.max_count == -1 else node.max_count - node.min_count
+            for _ in range(repeats):
                 done |= {a + b for a in done for b in of(node.item, length - len(a))}
         return done
 
@@ -89,8 +89,8 @@ def random_node(rng: random.Random, depth: int) -> Node:
     if kind == "ref":
         return Ref(rng.choice(["root", "x", "y", "z"]))
     if kind == "rep":
-        least = rng.randrange(2)
-        return Rep(random_node(rng, depth + 1), least, rng.choice([-1, least + 1]))
+        min_count = rng.randrange(2)
+        return Rep(random_node(rng, depth + 1), min_count, rng.choice([-1, min_count + 1]))
     items = tuple(random_node(rng, depth + 1) for _ in range(rng.randint(2, 3)))
     return Seq(items) if kind == "seq" else Alt(items)
 
@@ -102,7 +102,7 @@ def source(node: Node) -> str:
     if isinstance(node, Ref):
         return node.name
     if isinstance(node, Rep):
-        return f"({source(node.item)}){{{node.least},{'' if node.most == -1 else node.most}}}"
+        return f"({source(node.item)}){{{node.min_count},{'' if node.max_count == -1 else node.max_count}}}"
     return "(" + (" | " if isinstance(node, Alt) else " ").join(map(source, node.items)) + ")"
 
 
