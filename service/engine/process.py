@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,11 +27,9 @@ from npuserve.npu.model.layers.shard import Shard
 from npuserve.service import clock, logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
-from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
-from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.processes import child, process_control
@@ -43,6 +41,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.streams.records import Records
+from npuserve.service.structured_output.manager import build_compiler
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
@@ -229,22 +228,6 @@ def open_profiler(args: EngineArgs, runner: Runner, socket: EngineSocket) -> Pro
     return Profiler(runner, folder, socket.wake)
 
 
-def build_compiler(folder: Path, vocabulary_size: int, on_done: Callable[[], None] | None = None) -> BuiltCompiler:
-    """Load the tokenizer and the grammar library for the first constraint. on_done: see GrammarCompiler.
-
-    Raises UnsupportedVocabulary for a folder without a usable tokenizer, and ConfigError.
-    """
-    from npuserve.service.grammar.compiler import GrammarCompiler
-    from npuserve.service.grammar.vocabulary import Vocabulary
-    from npuserve.service.text.model_folder import open_folder
-
-    model = open_folder(folder, str(folder), "")
-    if model.tokenizer is None:
-        raise UnsupportedVocabulary("the model's folder has no tokenizer")
-    vocabulary = Vocabulary.from_tokenizer(model.tokenizer, vocabulary_size, model.eos_token_ids)
-    return BuiltCompiler(GrammarCompiler(vocabulary, on_done=on_done), vocabulary.end_ids)
-
-
 def open_publisher(args: EngineArgs) -> KvEventPublisher | None:
     """Bind the sockets of KV events over ZeroMQ; None if they are off. Raises ConfigError, also without pyzmq."""
     if args.config.kv_events != "zmq":
@@ -311,7 +294,7 @@ def serve(args: EngineArgs, stop_order: StopOrder) -> int:
     if ranks:
         ranks.stop()
     engine.profiles.close()
-    engine.grammars.close()
+    engine.structured_output.close()
     return 0
 
 

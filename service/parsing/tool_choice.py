@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.service.config import MAX_CONSTRAINT_BYTES
 from npuserve.service.errors import InvalidField, UnknownAnswerFormat, Violations, quoted
-from npuserve.service.ipc.messages import Constraint
 from npuserve.service.parsing.answer_parser import Reasoning
 from npuserve.service.parsing.parameter_types import FunctionTypes, read_types
 from npuserve.service.parsing.parsed_stream import reasoning_state
+from npuserve.service.structured_output.constraint import Constraint
 from npuserve.service.text.answer_format import (
     CALL_BEGIN,
     CALL_END,
