@@ -295,6 +295,7 @@ class Runner:
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> StepOutput:
         """Compute a step's parts. samples: sample them too; otherwise they are `unsampled`."""
         staged.upload()
+        self.backend.deliver()
         output = StepOutput([self.backend.span()])
         with self._timed(phase, output) as timings:
             for work in works:
@@ -308,7 +309,8 @@ class Runner:
 
     def _finish(self, waiting: WaitingStep, chunk: Chunk | None) -> StepOutput:
         """Compute the rest of a step. chunk: of the host, if it computed any."""
-        span = self.backend.span()  # first, since a queue may release `queued` only then
+        self.backend.deliver()
+        span = self.backend.span()
         output = waiting.queued.wait()
         output.spans.append(span)
         if waiting.masks:
