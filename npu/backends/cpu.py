@@ -83,8 +83,8 @@ class Queue:
     """Thread that runs tasks in order until it receives None. `live`: queues whose thread has started.
 
     A task is released only when the next task reaches its kernels, which need no interpreter lock (`Backend.deliver`),
-    or when the queue is empty. If it were released earlier, the thread that waits for the step would take the interpreter lock, and the
-    kernels of the next step would start only after that thread's own work.
+    or when the queue is empty. If it were released earlier, the thread that waits for the step would take the
+    interpreter lock, and the kernels of the next step would start only after that thread's own work.
     """
 
     live: ClassVar[weakref.WeakSet[Queue]] = weakref.WeakSet()
