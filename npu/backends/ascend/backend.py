@@ -106,7 +106,7 @@ class AscendBackend(StreamBackend):
             raise BackendError(f"device: {fault_codes.advice(error)}") from error
         if lacking := functions.missing():
             raise BackendError(f"device: CANN lacks {', '.join(lacking)}, which the kernels call: {MATCHING}")
-        self._acl = ctypes.CDLL("libascendcl.so")
+        self._acl = functions.runtime()
         self._takes_lengths = False
         self._captured = False
         self._lengths = self._first_lengths()
@@ -132,9 +132,9 @@ class AscendBackend(StreamBackend):
     def missing_cann(cls) -> str:
         """Return what to do if CANN cannot be loaded; "" if it can."""
         try:
-            ctypes.CDLL("libascendcl.so")
+            functions.runtime()
         except OSError:
-            return fault_codes.advice(ImportError("libascendcl.so: cannot open shared object file"))
+            return fault_codes.advice(ImportError(f"{functions.RUNTIME}: cannot open shared object file"))
         return ""
 
     @property

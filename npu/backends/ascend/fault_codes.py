@@ -11,6 +11,7 @@ import re
 
 import torch
 
+from npuserve.npu.backends.ascend.functions import runtime
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.causes import causes
 from npuserve.npu.cann.codes import (
@@ -87,7 +88,7 @@ class AclError(RuntimeError):
 def check(code: int, name: str) -> None:
     """Raise AclError unless a call of CANN's function `name` returned 0."""
     if code:
-        latest = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+        latest = runtime().aclGetRecentErrMsg
         latest.restype = ctypes.c_char_p
         text = latest() or b""
         raise AclError("\n".join((f"{name}: error code is {code}", text.decode(errors="replace"))))

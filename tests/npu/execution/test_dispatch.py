@@ -166,13 +166,14 @@ def test_timed_step_of_a_device_that_compiles_has_the_sizes_of_captured_steps(tm
     monkeypatch.setattr(load_module, "select", lambda *_: Compiling())
     runners = [load(saved(random_model("qwen3"), tmp_path), kernel_sampling=sampling) for sampling in (1, 0)]
     sizes: list[tuple[int, int]] = []
-    hidden = runners[0]._hidden
+    forward = runners[0]._forward
+    hidden = forward.hidden
 
     def counted(batch: Batch) -> Tensor:
         sizes.append((len(batch.ids), len(batch.attention.context_lens)))
         return hidden(batch)
 
-    monkeypatch.setattr(runners[0], "_hidden", counted)
+    monkeypatch.setattr(forward, "hidden", counted)
     answers = []
     for runner in runners:
         driver = Driver(runner)
@@ -196,6 +197,6 @@ def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(load_module, "select", lambda *_: backend)
     runner = load(saved(random_model("qwen3"), tmp_path))
     assert runner._dispatch.greedy is None
-    steps = CapturableSteps(runner._model, runner._sampler, runner._buffers, runner._hidden, runner._last)
+    steps = CapturableSteps(runner._forward, runner._buffers, 2)
     with pytest.raises(CaptureError, match="cannot be captured"):
-        Dispatch(backend, runner._buffers, steps, 2, on_host=False, capture_chunks=True, may_drop=False)
+        Dispatch(backend, runner._buffers, steps, 2, capture_chunks=True, may_drop=False)
