@@ -189,7 +189,7 @@ class Bench:
     ranks: the other ranks of the model; None if there are none.
     budget: maximum tokens of a step.
     depth: maximum number of steps in flight.
-    calls: seconds of the current step's kernel calls, if timed.
+    calls: (kernel, seconds) of the last step's kernel calls, in order, if timed.
     collected: time of the last collection.
     """
 
@@ -197,7 +197,7 @@ class Bench:
     scheduler: Scheduler
     budget: int
     depth: int
-    calls: list[float]
+    calls: list[tuple[str, float]]
     collected: float = 0.0
     ranks: RankProcesses | None = None
 
@@ -212,15 +212,16 @@ class Bench:
         budget = max(config.max_num_batched_tokens, rows + 1)
         ahead = spare(rows, context, budget)
         length = context + ahead + WARM_UP + steps
-        calls: list[float] = []
+        calls: list[tuple[str, float]] = []
         config = msgspec.structs.replace(
             config, max_num_seqs=max(config.max_num_seqs, rows), max_num_batched_tokens=budget,
             kernel_sampling=min(config.kernel_sampling, TIMED_EVERY))
         folder = str(resolve(config.model))
         ranks = RankProcesses(config, folder) if config.tensor_parallel_size > 1 else None
         try:
-            runner = load_model(config, folder, lambda *call: calls.append(call[-1]),
-                                group=ranks.group if ranks else None)
+            runner = load_model(
+                config, folder, lambda kernel, phase, label, seconds: calls.append((kernel, seconds)),
+                group=ranks.group if ranks else None)
         except (ValueError, OSError, MemoryError) as error:
             raise ConfigError(str(error)) from error
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
@@ -266,8 +267,9 @@ class Bench:
         began = max(done.planned, self.collected)
         self.collected = time.monotonic()
         context = sum(row.start + len(row.token_ids) for row in done.step.rows)
+        in_kernels = sum(seconds for _, seconds in self.calls)
         return StepTime(
-            self.collected - began, len(done.result.token_ids), context, sum(self.calls), done.result.device_seconds)
+            self.collected - began, len(done.result.token_ids), context, in_kernels, done.result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from the request to its first token."""

@@ -166,7 +166,7 @@ class GatewayInterceptor(AuthInterceptor):
             if not self._is_gateway(context.peer()):
                 async with call(context, rpc, logging.INFO):
                     raise PermissionDenied("this port is for the server's own OpenAI API; call the port of gRPC")
-            authenticated.set(self._caller)
+            current.set(self._caller)
             return await inner(messages, context)
 
         kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler

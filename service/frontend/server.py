@@ -218,7 +218,7 @@ class Servers:
         server = aio_server.server(
             [interceptor], [*_channel_options(self._config, self._limit.max_bytes), ("grpc.so_reuseport", 0)])
         self._servicers.vllm_engine.add_to(
-            ParsingServer(server, self._intake.message, self.connections.begin_accepted))
+            ParsingServer(server, self._intake.message, self.connections.begin))
         return server
 
     def _make_health_server(self) -> grpc.aio.Server:
