@@ -32,6 +32,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "kernels/triton/linear.py: product_kernel": "one pass over a tile, whose values stay in registers",
     "kernels/triton/paged_attention.py: paged_attention_kernel": "one pass over a tile, whose values stay in registers",
+    "npu/execution/runner.py: __init__": "the parts of a step, each made of those before it",
 }
 """Function of more than MAX_FUNCTION_LINES lines -> why it is not split."""
 
@@ -44,6 +45,7 @@ LARGE_FOLDERS = {
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
+    "npu/execution": "one file per part of a step",
     "bench/reliability": "one file per question that it answers, and what they share",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""
