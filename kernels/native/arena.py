@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +15,40 @@ from torch import Tensor
 
 from npuserve.kernels.native.binding import CONSTANTS
 from npuserve.kernels.native.shared_library import library
+
+_MADV_POPULATE_WRITE = 23
+"""Advice of madvise: map the pages as a write to each would, and leave their contents (Linux 5.14)."""
+
+
+def populate(tensor: Tensor) -> None:
+    """Map the pages of a contiguous tensor. Their contents do not change, and other threads may use them.
+
+    Raises MemoryError, and OSError if not `can_populate`.
+    """
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    _advise(begin, tensor.data_ptr() + tensor.nbytes - begin)
+
+
+@functools.cache
+def can_populate() -> bool:
+    """Return True if the system can map pages without a change of their contents."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    view = ctypes.c_char.from_buffer(page)
+    try:
+        _advise(ctypes.addressof(view), mmap.PAGESIZE)
+    except (OSError, MemoryError, AttributeError):  # a C library without madvise
+        return False
+    return True
+
+
+def _advise(address: int, nbytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code in (errno.ENOMEM, errno.EAGAIN, errno.EFAULT):
+        raise MemoryError(f"no memory for {nbytes} bytes: {os.strerror(code)}")
+    raise OSError(code, os.strerror(code))
 
 
 class Arena:

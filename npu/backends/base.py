@@ -290,6 +290,17 @@ class Backend(ABC):
         """Allocate a large, long-lived tensor on the device."""
         return torch.empty(*shape, dtype=dtype, device=self.device)
 
+    @property
+    def fresh_is_zero(self) -> bool:
+        """True if `empty` returns zeros outside `sharing`, whose pages `populate` maps."""
+        return False
+
+    def populate(self, tensor: torch.Tensor) -> None:  # noqa: B027 - most devices have no pages to map
+        """Map the pages of a tensor in the device's memory, whose contents do not change. Safe in any thread.
+
+        Raises MemoryError.
+        """
+
     def sharing(self, file: int, *, filled: bool) -> AbstractContextManager[bool]:
         """Allocate weights and large tensors within the context in an open memory file, which outlives this process.
 

@@ -17,6 +17,7 @@ import torch
 
 from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout, library, record
 from npuserve.kernels.native import available as built
+from npuserve.kernels.native.arena import can_populate, populate
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
@@ -239,6 +240,14 @@ class CpuBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return super().empty(shape, dtype) if self._arena is None else self._arena.empty(shape, dtype)
 
+    @property
+    def fresh_is_zero(self) -> bool:
+        return self._arena is not None and can_populate()
+
+    def populate(self, tensor: torch.Tensor) -> None:
+        if self.fresh_is_zero:
+            populate(tensor)
+
     @contextmanager
     def sharing(self, file: int, *, filled: bool) -> Iterator[bool]:
         if self._arena is None or not _shares(file, filled):
@@ -279,7 +288,7 @@ class CpuBackend(Backend):
         return min([_meminfo_available(), *control_group.free_memory()]) // self.place[1]
 
     def kv_cache_share(self, free: int) -> int:
-        """Return a quarter of `free`, since other processes run here, and at most 4 GiB, since a start zeroes it."""
+        """Return a quarter of `free`, since other processes run here, and at most 4 GiB, as pages must be cleared."""
         return min(free // 4, 4 << 30)
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

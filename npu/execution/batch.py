@@ -19,7 +19,7 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.masks import Array
-from npuserve.npu.execution.sampling_state import HostSampling, SamplingInputs
+from npuserve.npu.execution.sampling_state import NUM_FLOATS, HostSampling, SamplingInputs
 from npuserve.npu.step import PENDING, Row
 
 _DTYPES = {
@@ -27,8 +27,10 @@ _DTYPES = {
     for dtype in (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)}
 
 _ALIGNMENT = 64
-_PUTS_PER_ROW, _PUTS = 160, 64
-"""Bytes per row and number of arrays that `Staged.put` can add to a step's own inputs."""
+_PARAMETER_BYTES = 96
+"""Bytes of a row's sampling parameters that `Staged.put` can add to a step's own inputs; `Sampler.plan` puts 64."""
+_MAX_PARAMETER_ARRAYS = 64
+"""Arrays of sampling parameters of a step; `Sampler.plan` puts 12 for each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,13 @@ class BatchBuffers:
         self._vocabulary = vocabulary if backend.sampler_filters else 0
         if self._vocabulary:
             sections |= {"penalty_slots": (max_rows, torch.int64), "top_k": (max_rows, torch.int32),
-                         "sampling": (7 * max_rows, torch.float32)}
+                         "sampling": (NUM_FLOATS * max_rows, torch.float32)}
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
         # Block tables on the device; the uploaded ones are narrower and are copied into it.
         self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
-        nbytes = self._fixed + self._tables.nbytes + _PUTS_PER_ROW * rows + _ALIGNMENT * _PUTS + 8 * tokens
+        parameters = rows * _PARAMETER_BYTES + _MAX_PARAMETER_ARRAYS * _ALIGNMENT
+        prompt_ids = tokens * torch.int64.itemsize + rows * _ALIGNMENT  # of prompt_logprobs, an array for each row
+        nbytes = self._fixed + self._tables.nbytes + parameters + prompt_ids
         self._device = backend.empty((nbytes,), torch.uint8)
         self._hosts = [backend.host_buffer(nbytes, dtype=torch.uint8) for _ in range(2)]
         self._arrays = [host.numpy() for host in self._hosts]
@@ -184,14 +188,14 @@ class BatchBuffers:
 
     def sampling(self, rows: int) -> SamplingInputs:
         """Return the sampling parameters of the first `rows` rows, in memory that does not move."""
-        floats = self._on["sampling"].view(7, -1)[:, :rows]
+        floats = self._on["sampling"].view(NUM_FLOATS, -1)[:, :rows]
         return SamplingInputs(self._on["penalty_slots"][:rows], self._on["top_k"][:rows], *floats)
 
     def host_sampling(self, rows: int) -> HostSampling:
         """Return the host's side of `sampling` in the buffer of the step that was filled last."""
         at = self._at[self._current]
-        return HostSampling(at["penalty_slots"][:rows], at["top_k"][:rows], at["sampling"].reshape(7, -1)[:, :rows],
-                            self._vocabulary)
+        floats = at["sampling"].reshape(NUM_FLOATS, -1)[:, :rows]
+        return HostSampling(at["penalty_slots"][:rows], at["top_k"][:rows], floats, self._vocabulary)
 
     @property
     def most_tokens(self) -> int:

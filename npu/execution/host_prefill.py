@@ -125,6 +125,11 @@ class HostPrefill:
             self._captured = host.capture(
                 lambda tokens: self._model.hidden(self._buffers.tokens(tokens), self._mirror), max_tokens, decode=False)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors of the mirror."""
+        return self._mirror.tensors
+
     @staticmethod
     def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         """Divide the rows of a step into those that the device computes and those that the host computes."""

@@ -114,6 +114,7 @@ def load_runner(
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
         log.info("%s", said)
+    runner.map_cache()
     return runner
 
 

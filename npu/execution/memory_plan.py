@@ -178,7 +178,7 @@ def predict(
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
-        weights=weights + 4 * length * config.rotary_dim,
+        weights=weights + _rotary_bytes(config, length),
         kv_cache=(num_blocks + backend.padding_blocks) * block,
         activations=activations,
         logits=logits,
@@ -193,6 +193,11 @@ def predict(
         fixed_state=fixed_state,
         num_slots=num_slots,
     )
+
+
+def _rotary_bytes(config: ModelConfig, length: int) -> int:
+    """Return the bytes of the table of rotary embeddings (`rope.cos_sin_table`)."""
+    return length * config.rotary_dim * torch.float32.itemsize
 
 
 def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block_size: int) -> int:
@@ -298,13 +303,19 @@ def _host(
     width = device.cache_shapes(1, device.block_size, state.heads, state.head_dim, dtype)[0][-1]
     return HostPlan(
         backend=prefill.name,
-        weights=stored_bytes(config.headless, dtype, prefill) + 4 * context * config.rotary_dim,
+        weights=stored_bytes(config.headless, dtype, prefill) + _rotary_bytes(config, context),
         kv_cache=0,
         activations=_activations(config, prefill, tokens, context, dtype.itemsize),
         staging=staging_bytes(config, width, tokens, dtype.itemsize),
         available=prefill.memory_available(),
     )
 
+
+GOLDEN_SAMPLING_BYTES = 6 * torch.float32.itemsize
+"""Bytes per logit that the golden sampler allocates: up to six copies in float32."""
+
+PANELS = 4
+"""Panels of LANES weights that a thread of the native GEMMs works on at a time."""
 
 HIDDEN_COPIES, GOLDEN_HIDDEN_COPIES = 5, 2
 """Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
@@ -325,7 +336,7 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     # Each kernel's output has its own memory, held until the next layer overwrites it.
     width = HIDDEN_COPIES * hidden + sum(layer.output_width for layer in layers)
     parts = max(layer.scratch_bytes(context, backend.threads) for layer in layers)
-    panels = 4 * LANES * max(matrix.inputs for matrix in linears) * itemsize
+    panels = PANELS * LANES * max(matrix.inputs for matrix in linears) * itemsize
     return summed + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
 
 
@@ -335,12 +346,12 @@ def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:
 
 
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
-    """Return the bytes of the LM head's logits and their sampling: the golden sampler uses up to six float32 copies.
+    """Return the bytes of the LM head's logits and their sampling.
 
     If captured steps sample, they allocate as much again in the memory of the graphs, and the tokens of `Penalties`.
     Otherwise edits of logits and counts for penalties are not included; they depend on the requests.
     """
-    copies = backend.sampling_bytes if _has_own(backend, sample) else 24
+    copies = backend.sampling_bytes if _has_own(backend, sample) else GOLDEN_SAMPLING_BYTES
     head = storage.tables(config, backend.vocabulary_tile)[-1]
     columns = config.padded_vocabulary(backend.vocabulary_tile)  # each rank gathers the logits of all
     captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.sampler_filters else 0
@@ -352,7 +363,9 @@ def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:
     """Return the bytes of float64 copies in the golden int8 GEMM, which is exact: the weight and its outputs."""
     if weight.scheme is None or _has_own(backend, linear):
         return 0
-    return 8 * (weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2) + 2 * tokens * weight.rows)
+    weights = weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2)  # zero points make a second copy
+    outputs = tokens * weight.rows * 2  # the sums, and their scaled copy
+    return (weights + outputs) * torch.float64.itemsize
 
 
 def _has_own(backend: Backend, kernel: Kernel[Any, Any]) -> bool:

@@ -50,6 +50,7 @@ from npuserve.npu.execution.in_flight import (
     prompt_rows,
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
+from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes
 from npuserve.npu.model.config import ModelConfig
@@ -134,6 +135,11 @@ class Runner:
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
+        memory = [(backend, tensor) for tensor in self._store.tensors]
+        if self._prefill and prefill:
+            memory += [(prefill[0], tensor) for tensor in self._prefill.tensors]
+        self._pages = PagePopulation(memory)
+        self._pages.map_first()
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
         self._dispatch = Dispatch(
             backend, self._buffers, CapturableSteps(self._forward, self._buffers, rows), rows,
@@ -158,6 +164,10 @@ class Runner:
         if self.recording is None:
             return self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
         return self.recording.times(step)
+
+    def map_cache(self) -> None:
+        """Map the pages of the KV cache in the background. Call it once, when nothing else delays the first request."""
+        self._pages.start()
 
     def launch(self, step: Step, timed: bool | None = None) -> LaunchedStep:
         """Start a step. `step` and its objects are read only until this returns.
@@ -198,6 +208,7 @@ class Runner:
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
         phase = step.phase if timed else None
         self._steps += 1
+        self._pages.steps_in_flight += 1
         launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)].fill_(MISSING))
         last = self._last[: len(requests)]
         staged.seal()
@@ -264,6 +275,7 @@ class Runner:
             return StepResult({}, {}, {}, 0.0)
         output = launched.output.wait()
         result = output.result(launched)
+        self._pages.steps_in_flight -= 1
         if launched.record:
             launched.record(result.device_seconds, output)
         for timings in output.timings:

@@ -165,8 +165,16 @@ class SamplingInputs(NamedTuple):
     frequency: Tensor
 
 
+NUM_FLOATS = 7
+"""Number of the fields of `SamplingInputs` in float32."""
+
+
 class HostSampling(NamedTuple):
-    """`SamplingInputs` on the host, to be uploaded with the step's inputs. slots, top_k: [R]. floats: [7, R]."""
+    """`SamplingInputs` on the host, to be uploaded with the step's inputs.
+
+    slots, top_k: [R].
+    floats: [NUM_FLOATS, R].
+    """
 
     slots: Array
     top_k: Array

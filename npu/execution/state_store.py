@@ -81,10 +81,9 @@ class StateStore:
         cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, backend: Backend,
         num_slots: int = 0, model_dtype: torch.dtype | None = None,
     ) -> StateStore:
-        """Allocate a store of zeros, showing progress on stderr.
+        """Allocate a store of zeros, which keep NaN out of slots that were never written.
 
-        Writing all pages now keeps page faults out of the steps and shows at start if memory is short. Zeros keep NaN
-        out of slots that were never written.
+        Memory that is not zero yet is cleared, with progress on stderr. Otherwise `PagePopulation` maps its pages.
 
         dtype: dtype of keys and values: that of the activations, or of a quantized cache's values.
         num_slots: slots for requests; 0 without layers of fixed state.
@@ -110,14 +109,18 @@ class StateStore:
             return None
 
         store = cls(tuple(of_layer(layer.state) for layer in config.local_layers))
-        total, done = sum(tensor.nbytes for tensor in store.tensors), 0
+        if not backend.fresh_is_zero:
+            store._clear(backend)
+        return store
+
+    def _clear(self, backend: Backend) -> None:
+        total, done = sum(tensor.nbytes for tensor in self.tensors), 0
         # Writing new pages takes long: the kernel clears them.
         with reporting("zeroing the KV cache") as progress, ThreadPoolExecutor(backend.threads) as pool:
-            for tensor in pool.map(Tensor.zero_, store.tensors):
+            for tensor in pool.map(Tensor.zero_, self.tensors):
                 done += tensor.nbytes
                 progress(done, total)
         backend.synchronize()
-        return store
 
     @property
     def paged(self) -> list[KeysAndValues]:

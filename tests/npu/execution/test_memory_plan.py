@@ -54,7 +54,8 @@ def test_predict_weights_and_cache_equal_allocated(tmp_path, kind, dtype, cpu):
     assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
 
 
-def test_kv_cache_slow_allocation_shows_progress(cpu, monkeypatch, caplog):
+def test_kv_cache_slow_allocation_shows_progress(monkeypatch, caplog):
+    cpu = CpuBackend(native=False)
     monkeypatch.setattr(progress, "FIRST_REPORT_SECONDS", 0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
