@@ -94,7 +94,8 @@ def test_find_prefix_looks_up_again_only_after_the_prefix_cache_has_changed() ->
 
         assert looked_up() == ([], 1)
         assert looked_up() == ([], 0)
-        assert blocks.allocate(table := BlockTable(), 4)
+        table = BlockTable()
+        assert blocks.allocate(table, 4)
         assert looked_up() == ([], 0)
     blocks.register(table, tokens[:4], 4)
     first = blocks.find_prefix(waiting, tokens)
