@@ -64,29 +64,30 @@ def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
     plain = resolve("")
     dtypes = dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []),
                             backend.resolve_dtype("auto", "bfloat16")])
-    with tempfile.TemporaryDirectory() as made:
-        int8 = Path(made) / "w8a8"
+    with tempfile.TemporaryDirectory() as folder:
+        int8 = Path(folder) / "w8a8"
         quantize_checkpoint(plain, int8)
         for variant in VARIANTS:
             if (cached := QUANTIZED.get(variant.kv_cache_dtype)) and cached not in backend.cache_dtypes:
                 continue
-            with tempfile.TemporaryDirectory(dir=made) as own:
+            with tempfile.TemporaryDirectory(dir=folder) as variant_folder:
                 for dtype in dtypes:
-                    found = _check(variant, int8 if variant.w8a8 else plain, Path(own), dtype, backend, threads)
-                    yield from guarded("variants", f"{variant.name}, {dtype}", found)
+                    findings = _check(
+                        variant, int8 if variant.w8a8 else plain, Path(variant_folder), dtype, backend, threads)
+                    yield from guarded("variants", f"{variant.name}, {dtype}", findings)
                     gc.collect()
 
 
 def _check(
-    variant: Variant, folder: Path, own: Path, dtype: str, backend: Backend, threads: int
+    variant: Variant, folder: Path, wide_folder: Path, dtype: str, backend: Backend, threads: int
 ) -> Iterator[Finding]:
-    """Yield the findings of one variant in one dtype. own: folder for a model that the variant needs."""
+    """Yield the findings of one variant in one dtype. wide_folder: folder for a model that the variant needs."""
     count = WIDE_ANSWER if variant.wide else accept_tokens.ANSWER
     length = backend.block_size + 4 * accept_tokens.BUDGET + count
     vocabulary = ModelConfig.from_folder(folder).vocab_size
     prompts = accept_tokens.prompts_of(resolve(""), vocabulary, length - count)
     if variant.wide:
-        if not (wide := own / "wide").exists():
+        if not (wide := wide_folder / "wide").exists():
             widen(folder, wide, IDS)
         folder = wide
         prompts = [[IDS // vocabulary * token for token in prompt] for prompt in prompts[WIDE_PROMPTS]]

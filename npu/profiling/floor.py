@@ -81,7 +81,9 @@ class CostRecorder:
 
     def qk_norm_rope_kv_write(self, qkv: Tensor, *args: Any) -> Tensor:
         self._record("qk_norm_rope_kv_write", qkv, *args)
-        return meta(len(qkv), args[-1], args[3].shape[1], dtype=self.dtype)
+        *_, keys, _, heads = args
+        head_dim = (keys.values if isinstance(keys, Quantized) else keys).shape[-1]
+        return meta(len(qkv), heads, head_dim, dtype=self.dtype)
 
     def paged_attention(self, q: Tensor, *args: Any) -> Tensor:
         self._record("paged_attention", q, *args)
@@ -139,13 +141,16 @@ class MetaModel:
             cache = Quantized(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
         return KeysAndValues(cache, cache)
 
-    def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
+    def costs(
+        self, rows: Sequence[tuple[int, int]], sampled: int, recorder: CostRecorder | None = None
+    ) -> Costs:
         """Return the costs of one step.
 
         rows: (tokens, length of the context after the step) of each row.
         sampled: number of tokens that it samples, by argmax.
+        recorder: records the calls; None for a new one.
         """
-        recorder, starts = CostRecorder(self._dtype), [0]
+        recorder, starts = recorder or CostRecorder(self._dtype), [0]
         for tokens, _ in rows:
             starts.append(starts[-1] + tokens)
         contexts = [context for _, context in rows]
@@ -167,14 +172,17 @@ class MetaModel:
     def nbytes(self, steps: Sequence[StepRecord]) -> dict[str, float]:
         """Return the bytes that all steps have to move, by kernel.
 
-        The bytes of a step are a constant, for weights, plus terms that are linear in its tokens and contexts. So the
-        sums over the steps, as one step and doubled, give both parts.
+        The bytes of a step are a constant, for weights, plus terms that are linear in its rows, tokens and contexts. So
+        the sums over the steps, as one step and doubled, give both parts. A row that begins reads no fixed state; rows
+        are taken to begin if their step's contexts are its tokens, and to continue otherwise.
         """
         found: dict[str, float] = {}
         for chosen in (steps, [step for step in steps if step.samples]):
             if not chosen:
                 continue
-            sums = [sum(getattr(step, name) for step in chosen) for name in ("tokens", "context", "samples")]
+            new = sum(step.rows for step in chosen if step.context == step.tokens)
+            sums = [new, *(sum(getattr(step, name) for step in chosen)
+                           for name in ("rows", "tokens", "context", "samples"))]
             once, twice = (self._bytes_of_sums(*(factor * value for value in sums)) for factor in (1, 2))
             for kernel, value in once.items():
                 if (kernel == LM_HEAD) == (chosen is not steps):
@@ -182,6 +190,11 @@ class MetaModel:
                     found[kernel] = value + (len(chosen) - 1) * constant
         return found
 
-    def _bytes_of_sums(self, tokens: int, context: int, samples: int) -> dict[str, int]:
-        costs = self.costs([(tokens, context)], samples)
+    def _bytes_of_sums(self, new: int, rows: int, tokens: int, context: int, samples: int) -> dict[str, int]:
+        """Return the bytes of a step by kernel. new: rows that begin; the other sums are as in `StepRecord`."""
+        # All rows but the last are as short as possible.
+        new, continued = min(new, rows - 1), max(rows - 1 - new, 0)
+        shapes = [(1, 1)] * new + [(1, 2)] * continued
+        shapes.append((tokens - len(shapes), context - new - 2 * continued))
+        costs = self.costs(shapes, samples)
         return {kernel: sum(each.nbytes for each in calls) for kernel, calls in costs.items()}

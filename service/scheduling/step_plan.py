@@ -82,7 +82,7 @@ class StepBuilder:
         block_ids = sequence.blocks.block_ids
         if len(block_ids) > num_blocks:
             block_ids = block_ids[:num_blocks]
-        state_source, state_slot = NO_SLOT, NO_SLOT
+        state_source = state_slot = NO_SLOT
         if self._slots is not None:
             state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
             is_boundary = not samples and end in sequence.checkpoint_positions[:1]

@@ -85,7 +85,7 @@ def test_find_prefix_returns_whole_blocks_and_leaves_one_token() -> None:
 
 def test_find_prefix_looks_up_again_only_after_the_prefix_cache_has_changed() -> None:
     blocks = BlockManager(4, 2)
-    waiting = BlockTable()
+    waiting, table = BlockTable(), BlockTable()
     tokens = [1, 2, 3, 4, 5]
     with patch.object(blocks, "_by_digest", wraps=blocks._by_digest) as index:
         def looked_up() -> tuple[list[int], int]:
@@ -94,7 +94,6 @@ def test_find_prefix_looks_up_again_only_after_the_prefix_cache_has_changed() ->
 
         assert looked_up() == ([], 1)
         assert looked_up() == ([], 0)
-        table = BlockTable()
         assert blocks.allocate(table, 4)
         assert looked_up() == ([], 0)
     blocks.register(table, tokens[:4], 4)
