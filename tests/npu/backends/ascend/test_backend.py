@@ -161,8 +161,8 @@ def test_ascend_padding_beyond_a_block_has_distinct_slots(tmp_path: Path) -> Non
     npu = load(tmp_path, decode_buckets=(200, 65536), **wide)
     assert npu.backend.padding_blocks == 2
     assert len(npu._store.tensors[0]) == npu.num_blocks + 2
-    assert npu._dispatch.mixed is not None
-    assert npu._dispatch.mixed.largest == 512
+    assert npu._dispatch.chunks.hidden is not None
+    assert npu._dispatch.chunks.hidden.largest == 512
     found = [answers(runner, [Ask(prompt, 4, at=i) for i, prompt in enumerate(prompts)], chunk=450)[0]
              for runner in (npu, load(tmp_path, "cpu", block_size=128, threads=1, **wide))]
     npu.backend.synchronize()

@@ -132,7 +132,7 @@ def test_ascend_unsupported_call_is_updated_from_python(tmp_path: Path, captures
         runner = load(tmp_path, decode_buckets=(4,))
     assert isinstance(runner.backend, AscendBackend)
     assert isinstance(runner.backend._lengths, NativeLengths if captures else LengthThread)
-    assert (runner._dispatch.greedy is None) == (captures > 0)
+    assert (runner._dispatch.decodes.argmax is None) == (captures > 0)
     assert answers(runner, asks(3, 4))[0] == answers(load(tmp_path, "cpu", block_size=128, threads=1), asks(3, 4))[0]
 
 

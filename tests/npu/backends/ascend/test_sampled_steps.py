@@ -69,7 +69,7 @@ def test_step_of_any_rows_samples_a_limited_number(tmp_path: Path) -> None:
         npu = load(tmp_path, decode_buckets=(1, 2))
     got, results = answers(npu, varied(20, PARAMETERS))
     assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), varied(20, PARAMETERS))[0]
-    assert npu._dispatch.mixed_sampled
+    assert npu._dispatch.chunks.sampled
     assert max(result.captured_decodes for result in results) == 3
     assert max(result.decoder_decodes for result in results) == 7
 

@@ -158,8 +158,8 @@ def test_ascend_chunks_of_every_bucket_equal_cpu(tmp_path: Path, budget: int) ->
         found.append(alone + got)
         if runner.backend_name == "npu":
             assert all(result.captured for result in results)
-            assert runner._dispatch.mixed is not None
-            assert runner._dispatch.mixed.largest == budget
+            assert runner._dispatch.chunks.hidden is not None
+            assert runner._dispatch.chunks.hidden.largest == budget
     assert found[0] == found[1]
 
 
@@ -170,18 +170,18 @@ def test_ascend_replay_of_other_batch_is_refused(tmp_path: Path) -> None:
     prefill(runner, 2)
     with pytest.raises(ValueError, match="request 1: a token that is being sampled must be alone in its row"):
         runner.launch(Step([Row(0, [PENDING], 3, [0], True), Row(1, [PENDING, 5], 3, [1], True)]))
-    graphs = runner._dispatch.greedy
+    graphs = runner._dispatch.decodes.argmax
     assert graphs is not None
     for rows, lengths in ((2, [1]), (2, [1, 1, 1]), (3, [1, 1, 1])):
         with pytest.raises(ValueError, match=f"{len(lengths)} context lengths for a graph of {graphs.size(rows)} rows"):
             graphs.replay(rows, lengths)
     with pytest.raises(ValueError, match="5 rows, where the largest graph has 4"):
         graphs.replay(5, [1] * 5)
-    mixed = runner._dispatch.mixed
-    assert mixed is not None
+    chunks = runner._dispatch.chunks.hidden
+    assert chunks is not None
     for lengths, ends in (([1, 2], [0, 1]), ([1, 2], [0, 1, 3])):
         with pytest.raises(ValueError, match=rf"2 context lengths and \[{ends[-1]}\] tokens for a graph of 64 tokens"):
-            mixed.replay(3, lengths, ends)
+            chunks.replay(3, lengths, ends)
     assert decode(runner, 2, 3).captured_decodes == 2
 
 

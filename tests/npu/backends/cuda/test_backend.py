@@ -161,9 +161,9 @@ def test_cuda_padding_does_not_change_cache(tmp_path: Path) -> None:
     ((keys, values),) = runner._store.plain
     news = [NewRequest(q, ids_of(5, q), [], GREEDY) for q in range(3)]
     runner.collect(runner.launch(Step([Row(q, ids_of(5, q), 0, [q], True) for q in range(3)], news)))
-    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._dispatch.mixed),  # 3 tokens of 4
+    for rows, graph in (([Row(0, ids_of(3), 5, [0], True)], runner._dispatch.chunks.hidden),  # 3 tokens of 4
                         # 2 rows of 3
-                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._dispatch.greedy)):
+                        ([Row(0, [1], 8, [0], True), Row(1, [1], 5, [1], True)], runner._dispatch.decodes.argmax)):
         assert graph is not None
         assert graph.size(sum(len(row.token_ids) for row in rows)) > sum(len(row.token_ids) for row in rows)
         before = [tensor.clone() for tensor in (keys, values)]
