@@ -27,6 +27,10 @@ KV_CACHE_MEMORY = "32MiB"
 processor time of a start."""
 
 
+READY_SECONDS, READY_SECONDS_EMULATED = 90.0, 270.0
+"""Maximum time to readiness. A start on an emulated device takes 15 s of processor time, minutes on a busy machine."""
+
+
 class Server:
     """Running `npuserve serve` on free ports; `close` kills it if it does not stop.
 
@@ -43,6 +47,7 @@ class Server:
         if not arguments or arguments[0].startswith("-") or arguments[0] == str(FOLDER):
             environment = {"NPUSERVE_KV_CACHE_MEMORY": KV_CACHE_MEMORY, **process.get("env", os.environ)}
             process = {**process, "env": environment}
+        self._ready_seconds = READY_SECONDS_EMULATED if "--emulate" in arguments else READY_SECONDS
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.log_file, stderr=subprocess.STDOUT, **process)
@@ -54,7 +59,7 @@ class Server:
         self.stub = rpc.InferenceServiceStub(self.channel)
 
     def wait_until_ready(self) -> None:
-        self._wait_for(r"ready in ([\d.]+) s")
+        self._wait_for(r"ready in ([\d.]+) s", self._ready_seconds)
 
     def _wait_for(self, pattern: str, seconds: float = 90) -> str:
         deadline = time.monotonic() + seconds

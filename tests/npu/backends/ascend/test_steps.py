@@ -177,11 +177,11 @@ def test_ascend_replay_of_other_batch_is_refused(tmp_path: Path) -> None:
             graphs.replay(rows, lengths)
     with pytest.raises(ValueError, match="5 rows, where the largest graph has 4"):
         graphs.replay(5, [1] * 5)
-    mixed = runner._dispatch.chunks.hidden
-    assert mixed is not None
+    chunks = runner._dispatch.chunks.hidden
+    assert chunks is not None
     for lengths, ends in (([1, 2], [0, 1]), ([1, 2], [0, 1, 3])):
         with pytest.raises(ValueError, match=rf"2 context lengths and \[{ends[-1]}\] tokens for a graph of 64 tokens"):
-            mixed.replay(3, lengths, ends)
+            chunks.replay(3, lengths, ends)
     assert decode(runner, 2, 3).captured_decodes == 2
 
 
