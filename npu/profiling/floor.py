@@ -167,21 +167,27 @@ class MetaModel:
     def nbytes(self, steps: Sequence[StepRecord]) -> dict[str, float]:
         """Return the bytes that all steps have to move, by kernel.
 
-        The bytes of a step are a constant, for weights, plus terms that are linear in its tokens and contexts. So the
-        sums over the steps, as one step and doubled, give both parts.
+        The bytes of a step are a constant, for weights, plus terms that are linear in its tokens, its contexts, its
+        rows, and the rows that continue a state. Those of the LM head are linear in the sampled tokens of steps that
+        sample. Small steps give the factors.
         """
-        found: dict[str, float] = {}
-        for chosen in (steps, [step for step in steps if step.samples]):
-            if not chosen:
-                continue
-            sums = [sum(getattr(step, name) for step in chosen) for name in ("tokens", "context", "samples")]
-            once, twice = (self._bytes_of_sums(*(factor * value for value in sums)) for factor in (1, 2))
-            for kernel, value in once.items():
-                if (kernel == LM_HEAD) == (chosen is not steps):
-                    constant = 2 * value - twice[kernel]
-                    found[kernel] = value + (len(chosen) - 1) * constant
-        return found
+        first, longer, second = (self._bytes_of(rows) for rows in ([(1, 1)], [(2, 2)], [(1, 1), (1, 1)]))
+        continued, further = self._bytes_of([(1, 2)]), self._bytes_of([(1, 3)])
+        moved: dict[str, float] = {}
+        for kernel, value in first.items():
+            of_context = further[kernel] - continued[kernel]
+            of_continued = continued[kernel] - value - of_context
+            of_token = longer[kernel] - value - of_context
+            of_row = second[kernel] - longer[kernel]
+            constant = value - of_token - of_context - of_row
+            moved[kernel] = sum(
+                constant + of_token * step.tokens + of_context * step.context + of_row * step.rows
+                + of_continued * step.continued for step in steps)
+        if sampling := [step for step in steps if step.samples]:
+            one, two = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
+            moved[LM_HEAD] = sum(one + (two - one) * (step.samples - 1) for step in sampling)
+        return moved
 
-    def _bytes_of_sums(self, tokens: int, context: int, samples: int) -> dict[str, int]:
-        costs = self.costs([(tokens, context)], samples)
-        return {kernel: sum(each.nbytes for each in calls) for kernel, calls in costs.items()}
+    def _bytes_of(self, rows: Sequence[tuple[int, int]], samples: int = 0) -> dict[str, int]:
+        """Return the bytes of one step by kernel, with the arguments of `costs`."""
+        return {kernel: sum(each.nbytes for each in calls) for kernel, calls in self.costs(rows, samples).items()}
