@@ -84,7 +84,8 @@ def load_runner(
         int8_levels=int8_levels, ranks=group.size if group else 1, place=group.place if group else (0, 1))
     device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
     _preflight(device, group.size if group else 1)
-    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(Shard(group.rank, group.size) if group else WHOLE)
+    shard = Shard(group.rank, group.size) if group else WHOLE
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8).sharded(shard)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
     memory = None if host else memory

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers import PreTrainedModel, Qwen3_5TextConfig
 
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
@@ -21,55 +20,12 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
+from tests.support.hybrids import VOCABULARY, logprobs_of, prompts, random_hybrid, settings_of, use_recurrent_rule
 from tests.support.loop import Ask, serve
 from tests.support.models import greedy, saved
 
 BLOCK = 16
-VOCABULARY = 120
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
-
-
-def settings_of(seed: int) -> dict[str, Any]:
-    """Return a random configuration."""
-    draw = random.Random(seed)
-    key_heads, ratio = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
-    kv_heads, group = draw.choice([1, 2]), draw.choice([1, 2, 3])
-    interval = draw.choice([2, 3, 4])
-    return {
-        "vocab_size": VOCABULARY, "hidden_size": draw.choice([24, 32, 48]), "intermediate_size": draw.choice([40, 64]),
-        "num_hidden_layers": interval + draw.choice([0, 1]), "num_attention_heads": kv_heads * group,
-        "num_key_value_heads": kv_heads, "head_dim": draw.choice([16, 32]), "max_position_embeddings": 256,
-        "full_attention_interval": interval, "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * ratio, "linear_key_head_dim": draw.choice([8, 16]),
-        "linear_value_head_dim": draw.choice([8, 16]), "linear_conv_kernel_dim": draw.choice([3, 4]),
-        "tie_word_embeddings": draw.random() < 0.5, "bos_token_id": 1, "eos_token_id": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor":
-                            draw.choice([0.25, 0.5]), "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
-
-
-def random_hybrid(seed: int, **changes: Any) -> PreTrainedModel:
-    """Return a float32 model whose numbers are all random, so that a missing one changes the results."""
-    torch.manual_seed(seed)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings_of(seed), **changes})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-1, 2)
-            elif name.endswith("linear_attn.norm.weight"):
-                parameter.normal_(1, 0.3)
-            elif parameter.dim() == 1:
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.normal_(0, (0.6 if "conv1d" in name else 1.5 / parameter.shape[-1] ** 0.5))
-    return model  # type: ignore[no-any-return]
-
-
-def prompts(count: int, seed: int) -> list[list[int]]:
-    """Return prompts of which a part begins with the same 40 tokens."""
-    draw = random.Random(seed)
-    shared = draw.choices(range(3, VOCABULARY), k=40)
-    return [[*(shared if draw.random() < 0.5 else ()), *draw.choices(range(3, VOCABULARY), k=draw.randint(1, 60))]
-            for _ in range(count)]
 
 
 def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
@@ -85,19 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, PreTrained
 
 @pytest.fixture(autouse=True)
 def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers compute prompts by the recurrence, as decoding does: its chunked form rounds more."""
-
-    def recurrent(*args: Any, chunk_size: int = 64, **settings: Any) -> Any:
-        return modeling_qwen3_5.torch_recurrent_gated_delta_rule(*args, **settings)
-
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recurrent)
-
-
-@torch.no_grad()
-def logprobs_of(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return the log-probability of each token of an answer."""
-    logits = model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
-    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).flatten()
+    use_recurrent_rule(monkeypatch)
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
