@@ -50,7 +50,7 @@ from npuserve.npu.execution.in_flight import (
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
 from npuserve.npu.execution.sampler import Logprobs, Sampler
-from npuserve.npu.execution.state_store import StateStore, block_bytes
+from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
@@ -109,6 +109,7 @@ class Runner:
         self._model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
+        self.slot_bytes = slot_bytes(config, dtype)
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
         rows = min(max_num_seqs, max_num_batched_tokens)
