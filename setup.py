@@ -2,11 +2,17 @@
 
 The library is loaded by ctypes, so one wheel serves every Python 3 of a platform. Without a working C++17 compiler the
 package is installed as a pure wheel without the library, and plain torch computes.
+
+NATIVE_ISAS selects the instruction sets: by default those with the widest registers of this machine's processor, `all`
+for a wheel or an image that other machines run, or names separated by commas. The set that every processor has is
+always built.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -27,12 +33,16 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/npuserve/kernels/native")
 ROOT = Path(__file__).resolve().parent
-ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "tables.cpp")
+PROCESSOR = "runtime/processor.cpp"
+"""Source that detects the processor's instruction sets; it needs none of the others."""
+ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "processor.cpp", "tables.cpp")
 """Sources that are compiled once. Others are compiled for each instruction set."""
 _ROWS = ("convolution.cpp", "delta.cpp", "ranks.cpp", "rope.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
 LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "rowwise.cpp", "attention.cpp", "compact.cpp")}
 """Instruction set -> sources that are not compiled for it, since its table has the kernels of a narrower set
 (runtime/isa.cpp)."""
+NARROWER = {"avx512_amx": "avx512_bf16", "avx2_vnni": "avx2"}
+"""Instruction set -> set whose kernels its table has, too."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",
          "-Wno-unknown-pragmas", "-pthread")
@@ -63,7 +73,8 @@ AARCH64: dict[str, tuple[str, ...]] = {
 
 def isas_of(machine: str) -> dict[str, tuple[str, ...]]:
     """Return the instruction sets of a machine, the widest first, and the flags of each."""
-    return {"x86_64": X86 | PORTABLE, "aarch64": AARCH64}.get(machine, PORTABLE)
+    # On x86_64 hardly any processor has none of the others, and compiling for speed takes twice the time.
+    return {"x86_64": X86 | {"portable": ("-O1",)}, "aarch64": AARCH64}.get(machine, PORTABLE)
 
 
 ISAS = isas_of(platform.machine())
@@ -98,9 +109,9 @@ def stamp(folder: Path, isas: Iterable[str]) -> str:
 
 
 def is_current(library: Path, folder: Path) -> bool:
-    """Return True if the library is built from these sources, for every instruction set that the compiler knows.
+    """Return True if the library is built from these sources, for every wanted set that the compiler knows.
 
-    The compiler runs only for instruction sets that the library lacks. Without a compiler only the sources count.
+    The compiler runs only if the library lacks instruction sets. Without a compiler only the sources count.
     """
     if not library.exists():
         return False
@@ -114,7 +125,7 @@ def is_current(library: Path, folder: Path) -> bool:
         compiler = find_compiler()
     except BuildError:
         return True
-    return not any(works(compiler, *ISAS[isa]) for isa in missing)
+    return not any(works(compiler, *ISAS[isa]) for isa in missing & wanted_isas(compiler))
 
 
 def run(command: list[str], source: str | None = None) -> str:
@@ -149,6 +160,40 @@ def find_compiler() -> list[str]:
         if works(command):
             return command
     raise BuildError(f"{' or '.join(map(shlex.join, named))} is no working C++17 compiler")
+
+
+def processor_isas(compiler: list[str]) -> set[str]:
+    """Return the instruction sets of this machine's processor; all of them if the compiler builds for another machine.
+
+    Raises BuildError.
+    """
+    with TemporaryDirectory() as temporary:
+        library = Path(temporary, "processor.so")
+        run([*compiler, "-shared", *FLAGS, f"-I{ROOT / SOURCES}", str(ROOT / SOURCES / PROCESSOR), "-o", str(library)])
+        try:
+            name_of = ctypes.CDLL(str(library)).npuserve_processor_isa
+        except OSError:
+            return set(ISAS)
+        name_of.restype = ctypes.c_char_p
+        names = itertools.takewhile(bool, map(name_of, itertools.count()))
+        return {name.decode() for name in names}
+
+
+def widest(names: set[str]) -> set[str]:
+    """Return those of these instruction sets that have the widest registers. Narrower ones are hardly ever faster."""
+    width = next(isa for isa in ISAS if isa in names).partition("_")[0]
+    return {isa for isa in names if isa.partition("_")[0] == width}
+
+
+def wanted_isas(compiler: list[str]) -> set[str]:
+    """Return the instruction sets that NATIVE_ISAS selects. Raises BuildError, or SystemExit for an unknown name."""
+    setting = os.environ.get("NATIVE_ISAS", "")
+    if setting == "all":
+        return set(ISAS)
+    names = set(setting.replace(",", " ").split()) or widest(processor_isas(compiler))
+    if unknown := sorted(names - ISAS.keys()):
+        raise SystemExit(f"NATIVE_ISAS: {', '.join(unknown)}: not all, and not among {', '.join(ISAS)}")
+    return {*names, *(NARROWER[name] for name in names & NARROWER.keys()), list(ISAS)[-1]}
 
 
 def compile_objects(
@@ -196,7 +241,8 @@ def compile_objects(
 def build(library: Path, folder: Path) -> list[str]:
     """Build the library from the sources in `folder` and return its instruction sets. Raises BuildError."""
     compiler = find_compiler()
-    isas = {name: flags for name, flags in ISAS.items() if not flags or works(compiler, *flags)}
+    wanted = wanted_isas(compiler)
+    isas = {name: flags for name, flags in ISAS.items() if name in wanted and (not flags or works(compiler, *flags))}
     with TemporaryDirectory() as temporary:
         objects = compile_objects(compiler, folder, isas, temporary)
         linked = Path(temporary, library.name)
@@ -234,8 +280,10 @@ class BuildNative(build_ext):
                 f"npuserve: the native CPU kernels are NOT built ({error}), so plain torch serves, much slower; "
                 "install again with g++ or clang++, or CXX naming another", logging.WARNING)
         else:
-            took = f"{time.monotonic() - begun:.0f} s"
-            self.announce(f"npuserve: native CPU kernels for {', '.join(isas)} built in {took}", logging.WARNING)
+            left_out = [isa for isa in ISAS if isa not in isas]
+            others = f", not for {', '.join(left_out)} (NATIVE_ISAS=all)" if left_out else ""
+            built = f"built in {time.monotonic() - begun:.0f} s for {', '.join(isas)}{others}"
+            self.announce(f"npuserve: native CPU kernels {built}", logging.WARNING)
 
 
 class Wheel(bdist_wheel):

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,23 +73,23 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("soak: needs --accept")
     with contextlib.redirect_stdout(sys.stderr):  # torch_npu prints to stdout when it is imported
         import_torch()
-        found_model = model(config)  # first, because it starts the emulator
-    chosen = found_model.pop("cpu_kernels", None)
+        described_model = model(config)  # first, because it starts the emulator
+    chosen = described_model.pop("cpu_kernels", None)
     report: dict[str, Any] = {
         "machine": machine(), "native": native(chosen), "backends": backends(), "optional": optional(),
-        "emulated": config.emulate, "preflight": preflight(config), "model": found_model}
+        "emulated": config.emulate, "preflight": preflight(config), "model": described_model}
     if not args.json:
         print(text(report), flush=True)
     has_errors = any(notice["level"] == "error" for notice in report["preflight"])
-    good = found_model["fits"] and not found_model["missing_weights"] and not has_errors
+    good = described_model["fits"] and not described_model["missing_weights"] and not has_errors
     code = 0
     if good and args.accept:
-        found, complete = accept(config, args)
-        good = complete and not any(finding.passed is False for finding in found)
+        findings, complete = accept(config, args)
+        good = complete and not any(finding.passed is False for finding in findings)
         report["acceptance"] = {
-            "passed": good, "complete": complete, "findings": [as_json(finding) for finding in found]}
+            "passed": good, "complete": complete, "findings": [as_json(finding) for finding in findings]}
         if not args.json:
-            print(ending(found, complete=complete))
+            print(ending(findings, complete=complete))
         if not complete:
             code = 130
     if good and args.compare:
@@ -105,24 +106,24 @@ def run(args: argparse.Namespace) -> int:
 
 def accept(config: ServerConfig, args: argparse.Namespace) -> tuple[list[Finding], bool]:
     """Return the findings of the acceptance check, and whether it is complete: Ctrl-C ends it."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         for finding in acceptance.findings(config, args.least_share, args.sizes, args.soak):
-            found.append(finding)
+            findings.append(finding)
             if not args.json:
                 print(line(finding), flush=True)
     except KeyboardInterrupt:
-        return found, False
-    return found, True
+        return findings, False
+    return findings, True
 
 
 def explain(code: int) -> int:
     """Print the meaning of an error code and advice. Return 1 for an unknown code."""
     from npuserve.npu.backends import explain_code
 
-    found = explain_code(code)
-    print(f"{code} {found or 'is not known here: send the file of npuserve collect'}")
-    return 0 if found else 1
+    meaning = explain_code(code)
+    print(f"{code} {meaning or 'is not known here: send the file of npuserve collect'}")
+    return 0 if meaning else 1
 
 
 def machine() -> dict[str, Any]:
@@ -148,6 +149,7 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
 
     isa: instruction set that they use; None if they are not installed.
     isas: instruction sets that they can use, the widest first.
+    missing: instruction sets of this processor's widest registers for which they are not built.
     The other keys are the fields of `CpuKernels`.
 
     chosen: the choice for the model; None to choose for a small model, if the CPU does not compute this one.
@@ -157,7 +159,8 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
 
     if not native.available():
         return {"isa": None, "isas": []}
-    return {"isas": native.library().isas} | asdict(chosen or choose(CpuKernelSettings()))
+    library = native.library()
+    return {"isas": library.isas, "missing": library.missing_isas} | asdict(chosen or choose(CpuKernelSettings()))
 
 
 def backends() -> dict[str, Any]:
@@ -171,16 +174,16 @@ def backends() -> dict[str, Any]:
     from npuserve.kernels.registry import KernelSet
     from npuserve.npu.backends import MODULES, backend_class, present, select
 
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name in MODULES:
         supported = name in present()
         available = supported and backend_class(name).available()
-        found[name] = {"supported": supported, "available": available}
+        report[name] = {"supported": supported, "available": available}
         if available:
             backend = select(name)
-            found[name]["memory_available_bytes"] = backend.memory_available()
-            found[name]["kernels"] = KernelSet(backend.kernels).served_labels
-    return found
+            report[name]["memory_available_bytes"] = backend.memory_available()
+            report[name]["kernels"] = KernelSet(backend.kernels).served_labels
+    return report
 
 
 def preflight(config: ServerConfig) -> list[dict[str, str]]:
@@ -215,7 +218,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.service.text.model_path import resolve
 
     folder = resolve(config.model)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "name": config.served_name or config.model or "built-in", "fits": False, "missing_weights": None}
     try:
         shard = Shard(0, config.tensor_parallel_size)
@@ -227,15 +230,15 @@ def model(config: ServerConfig) -> dict[str, Any]:
             place=place)
         facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8).sharded(shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
-        found["cpu_kernels"] = choose_kernels(
+        report["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
         missing = missing_weights(folder)
         if not missing:
             check_weights(folder, facts)
         plan = memory_plan(config, facts, backend, prefill, None if missing else folder)
     except (ModelError, BackendError) as error:
-        return found | {"error": str(error)}
-    return found | {
+        return report | {"error": str(error)}
+    return report | {
         "fits": plan.fits,
         "missing_weights": missing,
         "architecture": facts.architecture,
@@ -294,13 +297,13 @@ def missing_weights(folder: Path) -> str | None:
     return None
 
 
-def native_text(isa: str | None, isas: list[str], **chosen: Any) -> list[str]:
+def native_text(isa: str | None, isas: list[str], missing: Sequence[str] = (), **chosen: Any) -> list[str]:
     """Return lines about the CPU kernels. isa: instruction set in use; None without native kernels."""
-    from npuserve.kernels.native.choice import CpuKernels, describe
+    from npuserve.kernels.native.choice import CpuKernels, describe, missing_text
 
     if isa is None:
         return ["no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"]
-    return describe(CpuKernels(isa, **chosen), isas)
+    return describe(CpuKernels(isa, **chosen), isas) + ([missing_text(missing)] if missing else [])
 
 
 def text(report: dict[str, Any]) -> str:
@@ -320,16 +323,16 @@ def text(report: dict[str, Any]) -> str:
             lines.append(f"{name:11} {'not available here' if backend['supported'] else 'not in this version'}")
             continue
         labels = backend["kernels"]
-        own = [kernel for kernel, label in labels.items() if label != GOLDEN]
+        implemented = [kernel for kernel, label in labels.items() if label != GOLDEN]
         golden = [kernel for kernel, label in labels.items() if label == GOLDEN]
         lines.append(f"{name:11} available, {mib(backend['memory_available_bytes'])} free")
-        lines.append(f"{'':11} own kernels: {', '.join(own) or 'none'}")
+        lines.append(f"{'':11} own kernels: {', '.join(implemented) or 'none'}")
         lines.append(f"{'':11} by plain torch: {', '.join(golden) or 'none'}")
     for notice in report.get("preflight", ()):
         name = "" if notice["said"].startswith(notice["name"]) else f"{notice['name']}: "
         lines.append(f"{notice['device']:11} {notice['level']:8} {name}{notice['said']}")
-    for name, found in report["optional"].items():
-        lines.append(f"{'optional':11} {name}: {'found' if found else 'absent'}, for {OPTIONAL[name]}")
+    for name, is_installed in report["optional"].items():
+        lines.append(f"{'optional':11} {name}: {'found' if is_installed else 'absent'}, for {OPTIONAL[name]}")
     if report["emulated"]:
         lines.append("emulated    the device is emulated: the results below prove calls and numbers, not speed")
     plan = report["model"]

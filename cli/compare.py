@@ -177,14 +177,15 @@ def _their_logits(folder: Path, dtype: torch.dtype, sequences: Sequence[list[int
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         _rename_ignored(config)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True).eval()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True)
     except Exception as error:  # raised by any part of transformers
         said = " ".join(str(error).split())
         raise ConfigError(
             f"compare: transformers {transformers.__version__} does not load this checkpoint, so that nothing was "
             f"compared ({type(error).__name__}: {said[:200]}); a newer transformers may, or compare the checkpoint "
             "that it was made from") from error
+    model.eval()
     with torch.inference_mode(), _recurrence(model):
         return [model(torch.tensor([ids])).logits[0].float() for ids in sequences]
 
@@ -192,8 +193,7 @@ def _their_logits(folder: Path, dtype: torch.dtype, sequences: Sequence[list[int
 def _rename_ignored(config: Any) -> None:
     """Rename modules that stay unquantized to those of the text model, which transformers compares by name."""
     section = getattr(config, "quantization_config", None)
-    names = section.get("modules_to_not_convert") if isinstance(section, dict) else None
-    if names:
+    if isinstance(section, dict) and (names := section.get("modules_to_not_convert")):
         section["modules_to_not_convert"] = [name.replace("model.language_model.", "model.") for name in names]
 
 

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.client import Client, ClientError, Tls
 from npuserve.client.channel import auth_metadata, open_channel
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.service import arguments, probe
 
 READINESS = "npuserve.readiness"
@@ -101,7 +101,8 @@ def open_client(args: argparse.Namespace) -> Client:
 def wait_ready(target: str, seconds: float, tls: Tls | None = None) -> None:
     """Wait until the server accepts requests. Raise ConnectionFailed if it does not within `seconds`."""
     with open_channel(target, tls) as channel:
-        stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=READINESS)
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=READINESS)
         watch = stub.Watch(request, timeout=seconds, wait_for_ready=True)
         try:
             for health in watch:
@@ -149,10 +150,10 @@ def _why_no_connection(host: str, port: int, tls: bool, details: str) -> str | N
     if "Hostname Verification Check failed" in details:
         return f"the server's certificate does not name {host}"
     try:
-        found = probe.protocol_at(host, port)
+        protocol = probe.protocol_at(host, port)
     except OSError as error:
         return probe.why_no_connection(error, host)
-    if found == "TLS":
+    if protocol == "TLS":
         return ("the server ended the connection after the TLS handshake; does it require a client certificate "
                 "(--tls-cert, --tls-key)?" if tls else "the server speaks TLS; add --tls, or --tls-ca FILE")
     return {
@@ -161,4 +162,4 @@ def _why_no_connection(host: str, port: int, tls: bool, details: str) -> str | N
         "HTTP": "this port belongs to a web server without gRPC",
         "unknown": "the server at this port speaks neither gRPC nor TLS",
         "none": "the server accepts the connection and sends nothing",
-    }[found]
+    }[protocol]

@@ -115,7 +115,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (default: the server's values)")
     for flag, kind, text in FLAGS:
-        metavar, action = {int: "N", float: "X", str: "TEXT"}[kind], "append" if flag == "stop" else "store"
+        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        action = "append" if flag == "stop" else "store"
         group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text, action=action)
     group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-text token")
 
@@ -299,7 +300,9 @@ def _stream(
     client: Client, request: generate_pb2.GenerateRequest, args: argparse.Namespace
 ) -> Collection[generate_pb2.Finish]:
     """Print the answer, why it is empty, and --stats after it. Return the finish of each sample. Raise ClientError."""
-    began, first, has_text = time.monotonic(), None, False
+    began = time.monotonic()
+    first = None
+    has_text = False
     stream = client.stream(request, timeout=args.timeout)
     printer: Printer = (JsonPrinter if args.json else TextPrinter)(sample_count(request))
     try:

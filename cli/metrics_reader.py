@@ -38,7 +38,8 @@ class Page:
 
     def sum(self, name: str, **labels: str) -> float:
         """Return the sum of all samples with these labels; 0 if there are none."""
-        return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
+        return sum(value for sample_labels, value in self.samples.get(name, ())
+                   if labels.items() <= sample_labels.items())
 
 
 def page_url(target: str) -> str:
@@ -77,11 +78,11 @@ def _why_no_page(url: str, error: Exception) -> str:
     """Return why a server that accepts connections does not answer in HTTP."""
     parts = urllib.parse.urlsplit(url)
     try:
-        found = probe.protocol_at(parts.hostname or "", parts.port or 80)
+        protocol = probe.protocol_at(parts.hostname or "", parts.port or 80)
     except OSError as failed:
         return probe.why_no_connection(failed, parts.hostname or "")
-    if found in ("gRPC", "TLS"):
-        spoken = "gRPC" if found == "gRPC" else "TLS, which the metrics page never does"
+    if protocol in ("gRPC", "TLS"):
+        spoken = "gRPC" if protocol == "gRPC" else "TLS, which the metrics page never does"
         return f"this port speaks {spoken}; give the metrics port, which is 9090 by default"
     return f"no metrics page: {type(error).__name__}"
 
@@ -111,7 +112,8 @@ class Window:
 
     def increase(self, name: str, **labels: str) -> float:
         """Return the increase of a counter, over all samples with these labels."""
-        now, was = self.after.sum(name, **labels), self.before.sum(name, **labels)
+        now = self.after.sum(name, **labels)
+        was = self.before.sum(name, **labels)
         return now - was if now >= was else now
 
     def rate(self, name: str, **labels: str) -> float:
@@ -136,15 +138,16 @@ class Window:
         for page, sign in ((self.after, 1), (self.before, -1)):
             if sign < 0 and page.sum(f"{histogram}_count", **labels) > self.after.sum(f"{histogram}_count", **labels):
                 break
-            for found, value in page.samples.get(f"{histogram}_bucket", ()):
-                if labels.items() <= found.items():
-                    bounds[float(found["le"])] += sign * value
+            for bucket, value in page.samples.get(f"{histogram}_bucket", ()):
+                if labels.items() <= bucket.items():
+                    bounds[float(bucket["le"])] += sign * value
         count = bounds.get(math.inf, 0.0)
         if count <= 0:
             return None
-        low, below = 0.0, 0.0
+        low = below = 0.0
         for bound, at_most in sorted(bounds.items()):
             if at_most >= q * count and at_most > below:
                 return low if bound == math.inf else low + (bound - low) * (q * count - below) / (at_most - below)
-            low, below = bound, at_most
+            low = bound
+            below = at_most
         return low

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from npuserve.cli import connection
 from npuserve.client import ClientError
 from npuserve.client.channel import auth_metadata, open_channel
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.common.answer import value_name
 from npuserve.npu.profile import DEFAULT_SECONDS, DEFAULT_STEPS, MAX_PROFILE_SECONDS, MAX_PROFILE_STEPS
 from npuserve.service.arguments import number
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if a trace was written, 1 if not."""
     try:
-        made = record(args)
+        profile = record(args)
     except connection.ConnectionFailed as error:
         return connection.print_error(error, args)
     except grpc.RpcError as error:
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
         return connection.print_error(failed, args)
     if args.json:
         print(json.dumps(MessageToDict(
-            made, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)))
+            profile, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)))
     else:
-        print(text(made))
-    return 0 if made.path else 1
+        print(text(profile))
+    return 0 if profile.path else 1
 
 
 def record(args: argparse.Namespace) -> pb.StopProfileResponse:
@@ -70,40 +70,44 @@ def record(args: argparse.Namespace) -> pb.StopProfileResponse:
         options: dict[str, Any] = {"metadata": auth_metadata(key)}
         stub.StartProfile(start, timeout=WRITE_SECONDS, **options)
         try:
-            made: pb.StopProfileResponse = stub.StopProfile(
+            profile: pb.StopProfileResponse = stub.StopProfile(
                 pb.StopProfileRequest(wait=True), timeout=args.seconds + WRITE_SECONDS, **options)
         except KeyboardInterrupt:
             with contextlib.suppress(grpc.RpcError):
                 stub.StopProfile(pb.StopProfileRequest(), timeout=WRITE_SECONDS, **options)
             raise
-    return made
+    return profile
 
 
-def text(made: pb.StopProfileResponse) -> str:
+def text(profile: pb.StopProfileResponse) -> str:
     """Return the result as lines of text."""
-    seconds = made.duration.ToNanoseconds() / 1e9
-    if not made.steps:
+    seconds = profile.duration.ToNanoseconds() / 1e9
+    if not profile.steps:
         return f"no step ran in {seconds:.1f} s, so there is no trace: send requests while the profile runs"
-    ending = value_name(pb.ProfileEnding, made.ending, "PROFILE_ENDING_").lower()
-    lines = [f"trace: {made.path} on the server, {made.bytes / 1e6:.2f} MB; open it in https://ui.perfetto.dev",
-             f"{made.steps} steps in {seconds:.2f} s, ended by {ending}; {made.layers} layers; {made.recorder}", ""]
-    lines += _columns([HEAD, *(_row(made, kernel) for kernel in made.kernels)])
-    step, floor = made.step_time.ToNanoseconds() / 1e9, sum(kernel.floor_bytes for kernel in made.kernels)
-    if made.has_times and step:
-        kernels = sum(kernel.seconds for kernel in made.kernels)
-        lines += ["", f"a step takes {_time(step / made.steps)} on the device, {kernels / step:.0%} of it in kernels; "
-                      f"it moves at least {floor / made.steps / 1e6:.2f} MB: {floor / step / 1e9:.1f} GB/s"]
-    elif not made.has_times:
+    ending = value_name(pb.ProfileEnding, profile.ending, "PROFILE_ENDING_").lower()
+    lines = [f"trace: {profile.path} on the server, {profile.bytes / 1e6:.2f} MB; open it in https://ui.perfetto.dev",
+             f"{profile.steps} steps in {seconds:.2f} s, ended by {ending}; {profile.layers} layers; "
+             f"{profile.recorder}", ""]
+    lines += _columns([HEAD, *(_row(profile, kernel) for kernel in profile.kernels)])
+    step = profile.step_time.ToNanoseconds() / 1e9
+    floor = sum(kernel.floor_bytes for kernel in profile.kernels)
+    if profile.has_times and step:
+        kernels = sum(kernel.seconds for kernel in profile.kernels)
+        lines += ["", f"a step takes {_time(step / profile.steps)} on the device, "
+                      f"{kernels / step:.0%} of it in kernels; it moves "
+                      f"at least {floor / profile.steps / 1e6:.2f} MB: {floor / step / 1e9:.1f} GB/s"]
+    elif not profile.has_times:
         lines += ["", "an emulated device: the order and the number of the calls are real, times are not recorded"]
     return "\n".join(lines)
 
 
-def _row(made: pb.StopProfileResponse, kernel: pb.ProfiledKernel) -> Sequence[str]:
-    step, floor = made.step_time.ToNanoseconds() / 1e9, sum(each.floor_bytes for each in made.kernels)
-    per_step = kernel.calls / made.steps
-    timed = made.has_times and kernel.seconds > 0
+def _row(profile: pb.StopProfileResponse, kernel: pb.ProfiledKernel) -> Sequence[str]:
+    step = profile.step_time.ToNanoseconds() / 1e9
+    floor = sum(each.floor_bytes for each in profile.kernels)
+    per_step = kernel.calls / profile.steps
+    timed = profile.has_times and kernel.seconds > 0
     return (
-        kernel.kernel, f"{per_step:.4g}", f"{per_step / made.layers:.3g}",
+        kernel.kernel, f"{per_step:.4g}", f"{per_step / profile.layers:.3g}",
         _time(kernel.seconds / kernel.calls) if timed else "–",
         f"{kernel.seconds / step:.1%}" if timed and step else "–",
         f"{kernel.floor_bytes / floor:.1%}" if kernel.floor_bytes else "–",

@@ -64,7 +64,8 @@ def _smoothing(text: str) -> float | None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 when OUT is complete. Raise ConfigError for an unusable model, an unusable text or an unwritable OUT."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    folder, out = resolve(args.model), expand("out", args.out)
+    folder = resolve(args.model)
+    out = expand("out", args.out)
     try:
         _check_out(folder, out, args.overwrite)
     except OSError as error:
@@ -125,7 +126,8 @@ def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ConfigError(f"model: {folder} has no tokenizer for a calibration text; use --calibration none")
-    left, texts = samples * length * MAX_CHARACTERS_PER_TOKEN, []
+    left = samples * length * MAX_CHARACTERS_PER_TOKEN
+    texts = []
     for text in texts_of(expand("calibration", file)) if file else default_texts():
         texts.append(text[:left])
         left -= len(text)
@@ -165,10 +167,10 @@ def texts_of(path: Path) -> Iterator[str]:
 
 def _text(line: str, where: str) -> str:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         raise ConfigError(f"{where}: is not JSON") from None
-    if not isinstance(found, dict) or not isinstance(text := found.get("text"), str):
+    if not isinstance(record, dict) or not isinstance(text := record.get("text"), str):
         raise ConfigError(f'{where}: must be an object with a string "text"')
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{where}: has half a surrogate pair, which is no character")
@@ -176,7 +178,8 @@ def _text(line: str, where: str) -> str:
 
 
 def _check_out(folder: Path, out: Path, overwrite: bool) -> None:
-    source, target = folder.resolve(), out.resolve()
+    source = folder.resolve()
+    target = out.resolve()
     if target == source or source in target.parents:
         raise ConfigError(f"out: {out} is within the model's folder {folder}")
     if target in source.parents:
@@ -242,7 +245,7 @@ def _summary(out: Path, written: QuantizationResult, seconds: float) -> str:
              f"{written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
     norms = {norm for strengths in written.strengths for norm in strengths}
     for norm in sorted(norms):
-        found = [strengths[norm] for strengths in written.strengths if norm in strengths]
-        lines.append(f"  smoothed after {norm}: strength {min(found):g} to {max(found):g}, "
-                     f"median {statistics.median(found):g}")
+        strengths_of_norm = [strengths[norm] for strengths in written.strengths if norm in strengths]
+        lines.append(f"  smoothed after {norm}: strength {min(strengths_of_norm):g} to {max(strengths_of_norm):g}, "
+                     f"median {statistics.median(strengths_of_norm):g}")
     return "\n".join(lines)

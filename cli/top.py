@@ -63,17 +63,18 @@ def _url(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 if the first scrape fails, 0 after q or Ctrl-C. Later failures are shown, and scraping continues."""
-    url, shown = args.target, urlsplit(args.target).netloc
+    url = args.target
+    shown = urlsplit(args.target).netloc
     console = Console()
     try:
         before = read_page(url)
         if args.once or args.json:
             time.sleep(args.interval)
-            found = figures(Window(before, read_page(url)))
+            now = figures(Window(before, read_page(url)))
             if args.json:
-                print(json.dumps(found))
+                print(json.dumps(now))
             else:
-                console.print(view(found, shown))
+                console.print(view(now, shown))
             return 0
     except Unreadable as error:
         print(f"npuserve top: {error}", file=sys.stderr)
@@ -129,7 +130,8 @@ def _is_ended(keyboard: int | None, seconds: float) -> bool:
 
 def figures(window: Window) -> dict[str, Any]:
     """Return the figures to show: times in seconds, rates per second, shares of 1; None without observations."""
-    now, rate = window.after, window.rate
+    now = window.after
+    rate = window.rate
     build: dict[str, str] = next((dict(labels) for labels, _ in now.samples.get("npuserve_build_info", ())), {})
     ended = rate("npuserve_requests_total")
     kernels = _kernels(window)
@@ -168,46 +170,46 @@ def _kernels(window: Window) -> list[dict[str, Any]]:
     """Return the figures of each kernel, the largest share first. share: share of the time of all kernels."""
     name = "npuserve_kernel_latency_seconds"
     total = window.increase(f"{name}_sum")
-    found = []
+    rows = []
     for labels, _ in window.after.samples.get(f"{name}_count", ()):
         if calls := window.increase(f"{name}_count", **labels):
             share = window.increase(f"{name}_sum", **labels) / total
-            found.append({**labels, "calls": calls, "share": share, **_spread(window, name, **labels)})
-    return sorted(found, key=lambda kernel: -kernel["share"])
+            rows.append({**labels, "calls": calls, "share": share, **_spread(window, name, **labels)})
+    return sorted(rows, key=lambda kernel: -kernel["share"])
 
 
-def view(found: dict[str, Any], target: str) -> Group:
+def view(now: dict[str, Any], target: str) -> Group:
     """Return the screen for `figures`."""
     head = Text.assemble(
-        (found["model"] or "no model yet", "bold"), f"  {found['backend'] or ''}  npuserve {found['version'] or ''}  "
-        f"{target}  over {found['seconds']:.1f} s")
-    age = found["heartbeat_age"]
+        (now["model"] or "no model yet", "bold"), f"  {now['backend'] or ''}  npuserve {now['version'] or ''}  "
+        f"{target}  over {now['seconds']:.1f} s")
+    age = now["heartbeat_age"]
     if age > 5:
         head.append(f"\nno heartbeat of the engine for {age:.0f} s", "bold red")
     load = _Cells([
-        _cell("running", f"{found['running']:.0f}"), _cell("waiting", f"{found['waiting']:.0f}", found["waiting"] > 0),
-        _cell("KV cache", f"{found['kv_cache_usage']:.0%}", found["kv_cache_usage"] > 0.95),
-        _cell("prefix hits", _share(found["prefix_hits"])),
-        _cell("answers", f"{found['answers']:.2f}/s"), _cell("goodput", f"{found['goodput']:.2f}/s"),
-        _cell("errors", f"{found['errors']:.2f}/s", found["errors"] > 0),
-        _cell("rejected", f"{found['rejections']:.2f}/s", found["rejections"] > 0),
-        _cell("generated", f"{found['generated_tokens']:.0f} tok/s"),
-        _cell("prompts", f"{found['prompt_tokens']:.0f} tok/s"),
-        _cell("preempted", f"{found['preemptions']:.2f}/s", found["preemptions"] > 0),
-        _cell("restarts", f"{found['engine_restarts']:.0f}", found["engine_restarts"] > 0),
+        _cell("running", f"{now['running']:.0f}"), _cell("waiting", f"{now['waiting']:.0f}", now["waiting"] > 0),
+        _cell("KV cache", f"{now['kv_cache_usage']:.0%}", now["kv_cache_usage"] > 0.95),
+        _cell("prefix hits", _share(now["prefix_hits"])),
+        _cell("answers", f"{now['answers']:.2f}/s"), _cell("goodput", f"{now['goodput']:.2f}/s"),
+        _cell("errors", f"{now['errors']:.2f}/s", now["errors"] > 0),
+        _cell("rejected", f"{now['rejections']:.2f}/s", now["rejections"] > 0),
+        _cell("generated", f"{now['generated_tokens']:.0f} tok/s"),
+        _cell("prompts", f"{now['prompt_tokens']:.0f} tok/s"),
+        _cell("preempted", f"{now['preemptions']:.2f}/s", now["preemptions"] > 0),
+        _cell("restarts", f"{now['engine_restarts']:.0f}", now["engine_restarts"] > 0),
     ])
     latencies = _Table("latency", ("mean", "p50", "p90", "p99"), [
         [name, *map(_time, spread.values())]
-        for name, spread in (*found["latencies"].items(), ("host gap", found["host_gap"]))])
+        for name, spread in (*now["latencies"].items(), ("host gap", now["host_gap"]))])
     steps = _Table("steps", ("per s", "tokens", "mean", "p50", "p99"), [
         [phase, f"{step['rate']:.1f}", "–" if step["tokens"] is None else f"{step['tokens']:.1f}",
          *(_time(step[key]) for key in ("mean", "p50", "p99"))]
-        for phase, step in found["steps"].items()])
-    title = "kernels, since the start" if found["kernels_since_start"] else "kernels"
+        for phase, step in now["steps"].items()])
+    title = "kernels, since the start" if now["kernels_since_start"] else "kernels"
     kernels = _Table(title, ("phase", "backend", "share", "calls", "mean", "p50", "p99"), [
         [kernel["kernel"], kernel["phase"], kernel["backend"], f"{kernel['share']:.1%}", f"{kernel['calls']:.0f}",
          *(_time(kernel[key]) for key in ("mean", "p50", "p99"))]
-        for kernel in found["kernels"][:MAX_KERNELS]])
+        for kernel in now["kernels"][:MAX_KERNELS]])
     return Group(head, load, latencies, steps, kernels)
 
 
@@ -245,7 +247,8 @@ class _Table:
         cells = [[self.title, *self.columns], *self.rows]
         widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
         wide = [max(22, widths[0]), *(max(7, width) for width in widths[1:])]
-        kept, dropped = list(range(len(widths))), []
+        kept = list(range(len(widths)))
+        dropped = []
         while len(kept) > 1 and sum(widths[i] for i in kept) + len(kept) - 1 > options.max_width:
             name = next((name for name in DROPPED_FIRST if name in self.columns and name not in dropped), None)
             if name is None:

@@ -14,7 +14,7 @@ certificate. It needs neither torch nor a tokenizer.
 
 from npuserve.client.aio import AsyncClient, AsyncStream
 from npuserve.client.channel import Tls
-from npuserve.client.errors import (
+from npuserve.client.rpc_errors import (
     Cancelled,
     ClientError,
     Conflict,

@@ -20,8 +20,8 @@ from npuserve.client.attempts import (
     malformed_message,
     missing_finish,
 )
-from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt, TokenizeOptions
+from npuserve.client.rpc_errors import Cancelled, ClientError, from_rpc
 from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2

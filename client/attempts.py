@@ -27,7 +27,7 @@ from typing import Any
 
 import grpc
 
-from npuserve.client.errors import RESUME_TOKEN, ClientError, ServerError, StreamLost
+from npuserve.client.rpc_errors import RESUME_TOKEN, ClientError, ServerError, StreamLost
 from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
 

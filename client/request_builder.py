@@ -142,17 +142,17 @@ def build_tokenize(
         if name not in TokenizeOptions.__annotations__:
             raise TypeError(f"{name}: not an option of tokenize{_suggestion(name, TokenizeOptions)}")
     shared: Any = {name: value for name, value in options.items() if name in PromptOptions.__annotations__}
-    request = build_request(prompt, shared)
-    if isinstance(prompt, pb.GenerateRequest) or request.HasField("token_ids"):
+    generate = build_request(prompt, shared)
+    if isinstance(prompt, pb.GenerateRequest) or generate.HasField("token_ids"):
         raise TypeError("prompt: must be a text or a chat")
     with _named_errors("add_special_tokens"):
-        found = tokenize_pb2.TokenizeRequest(add_special_tokens=options.get("add_special_tokens"))
-    for field, value in request.ListFields():
+        request = tokenize_pb2.TokenizeRequest(add_special_tokens=options.get("add_special_tokens"))
+    for field, value in generate.ListFields():
         if isinstance(value, prompt_pb2.Chat):
-            found.chat.CopyFrom(value)
+            request.chat.CopyFrom(value)
         else:
-            setattr(found, field.name, value)
-    return found
+            setattr(request, field.name, value)
+    return request
 
 
 def build_detokenize(token_ids: Sequence[int]) -> tokenize_pb2.DetokenizeRequest:

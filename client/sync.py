@@ -11,8 +11,8 @@ import grpc
 
 from npuserve.client import channel, request_builder
 from npuserve.client.attempts import Attempts, Retries, add_message, check_limits, is_transient, missing_finish
-from npuserve.client.errors import Cancelled, ClientError, from_rpc
 from npuserve.client.request_builder import Options, Prompt, TokenizeOptions
+from npuserve.client.rpc_errors import Cancelled, ClientError, from_rpc
 from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2

@@ -34,7 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE,
     "drain_seconds": (0, MAX_DRAIN_SECONDS),
     "hang_seconds": (5, 86400), "load_seconds": (0, 86400), "resume_seconds": (0, 86400),
-    "health_port": (0, 65535), "kv_events_buffer": (64, 1 << 20),
+    "health_port": (0, 65535), "openai_port": (0, 65535), "kv_events_buffer": (64, 1 << 20),
     "max_connection_age_seconds": (0, 86400),
     "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
 }
@@ -58,7 +58,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: folder or hub name; "" is the built-in model.
     port, metrics_port: 0 takes a free port.
     metrics_host: "" is `host`.
-    health_port: 0 opens no such port.
+    health_port, openai_port: 0 opens no such port.
 
     max_model_len: tokens of prompt and answer; 0 takes the model's limit.
     block_size: tokens per KV-cache block; 0 takes the backend's choice.
@@ -67,6 +67,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     emulate_relax, decode_buckets: comma-separated lists, parsed by `relaxations` and `buckets`.
 
     tls_*, api_keys: paths of files, reloaded when they change; "" for none.
+    openai_api_keys: path of a file, read at the start; "" for none.
     min_priority, max_priority: range of a request's priority, unless its API key has its own.
     admin_certificates: comma-separated list, parsed by `admin_names`.
 
@@ -129,6 +130,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     resume_seconds: float = 60.0
     health_port: int = 0
+    openai_port: int = 0
     log_format: Literal["auto", "text", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_prompts: bool = False
@@ -142,6 +144,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str = ""
     tls_client_ca: str = ""
     api_keys: str = ""
+    openai_api_keys: str = ""
     admin_certificates: str = ""
 
     def __post_init__(self) -> None:
@@ -167,6 +170,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_priority > self.max_priority:
             raise ConfigError(f"min_priority: {self.min_priority} is above max_priority, {self.max_priority}")
         self._check_edge()
+        self._check_openai()
         self._check_kv_events()
 
     def _check_edge(self) -> None:
@@ -186,6 +190,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"metrics_port: {self.metrics_port} is already the port of gRPC; 0 takes a free one")
         if self.health_port and self.health_port in (self.port, self.metrics_port):
             raise ConfigError(f"health_port: {self.health_port} is already the port of gRPC or of metrics")
+
+    def _check_openai(self) -> None:
+        """Check that HTTP clients get no more rights than clients of gRPC."""
+        if self.openai_api_keys and not self.openai_port:
+            raise ConfigError("openai_api_keys: there are no HTTP clients without openai_port")
+        if not self.openai_port:
+            return
+        if self.openai_port in (self.port, self.metrics_port, self.health_port):
+            raise ConfigError(f"openai_port: {self.openai_port} is already the port of gRPC, of metrics or of health")
+        if self.api_keys and not self.openai_api_keys:
+            raise ConfigError("openai_api_keys: is missing; with api_keys, HTTP clients need keys too: a file of lines "
+                              "NAME:KEY")
+        if self.tls_client_ca:
+            raise ConfigError("openai_port: HTTP clients cannot be asked for the certificates of tls_client_ca")
 
     def _check_kv_events(self) -> None:
         if self.kv_events != "off" and not self.prefix_cache:
@@ -217,8 +235,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         An entry that is not a number becomes 0, which the check of the configuration rejects.
         """
-        found = [part.strip() for part in self.decode_buckets.split(",") if part.strip()]
-        return tuple(sorted({int(part) if part.isdecimal() and len(part) < 1000 else 0 for part in found}))
+        parts = [part.strip() for part in self.decode_buckets.split(",") if part.strip()]
+        return tuple(sorted({int(part) if part.isdecimal() and len(part) < 1000 else 0 for part in parts}))
 
 
 def to_json(config: ServerConfig) -> bytes:

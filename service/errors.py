@@ -116,9 +116,9 @@ class InvalidField(ServeError):
         return f"InvalidField: {', '.join(fields)}"
 
     def details(self) -> list[Message]:
-        found = [error_details_pb2.BadRequest.FieldViolation(field=path, description=text)
+        fields = [error_details_pb2.BadRequest.FieldViolation(field=path, description=text)
                  for path, text in self.violations]
-        return [*super().details(), error_details_pb2.BadRequest(field_violations=found)]
+        return [*super().details(), error_details_pb2.BadRequest(field_violations=fields)]
 
 
 class TokenizerLimit(Exception):
@@ -374,7 +374,8 @@ def _header_bytes(path: str, description: str) -> int:
 def _numeric_part(description: str) -> str:
     """Return the allowed range and the refused value in a description; "" unless both are numbers. It holds no text of
     a client."""
-    allowed, got = _ALLOWED.match(description), _GOT.search(description)
+    allowed = _ALLOWED.match(description)
+    got = _GOT.search(description)
     return f": must be {allowed[1]}, got {got[1]}" if allowed and got else ""
 
 

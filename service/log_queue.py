@@ -52,7 +52,8 @@ class LogQueue:
     def take_dropped(self) -> int:
         """Return the number of lines dropped since the last call, and reset it."""
         with self._changed:
-            dropped, self._dropped = self._dropped, 0
+            dropped = self._dropped
+            self._dropped = 0
             return dropped
 
     def flush(self, seconds: float) -> None:

@@ -160,7 +160,8 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
         ("queue_full",), ("displaced",), ("client_limit",), ("deadline",), ("duplicate",), ("too_large",),
         ("front_end",)),
     process_failures_total: tuple(
-        (process, why) for process in ("engine", "frontend") for why in ("died", "hung", "unusable", "not_started")),
+        (process, why) for process in ("engine", "frontend", "openai")
+        for why in ("died", "hung", "unusable", "not_started")),
     grammar_errors_total: (("compile",), ("answer",)),
     settings_not_read_total: (("api_keys",), ("tls_cert",)),
     preparation_rejections_total: (
@@ -194,7 +195,8 @@ class Tally:
                 bucket.inc(count)
         self._child._sum.inc(self._sum)
         self._counts = [0] * len(self._bounds)
-        self._sum, self._any = 0.0, False
+        self._sum = 0.0
+        self._any = False
 
 
 _is_full = False  # values wait in memory for space on the disk
@@ -205,9 +207,9 @@ _fed: list[tuple[Tally, Callable[[], Iterable[float]]]] = []
 @cache
 def tally(histogram: Histogram, *labels: str) -> Tally:
     """Return the buffer for these labels. There is one per process."""
-    made = Tally(histogram.labels(*labels) if labels else histogram)
-    _tallies.append(made)
-    return made
+    buffer = Tally(histogram.labels(*labels) if labels else histogram)
+    _tallies.append(buffer)
+    return buffer
 
 
 def feed(histogram: Histogram, take: Callable[[], Iterable[float]]) -> None:
@@ -220,11 +222,11 @@ def flush() -> None:
 
     Call it several times a second, and when the process becomes idle.
     """
-    for one, take in _fed:
+    for buffer, take in _fed:
         for sample in take():
-            one.observe(sample)
-    for one in _tallies:
-        one.flush()
+            buffer.observe(sample)
+    for buffer in _tallies:
+        buffer.flush()
     if dropped := logs.take_dropped():
         log_lines_dropped_total.inc(dropped)
     _report_space(metrics_file.store())

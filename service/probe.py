@@ -39,7 +39,7 @@ def cannot_listen(host: str, port: int) -> OSError | None:
 
     port: 0 for any port. One that other processes share (SO_REUSEPORT) is taken.
     """
-    found: OSError | None = None
+    last_error: OSError | None = None
     try:
         with malformed_name_error():
             addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -52,8 +52,8 @@ def cannot_listen(host: str, port: int) -> OSError | None:
                 listener.bind(address)
                 return None
         except OSError as error:
-            found = error
-    return found
+            last_error = error
+    return last_error
 
 
 @contextlib.contextmanager
@@ -99,9 +99,11 @@ def _client_hello() -> bytes:
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    incoming = ssl.MemoryBIO()
+    outgoing = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(incoming, outgoing).do_handshake()
     return outgoing.read()

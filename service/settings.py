@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "metrics_host": "address on which metrics listen; none: host",
         "metrics_port": "port of /metrics; 0: a free one",
         "health_port": "port of health checks without TLS, for probes that do not support TLS; 0: none",
+        "openai_port": "port of the OpenAI API over HTTP, by smg (pip install 'npuserve[gateway]'); 0: none",
         "frontends": "front-end processes, which share the port, tokenize and stream",
         "max_connections": "maximum open connections per front end; above it, idle ones are closed for new ones",
         "max_message_size": "maximum size of a request, in bytes or as 4MiB; 0: what a request of this model can need",
@@ -87,6 +88,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "tls_key": "PEM file of the certificate's key",
         "tls_client_ca": "PEM file of the CAs that sign client certificates; none: clients need no certificate",
         "api_keys": "file of API keys, written by npuserve keys; none: clients need no key",
+        "openai_api_keys": "file of lines NAME:KEY, the keys of HTTP clients; none: they need no key",
         "admin_certificates": "comma-separated names of client certificates that may call AdminService",
     },
     "watch the server": {
@@ -127,9 +129,9 @@ _METAVARS = {
     "NAME": ("served_name",),
     "NAME,...": ("admin_certificates",),
     "HOST": ("host", "metrics_host"),
-    "PORT": ("port", "metrics_port", "health_port"),
+    "PORT": ("port", "metrics_port", "health_port", "openai_port"),
     "URL": ("otlp_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint"),
-    "FILE": ("tls_cert", "tls_key", "tls_client_ca", "api_keys"),
+    "FILE": ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "openai_api_keys"),
     "FOLDER": ("profile_dir",),
     "SIZE": tuple(_SIZES),
     "TOKENS": ("max_model_len", "max_num_batched_tokens", "block_size", "stream_interval", "max_buffered_tokens"),
@@ -157,7 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, settings in SETTINGS.items():
         group = parser.add_argument_group(title)
         for name, text in settings.items():
-            kind, default = _FIELDS[name].type, _FIELDS[name].default
+            kind = _FIELDS[name].type
+            default = _FIELDS[name].default
             help_text = text if default == "" else f"{text} (default: {_show(default)})"
             options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
             if kind is bool:
@@ -175,14 +178,14 @@ def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
     args: namespace of a parser prepared by `add_arguments`.
     """
     path = getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")
-    found: dict[str, tuple[str, Any]] = {}
+    given: dict[str, tuple[str, Any]] = {}
     for source in (_from_file(Path(path)) if path else iter(()), _from_variables(environ), _from_flags(args)):
         for name, label, value in source:
-            found[name] = label, _parse(name, label, value)
+            given[name] = label, _parse(name, label, value)
     try:
-        return ServerConfig(**{name: value for name, (_, value) in found.items()})
+        return ServerConfig(**{name: value for name, (_, value) in given.items()})
     except ConfigError as error:
-        labels = {name: label for name, (label, _) in found.items()}
+        labels = {name: label for name, (label, _) in given.items()}
         raise ConfigError(f"{error}{_sources(str(error), labels)}") from None
 
 

@@ -11,7 +11,7 @@ import pytest
 from npuserve.cli.acceptance import captures, latency, model
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.kernels.ascend import BLOCK
-from npuserve.npu.backends.ascend import errors as acl_errors
+from npuserve.npu.backends.ascend import fault_codes
 from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.cann import codes, versions
@@ -84,7 +84,7 @@ def test_ascend_docs_codes_have_the_faults_of_the_code(fault: Fault) -> None:
     (cells,) = [cells for cells in rows("When the device fails") if cells[0] == f"`{fault.value}`"]
     codes = [int(code.replace("x", "5")) for code in re.findall(r"\b\d[\dx]{5}\b", cells[1])]
     assert codes
-    assert {acl_errors.sort(code) for code in codes} == {fault}
+    assert {fault_codes.sort(code) for code in codes} == {fault}
 
 
 def test_ascend_docs_versions_equal_compatibility_data() -> None:
@@ -143,4 +143,4 @@ def test_ascend_docs_acceptance_limits_are_those_of_the_code() -> None:
 def test_ascend_docs_fault_node_lists_each_code_that_ends_the_server() -> None:
     (cells,) = [cells for cells in rows("When the device fails") if cells[0] == "`node`"]
     assert {int(code) for code in re.findall(r"\b\d{6}\b", cells[1])} == {
-        code for code in codes.CODES if acl_errors.sort(code) is Fault.NODE}
+        code for code in codes.CODES if fault_codes.sort(code) is Fault.NODE}

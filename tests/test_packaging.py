@@ -45,12 +45,13 @@ LIBRARY = "npuserve/kernels/native/libnpuserve.so"
 
 
 def shipped() -> dict[str, Path]:
-    """Return path in the wheel -> file, of all package files except the native library and its sources."""
+    """Return path in the wheel -> file, of all package files except the native library and C++ sources."""
     files = {"npuserve/__init__.py": ROOT / "src" / "npuserve" / "__init__.py"}
     for folder, package in SOURCES.items():
         for file in (ROOT / folder).rglob("*"):
-            native = file.is_relative_to(ROOT / "kernels" / "native") and file.suffix in (".cpp", ".h", ".so")
-            if file.is_file() and "__pycache__" not in file.parts and not native:
+            has_sources = any(file.is_relative_to(ROOT / path) for path in ("kernels/native", "npu/emulator"))
+            is_source = has_sources and file.suffix in (".cpp", ".h", ".so")
+            if file.is_file() and "__pycache__" not in file.parts and not is_source:
                 files[f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"] = file
     return files
 
@@ -225,6 +226,18 @@ def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, 
     assert step["decode_tokens_per_second"] > 0
 
 
+def test_an_installed_wheel_lacks_the_emulators_sources_and_says_so(pure: tuple[Path, Path, str], tmp_path: Path):
+    assert not [name for name in contents(pure[0]) if "/emulator/" in name and not name.endswith(".py")]
+    programs, _ = install(pure[0], tmp_path / "venv")
+    code = """if True:
+        from npuserve.npu.emulator.build import EmulatorError, find
+        try: find()
+        except EmulatorError as error: print(error)"""
+    said = output(programs / "python", "-I", "-c", code, cwd=tmp_path)
+    assert said == ("emulated NPU: its C++ sources are not in the wheel: clone npuserve, and install it with "
+                    "pip install -e .\n")
+
+
 def test_the_native_kernels_that_are_tested_are_those_of_the_tree(library: Path, setup_py: ModuleType):
     assert native.library().source.split()[0] == setup_py.digest(library.parent)
 
@@ -267,8 +280,9 @@ def old_compiler(folder: Path, compiler: list[str], option: str) -> str:
 
 
 @pytest.fixture
-def pieces(tmp_path: Path) -> Path:
-    """Folder of small sources, which compile fast."""
+def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of small sources, which compile fast, for every instruction set."""
+    monkeypatch.setenv("NATIVE_ISAS", "all")
     folder = tmp_path / "pieces"
     folder.mkdir()
     for name, text in PIECES.items():
@@ -286,6 +300,61 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(
     library.widest.restype = library.source.restype = ctypes.c_char_p
     assert library.widest().decode() == expected[0]
     assert library.source().decode() == setup_py.stamp(pieces, expected)
+
+
+def test_wanted_isas_are_the_widest_of_the_processor_by_default(
+    setup_py: ModuleType, compiler: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    *_, base = setup_py.ISAS
+    monkeypatch.delenv("NATIVE_ISAS", raising=False)
+    wanted = setup_py.wanted_isas(compiler)
+    assert wanted <= setup_py.processor_isas(compiler)
+    assert base in wanted
+    if native.available():
+        lib = native.library()
+        assert {lib.isas[0], *lib.missing_isas} <= wanted <= {*lib.isas, *lib.missing_isas}
+    monkeypatch.setenv("NATIVE_ISAS", "all")
+    assert setup_py.wanted_isas(compiler) == setup_py.ISAS.keys()
+    monkeypatch.setattr(setup_py, "ISAS", setup_py.isas_of("x86_64"))
+    for processor, expected in {
+        "avx512_amx avx512_bf16 avx512_vnni avx2_vnni avx2": {"avx512_amx", "avx512_bf16", "avx512_vnni", "portable"},
+        "avx512_bf16 avx512_vnni avx2": {"avx512_bf16", "avx512_vnni", "portable"},
+        "avx2_vnni avx2": {"avx2_vnni", "avx2", "portable"},
+        "": {"portable"},
+    }.items():
+        monkeypatch.setenv("NATIVE_ISAS", "")
+        monkeypatch.setattr(setup_py, "processor_isas", lambda compiler, names=processor: {*names.split(), "portable"})
+        assert setup_py.wanted_isas(compiler) == expected
+    for setting, expected in {
+        "avx512_amx,avx2": {"avx512_amx", "avx512_bf16", "avx2", "portable"},
+        "avx2_vnni": {"avx2_vnni", "avx2", "portable"},
+        "portable": {"portable"},
+    }.items():
+        monkeypatch.setenv("NATIVE_ISAS", setting)
+        assert setup_py.wanted_isas(compiler) == expected
+    monkeypatch.setenv("NATIVE_ISAS", "avx2,sse9")
+    with pytest.raises(SystemExit, match="NATIVE_ISAS: sse9: not all, and not among avx512_"):
+        setup_py.wanted_isas(compiler)
+
+
+def test_build_for_another_processor_keeps_a_library_with_more_and_replaces_one_with_less(
+    setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    *others, base = setup_py.ISAS
+    if not others:
+        pytest.skip("this machine has one instruction set")
+    library = tmp_path / "lib.so"
+    monkeypatch.setenv("NATIVE_ISAS", "")
+    monkeypatch.setattr(setup_py, "processor_isas", lambda compiler: {base})
+    assert setup_py.build(library, pieces) == [base]
+    assert setup_py.is_current(library, pieces)
+    monkeypatch.setattr(setup_py, "processor_isas", lambda compiler: {others[0], base})
+    assert not setup_py.is_current(library, pieces)
+    assert {others[0], base} <= {*setup_py.build(library, pieces)}
+    monkeypatch.setattr(setup_py, "processor_isas", lambda compiler: {base})
+    assert setup_py.is_current(library, pieces)
+    monkeypatch.setenv("NATIVE_ISAS", "all")
+    assert not setup_py.is_current(library, pieces)
 
 
 def test_is_current_after_a_compiler_upgrade_is_false(

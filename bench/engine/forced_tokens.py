@@ -30,14 +30,16 @@ from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import SamplingParams, Step
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.grammar.compile_process import build_matchers
-from npuserve.service.grammar.compiler import Compilation
-from npuserve.service.grammar.translation.translate import translate
-from npuserve.service.grammar.vocabulary import Vocabulary
-from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
+from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.compile_process import build_matchers
+from npuserve.service.structured_output.compiler import Compilation
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.manager import StructuredOutputManager
+from npuserve.service.structured_output.translation.translate import translate
+from npuserve.service.structured_output.vocabulary import Vocabulary
 from npuserve.service.text.model_folder import open_folder
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
@@ -63,7 +65,7 @@ class Run:
 
 def compiled_of(vocabulary: Vocabulary, constraint: Constraint) -> Compilation:
     """Compile a constraint in this process."""
-    grammar = translate(constraint, vocabulary.data.special)
+    grammar = translate(constraint.kind, constraint.text, vocabulary.data.special)
     compiled = Compilation(vocabulary)
     compiled.build(functools.partial(build_matchers, vocabulary, grammar, constraint.kind))
     compiled.finish()
@@ -78,7 +80,9 @@ def answer(
     scheduler = Scheduler(
         BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False), max_num_seqs=args.rows,
         max_num_batched_tokens=512, max_queue=0, aging_seconds=1.0, min_forced=min_forced)
-    pipeline = StepPipeline(scheduler, runner, args.depth, vocabulary=runner.config.vocab_size)
+    pipeline = StepPipeline(
+        scheduler, runner, args.depth,
+        structured_output=StructuredOutputManager(vocabulary_size=runner.config.vocab_size))
     chooser, made = random.Random(0), Run()
     for row in range(args.rows):
         prompt = [chooser.randrange(1000) for _ in range(PROMPT)]

@@ -1,14 +1,16 @@
 """Ceiling of the machine: tokens per second of a model that only reads and multiplies at the machine's current limits.
 
-A step takes the longer of two times. Reading: all weights once, the keys and values of all rows, and nothing of an
-embedding that is separate from the LM head. Multiplying: the linear layers, causal attention, and the LM head for rows
-that sample. Both in bfloat16. Needs npuserve. See harness.py.
+A step takes the longer of two times. Moving: all weights, the keys and values of all rows and the states of gated delta
+net are read once, and the states are written once; nothing of an embedding that is separate from the LM head is read.
+Multiplying: the linear layers, causal attention, and the LM head for rows that sample in bfloat16, and the recurrence
+of gated delta net in float32. States are float32, all other numbers bfloat16. Needs npuserve. See harness.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import harness
@@ -16,22 +18,46 @@ import harness
 from npuserve.cli.bench.kernels import set_threads
 from npuserve.kernels.bench.ceilings import Ceilings
 
-ITEM = 2  # bytes of a bfloat16
+ITEM, STATE_ITEM = 2, 4  # bytes of a bfloat16, and of a float32
 PASSES = 5
+OPERATIONS_OF_STATE = 7
+"""Operations of a token for each number of a state: decay, two products with a vector, sum with an outer product."""
 
 
-def work(config: dict[str, Any], measure: harness.Measure) -> tuple[float, float]:
-    """Return bytes and operations of a step of the measure; a multiply-add is two operations."""
+@dataclass(frozen=True)
+class Work:
+    """Work of a step. moved: bytes. products, recurrence: operations in bfloat16 and in float32."""
+
+    moved: float
+    products: float
+    recurrence: float
+
+
+def work(config: dict[str, Any], measure: harness.Measure) -> Work:
+    """Return the work of a step of the measure; a multiply-add is two operations."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    attentions = config["layer_types"].count("full_attention") if "layer_types" in config else layers
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    linear = layers * (2 * hidden * (queries + keys) + 3 * hidden * config["intermediate_size"])
+    gates = queries if config.get("attn_output_gate") else 0
+    linear = (attentions * hidden * (2 * (queries + keys) + gates)
+              + layers * 3 * hidden * config["intermediate_size"])
+    state = 0
+    if attentions < layers:
+        value_heads, key_dim = config["linear_num_value_heads"], config["linear_key_head_dim"]
+        values = value_heads * config["linear_value_head_dim"]
+        state = (layers - attentions) * values * key_dim
+        projected = 2 * config["linear_num_key_heads"] * key_dim + 3 * values + 2 * value_heads
+        linear += (layers - attentions) * hidden * projected
     table = hidden * config["vocab_size"]
     context = measure.rows * measure.context
     pairs = context if measure.decode else context * (measure.context + 1) / 2
     tokens = measure.rows if measure.decode else context
-    return (ITEM * (linear + table + 2 * layers * keys * context),
-            2 * linear * tokens + 2 * table * measure.rows + 4 * layers * queries * pairs)
+    moved = ITEM * (linear + table + 2 * attentions * keys * context)
+    # A prompt's states begin with zeros and are only written.
+    moved += STATE_ITEM * state * measure.rows * (2 if measure.decode else 1)
+    return Work(moved, 2 * linear * tokens + 2 * table * measure.rows + 4 * attentions * queries * pairs,
+                OPERATIONS_OF_STATE * state * tokens)
 
 
 class Ceiling(harness.Contestant):
@@ -45,12 +71,13 @@ class Ceiling(harness.Contestant):
     def sample(self, measure: harness.Measure, prompts: list[list[int]], tokens: int) -> harness.Sample:
         clock = harness.Clock(-1)
         read = max(self.ceilings.read() for _ in range(PASSES))
-        multiply = max(self.ceilings.peak("bf16") for _ in range(PASSES))
+        multiply, recur = (max(self.ceilings.peak(kind) for _ in range(PASSES)) for kind in ("bf16", "fp32"))
         clock.tick()
-        data, operations = work(self.config, measure)
-        done = measure.rows if measure.decode else measure.context
-        return {"value": done / max(data / read, operations / multiply), "others": clock.end()[1],
-                "read_gbs": read / 1e9, "bf16_gflops": multiply / 1e9}
+        step = work(self.config, measure)
+        computing = step.products / multiply + step.recurrence / recur
+        tokens = measure.rows if measure.decode else measure.context
+        return {"value": tokens / max(step.moved / read, computing), "others": clock.end()[1],
+                "read_gbs": read / 1e9, "bf16_gflops": multiply / 1e9, "fp32_gflops": recur / 1e9}
 
 
 if __name__ == "__main__":

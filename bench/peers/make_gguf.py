@@ -2,8 +2,9 @@
 
     PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0]
 
-With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. Supports Qwen3 and Llama
-architectures with one safetensors file. Needs the packages gguf and numpy.
+With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. Supports Qwen3, Llama and
+the text model of Qwen3.5 with as many key heads as value heads, with one safetensors file. Needs the packages gguf and
+numpy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,6 +23,12 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}
+HYBRID_NAMES = {
+    **NAMES, "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
        "lm_head.weight": "output.weight"}
@@ -47,6 +55,39 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return ordered
 
 
+def widened(weight: np.ndarray) -> np.ndarray:
+    """Return bfloat16 numbers in float32."""
+    return (weight.astype(np.uint32) << 16).view(np.float32)
+
+
+def add_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Write the sizes of gated delta net and of partial rotary embeddings."""
+    values = config["linear_num_value_heads"]
+    if config["linear_num_key_heads"] != values:
+        raise SystemExit("linear_num_key_heads: differs from linear_num_value_heads; llama.cpp orders such heads anew")
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(values)
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
+
+
+def hybrid_tensor(layer: str, name: str, weight: np.ndarray) -> tuple[str, np.ndarray] | None:
+    """Return the name and the numbers of a tensor that is not in bfloat16, or is changed; None for others."""
+    if name == "linear_attn.A_log":
+        return f"blk.{layer}.ssm_a", -np.exp(widened(weight))
+    if name == "linear_attn.dt_bias":
+        return f"blk.{layer}.ssm_dt.bias", widened(weight)
+    if name == "linear_attn.conv1d.weight":
+        return f"blk.{layer}.ssm_conv1d.weight", widened(weight[:, 0])
+    if name.endswith("norm.weight") and name != "linear_attn.norm.weight":
+        return f"blk.{layer}.{HYBRID_NAMES[name.removesuffix('.weight')]}.weight", widened(weight) + 1
+    return None
+
+
 def main() -> None:
     if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["q8_0"]):
         raise SystemExit(__doc__)
@@ -54,11 +95,12 @@ def main() -> None:
     q8_0 = gguf.GGMLQuantizationType.Q8_0 if sys.argv[3:] else None
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
-    if kind not in ("qwen3", "llama"):
-        raise SystemExit(f"model_type: {kind} is neither qwen3 nor llama")
+    if kind not in ("qwen3", "llama", "qwen3_5_text"):
+        raise SystemExit(f"model_type: {kind} is none of qwen3, llama, qwen3_5_text")
+    is_hybrid = kind == "qwen3_5_text"
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(out, kind)
+    writer = gguf.GGUFWriter(out, "qwen35" if is_hybrid else kind)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -67,24 +109,32 @@ def main() -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    if is_hybrid:
+        add_hybrid(writer, config)
+    else:
+        writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if q8_0 else gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
+    names = HYBRID_NAMES if is_hybrid else NAMES
     for name, weight in read(folder / "model.safetensors").items():
-        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name):
-            target = f"blk.{match[1]}.{NAMES[match[2]]}.weight"
-            if kind == "llama" and match[2] in ("self_attn.q_proj", "self_attn.k_proj"):
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if match and is_hybrid and (changed := hybrid_tensor(match[1], match[2], weight)):
+            writer.add_tensor(*changed)
+            continue
+        if match:
+            part = match[2].removesuffix(".weight")
+            target = f"blk.{match[1]}.{names[part]}.weight"
+            if kind == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
                 weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
         else:
             target = TOP[name]
         if weight.ndim == 1:
-            writer.add_tensor(target, (weight.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(target, widened(weight) + (1 if is_hybrid and name == "model.norm.weight" else 0))
         elif q8_0:
-            wide = (weight.astype(np.uint32) << 16).view(np.float32)
-            writer.add_tensor(target, gguf.quants.quantize(wide, q8_0), raw_dtype=q8_0)
+            writer.add_tensor(target, gguf.quants.quantize(widened(weight), q8_0), raw_dtype=q8_0)
         else:
             writer.add_tensor(target, np.ascontiguousarray(weight).view(np.uint8),
                               raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -1,12 +1,14 @@
 """Generation of a Hugging Face folder with random bfloat16 weights, for benchmarks in which only the shape counts.
 
     python bench/peers/make_model.py qwen3-0.6b FOLDER --tokenizer QWEN3_FOLDER
+    python bench/peers/make_model.py qwen3.5-0.8b FOLDER
     python bench/peers/make_model.py m42 FOLDER [--tokenizer QWEN3_FOLDER]
 
-Shapes: Qwen3-0.6B's, and a model of 42 million parameters with its embedding, 25 million without, which makes the cost
-around the kernels visible. Norms are 1, all other weights are from N(0, 0.02). Without --tokenizer a byte-level BPE of
-exactly the shape's vocabulary is made: the bytes, then pairs of bytes. If the tokenizer has more tokens than the shape,
-the first ones are taken. In a BPE these are the most frequent ones.
+Shapes: Qwen3-0.6B's; Qwen3.5-0.8B's text model, of gated delta net and attention; and a model of 42 million parameters
+with its embedding, 25 million without, which makes the cost around the kernels visible. Norms multiply by 1, and all
+other weights are from N(0, 0.02), but for the decay of gated delta net, which is that of transformers' initialization.
+Without --tokenizer a byte-level BPE of exactly the shape's vocabulary is made: the bytes, then pairs of bytes. If the
+tokenizer has more tokens than the shape, the first ones are taken. In a BPE these are the most frequent ones.
 """
 
 from __future__ import annotations
@@ -22,16 +24,22 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
                    "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "eos_token_id": 151645},
+    "qwen3.5-0.8b": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2,
+                     "head_dim": 256, "intermediate_size": 3584, "vocab_size": 248320, "eos_token_id": 248044,
+                     "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+                     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
     "m42": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
             "head_dim": 64, "intermediate_size": 1536, "vocab_size": 32000, "eos_token_id": 31999},
 }
 STD = 0.02
 
 
-def config_of(shape: dict[str, int]) -> dict[str, Any]:
+def config_of(shape: dict[str, Any]) -> dict[str, Any]:
+    if is_hybrid(shape):
+        return hybrid_config(shape)
     return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
             "attention_dropout": 0.0, "bos_token_id": None, "hidden_act": "silu", "initializer_range": STD,
             "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6,
@@ -39,28 +47,72 @@ def config_of(shape: dict[str, int]) -> dict[str, Any]:
             "use_cache": True, "use_sliding_window": False, **shape}
 
 
-def weights_of(shape: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
+def is_hybrid(shape: dict[str, Any]) -> bool:
+    """Return True for a shape with layers of gated delta net."""
+    return "linear_num_key_heads" in shape
+
+
+def has_attention(shape: dict[str, Any], layer: int) -> bool:
+    return not is_hybrid(shape) or (layer + 1) % int(shape["full_attention_interval"]) == 0
+
+
+def hybrid_config(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a text-only Qwen3.5."""
+    kinds = ["full_attention" if has_attention(shape, layer) else "linear_attention"
+             for layer in range(shape["num_hidden_layers"])]
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True}
+    return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "attention_bias": False,
+            "attention_dropout": 0.0, "attn_output_gate": True, "bos_token_id": None, "hidden_act": "silu",
+            "initializer_range": STD, "layer_types": kinds, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+            "rope_parameters": rope, "tie_word_embeddings": True, "dtype": "bfloat16", "torch_dtype": "bfloat16",
+            "use_cache": True, **shape}
+
+
+def weights_of(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Return every tensor of the checkpoint in bfloat16; linear weights are [out, in]."""
     random = torch.Generator().manual_seed(seed)
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    hybrid = is_hybrid(shape)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.empty(size).normal_(std=STD, generator=random).bfloat16()
 
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
+    def norm(size: int) -> torch.Tensor:
+        """Return a weight that multiplies by 1. A hybrid's checkpoint has the weights less 1."""
+        return torch.full((size,), 0.0 if hybrid else 1.0, dtype=torch.bfloat16)
 
-    weights = {"model.embed_tokens.weight": normal(shape["vocab_size"], hidden), "model.norm.weight": ones(hidden)}
+    def attention() -> dict[str, torch.Tensor]:
+        return {"self_attn.q_norm": norm(head), "self_attn.k_norm": norm(head),
+                "self_attn.q_proj": normal(queries * (2 if hybrid else 1), hidden),
+                "self_attn.k_proj": normal(keys, hidden), "self_attn.v_proj": normal(keys, hidden),
+                "self_attn.o_proj": normal(hidden, queries)}
+
+    def delta_net() -> dict[str, torch.Tensor]:
+        value_heads, value_dim = shape["linear_num_value_heads"], shape["linear_value_head_dim"]
+        values = value_heads * value_dim
+        channels = 2 * shape["linear_num_key_heads"] * shape["linear_key_head_dim"] + values
+        decay = torch.empty(value_heads).uniform_(0, 16, generator=random).clamp_min(1e-3)
+        return {"linear_attn.in_proj_qkv": normal(channels, hidden), "linear_attn.in_proj_z": normal(values, hidden),
+                "linear_attn.in_proj_b": normal(value_heads, hidden),
+                "linear_attn.in_proj_a": normal(value_heads, hidden),
+                "linear_attn.conv1d": normal(channels, 1, shape["linear_conv_kernel_dim"]),
+                "linear_attn.A_log": decay.log().bfloat16(),
+                "linear_attn.dt_bias": torch.ones(value_heads, dtype=torch.bfloat16),
+                "linear_attn.norm": torch.ones(value_dim, dtype=torch.bfloat16),
+                "linear_attn.out_proj": normal(hidden, values)}
+
+    weights = {"model.embed_tokens.weight": normal(shape["vocab_size"], hidden), "model.norm.weight": norm(hidden)}
     for layer in range(shape["num_hidden_layers"]):
         part = {
-            "input_layernorm": ones(hidden), "post_attention_layernorm": ones(hidden),
-            "self_attn.q_norm": ones(head), "self_attn.k_norm": ones(head),
-            "self_attn.q_proj": normal(queries, hidden), "self_attn.k_proj": normal(keys, hidden),
-            "self_attn.v_proj": normal(keys, hidden), "self_attn.o_proj": normal(hidden, queries),
+            "input_layernorm": norm(hidden), "post_attention_layernorm": norm(hidden),
+            **(attention() if has_attention(shape, layer) else delta_net()),
             "mlp.gate_proj": normal(inner, hidden), "mlp.up_proj": normal(inner, hidden),
             "mlp.down_proj": normal(hidden, inner)}
-        weights |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in part.items()}
+        for name, tensor in part.items():
+            suffix = "" if name.endswith(("A_log", "dt_bias")) else ".weight"
+            weights[f"model.layers.{layer}.{name}{suffix}"] = tensor
     return weights
 
 

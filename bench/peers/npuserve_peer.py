@@ -18,6 +18,7 @@ from npuserve.service.ipc.messages import Request
 from npuserve.service.ranks.load import load_model
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.state_slots import StateSlots
 
 ROWS = 32
 
@@ -29,14 +30,15 @@ class Npuserve(harness.Generator):
         parser = argparse.ArgumentParser()
         settings.add_arguments(parser)
         config = settings.load(parser.parse_args([
-            str(args.model), "--threads", str(args.threads), "--dtype", "bfloat16", "--kv-cache-memory", "1280MiB"]),
-            os.environ)
+            str(args.model), "--threads", str(args.threads), "--dtype", "bfloat16", "--kv-cache-memory", "1280MiB",
+            "--max-num-seqs", str(ROWS)]), os.environ)
         self.runner = load_model(config, config.model)
         self.budget = config.max_num_batched_tokens
         self.in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False), max_num_seqs=ROWS,
-            max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds)
+            max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds,
+            slots=StateSlots.of(self.runner.num_slots))
 
     def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
         # The first rows decode during the prefill of the others.

@@ -27,10 +27,10 @@ import jsonschema
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from npuserve.service.grammar.compile_process import CompileProcess, build_library_matcher
-from npuserve.service.grammar.errors import ConstraintError, MatcherError
-from npuserve.service.grammar.matcher import Matcher
-from npuserve.service.ipc.messages import Constraint
+from npuserve.service.structured_output.compile_process import CompileProcess, build_library_matcher
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.errors import ConstraintError, MatcherError
+from npuserve.service.structured_output.matcher import Matcher
 from tests.support.grammars import Kind, vocabulary, walk
 
 FORMATS = ("date", "time", "date-time", "ipv4", "ipv6", "email", "hostname", "uuid", "duration", "uri", "unknown")

@@ -48,23 +48,24 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the rep
 
 from bench.quality.grammar_fuzz import Cases, judged
 from npuserve.npu.step import SamplingParams, StepResult
-from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.loop import Engine
-from npuserve.service.grammar.compiler import GrammarCompiler
-from npuserve.service.grammar.vocabulary import Vocabulary
 from npuserve.service.ipc import framing
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.structured_output.compiler import GrammarCompiler
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.manager import BuiltCompiler
+from npuserve.service.structured_output.vocabulary import Vocabulary
 from npuserve.service.text.model_folder import open_folder
 from tests.support.counting_runner import FakeRunner
 from tests.support.grammars import vocabulary
 
 STEP_SECONDS = 0.002
 STREAM_TOKENS, ANSWER_TOKENS = 400, 80
-WARM_UP = m.Constraint("regex", "a")
+WARM_UP = Constraint("regex", "a")
 STRUCTURAL = b'"}],:01\n'
 """Characters that half of the tokens are chosen from where they are allowed, so that answers end."""
 
@@ -192,7 +193,7 @@ def serve(address: str, folder: str) -> None:
     print("ready", flush=True)
     engine.run()
     scheduler.check_integrity()
-    engine.grammars.close()
+    engine.structured_output.close()
     print(json.dumps({"milliseconds": {name: round(1e3 * value, 2) for name, value in worst.seconds.items()},
                       "constraints": worst.constraints}))
 
@@ -253,7 +254,7 @@ class FuzzClient:
                     kind, value = case
                     text = value if isinstance(value, str) else json.dumps(value)
                     self.counts["cases"] += 1
-                    key = self._submit(m.Constraint(kind, text), ANSWER_TOKENS)  # type: ignore[arg-type]
+                    key = self._submit(Constraint(kind, text), ANSWER_TOKENS)  # type: ignore[arg-type]
                     self._live[key] = Asked(kind, value, text, time.monotonic())
             for message in self._receive():
                 if isinstance(message, m.Outputs):
@@ -307,7 +308,7 @@ class FuzzClient:
             if wrong := judged(asked.kind, asked.value, answer):
                 self.failures.append(f"{name}: {wrong}: {answer!r}")
 
-    def _submit(self, constraint: m.Constraint | None, max_tokens: int) -> int:
+    def _submit(self, constraint: Constraint | None, max_tokens: int) -> int:
         self._key += 1
         ends = self._end_ids if constraint else frozenset()
         sampling = SamplingParams(seed=1 if constraint else 0)

@@ -26,11 +26,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 
-from npuserve.service.grammar.compiler import GrammarCompiler
-from npuserve.service.grammar.errors import MatcherError
-from npuserve.service.grammar.matcher import Matcher
-from npuserve.service.grammar.vocabulary import Vocabulary
-from npuserve.service.ipc.messages import Constraint
+from npuserve.service.structured_output.compiler import GrammarCompiler
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.errors import MatcherError
+from npuserve.service.structured_output.matcher import Matcher
+from npuserve.service.structured_output.vocabulary import Vocabulary
 from npuserve.service.text.tokenizer import Tokenizer
 from npuserve.service.text.tokenizer_loader import load_tokenizer
 

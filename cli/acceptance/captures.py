@@ -101,7 +101,8 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     Yields none if the backend captures nothing, and only the largest if a dispatch serves any number of rows. Raises
     BackendError as `Backend.capture` does.
     """
-    model, backend = loaded.model, loaded.backend
+    model = loaded.model
+    backend = loaded.backend
     size = backend.block_size
     slots = model.config.slots_of(largest)
     cache = StateStore.allocate(
@@ -122,10 +123,12 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     rows = _decode_rows(model, backend, cache, sizes[-1])
     del captured
     for count in reversed(sizes):
-        began, free = time.perf_counter(), backend.memory_available()
+        began = time.perf_counter()
+        free = backend.memory_available()
         captured = capture_bucket(backend, step, count)
         assert captured
-        seconds, nbytes = time.perf_counter() - began, max(0, free - backend.memory_available())
+        seconds = time.perf_counter() - began
+        nbytes = max(0, free - backend.memory_available())
         compared = [
             backend.enqueue(partial(_compare, captured, rows[:n], loaded, buffers, cache, captured.size(n))).wait()
             for n in (count, max(1, count - 1))]
@@ -188,11 +191,13 @@ def chunk_buckets(loaded: Loaded) -> Iterator[ChunkBucket]:
     Yields none if the backend captures no steps with chunks, or if they need no padding: one dispatch then serves steps
     of any size. Raises BackendError as `Backend.capture` does.
     """
-    backend, size = loaded.backend, loaded.runner.block_size
+    backend = loaded.backend
+    size = loaded.runner.block_size
     if not (backend.padding_blocks and backend.captures_chunks(loaded.runner.cache_dtype)):
         return
     longest = max(LONG) + CHUNK_TOKENS
-    model, per_row = shortened(loaded, longest), -(-longest // size)
+    model = shortened(loaded, longest)
+    per_row = -(-longest // size)
     slots = model.config.slots_of(2)
     cache = StateStore.allocate(
         model.config, 2 * per_row + backend.padding_blocks, size, loaded.runner.cache_dtype, backend, slots,

@@ -67,7 +67,8 @@ def findings(
 
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
-    backend.decode_buckets, backend.capture_mode = config.buckets, config.capture
+    backend.decode_buckets = config.buckets
+    backend.capture_mode = config.capture
     folder = resolve(config.model)
     latencies = LatencyCheck(config.emulate, None if config.emulate else least_share)
     quick = sizes == "quick" or (sizes == "auto" and (config.emulate or backend.device.type == "cpu"))

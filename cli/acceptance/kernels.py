@@ -65,8 +65,8 @@ def check_kernels(backend: Backend) -> Iterator[Finding]:
 
 def check_kernel(kernel: Kernel[..., Any], dtype: torch.dtype, backend: Backend) -> Finding:
     """Return the finding for the kernel's test cases in one dtype."""
-    found = judge_cases(kernel, supported_cases(kernel, backend, benchmark=False), dtype, backend)
-    return replace(found, name=f"{kernel.name} {str(dtype).removeprefix('torch.')}")
+    finding = judge_cases(kernel, supported_cases(kernel, backend, benchmark=False), dtype, backend)
+    return replace(finding, name=f"{kernel.name} {str(dtype).removeprefix('torch.')}")
 
 
 def judge_cases(
@@ -80,20 +80,29 @@ def judge_cases(
     from npuserve.kernels.bench.accuracy import Oracle
     from npuserve.kernels.registry import GOLDEN
 
-    count, error, others, golden_error, golden_others, wrong, excess = 0, 0.0, 0, 0.0, 0, [], 0.0
+    count = 0
+    error = 0.0
+    others = 0
+    golden_error = 0.0
+    golden_others = 0
+    wrong = []
+    excess = 0.0
     for case in cases:
         oracle = Oracle(kernel, case, dtype)
         golden = oracle.accuracy(GOLDEN)
         try:
-            found = backend.enqueue(partial(oracle.accuracy, backend.kernels)).wait()
+            accuracy = backend.enqueue(partial(oracle.accuracy, backend.kernels)).wait()
         except Exception as refused:  # raised by the device or its software
             failed = failure("kernels", refused)
             return Finding("kernels", "", f"case {case.name}: {failed.said}", False, failed.figures, failed.advice)
-        if found.excess > 1 or found.other_ids > golden.other_ids + other_ids:
+        if accuracy.excess > 1 or accuracy.other_ids > golden.other_ids + other_ids:
             wrong.append(case.name)
-        count, excess = count + 1, max(excess, found.excess)
-        error, others = max(error, found.error), others + found.other_ids
-        golden_error, golden_others = max(golden_error, golden.error), golden_others + golden.other_ids
+        count += 1
+        excess = max(excess, accuracy.excess)
+        error = max(error, accuracy.error)
+        others += accuracy.other_ids
+        golden_error = max(golden_error, golden.error)
+        golden_others += golden.other_ids
     said = f"{count} cases, error {error:.1e} (golden {golden_error:.1e}), {excess:.2f} of the limit"
     said += f", {others} other ids (golden {golden_others})" if others or golden_others else ""
     return Finding(
@@ -144,11 +153,11 @@ def check_sizes(backend: Backend, *, quick: bool) -> Iterator[Finding]:
             if labels.get(name, GOLDEN) == GOLDEN or not cases:
                 continue
             chosen = [_few(cases)] if quick else cases
-            found = judge_cases(
+            finding = judge_cases(
                 kernel, chosen, supported_dtypes(kernel, backend)[0], backend, other_ids=size.other_ids)
             reduced = f", reduced: 1 of {len(cases)} cases" if quick else ""
-            yield Finding("sizes", f"{size.name}, {name}", f"{found.said}{reduced}", found.passed,
-                          found.figures | {"reduced": quick}, found.advice)
+            yield Finding("sizes", f"{size.name}, {name}", f"{finding.said}{reduced}", finding.passed,
+                          finding.figures | {"reduced": quick}, finding.advice)
 
 
 def _few(cases: list[Case]) -> Case:

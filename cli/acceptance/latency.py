@@ -110,7 +110,8 @@ class LatencyCheck:
         vocabulary = 4096 if self.emulated else VOCABULARY
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(SAMPLED_ROWS, vocabulary, generator=generator)
-        ones, uniform = torch.ones(SAMPLED_ROWS), torch.rand(SAMPLED_ROWS, dtype=torch.float64, generator=generator)
+        ones = torch.ones(SAMPLED_ROWS)
+        uniform = torch.rand(SAMPLED_ROWS, dtype=torch.float64, generator=generator)
         for name, (top_k, top_p) in SAMPLERS.items():
             args = implementation.adapt((
                 logits, vocabulary, ones, torch.full((SAMPLED_ROWS,), top_k), ones * top_p, ones * 0, uniform))
@@ -141,7 +142,8 @@ class LatencyCheck:
                               aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
         bench = Bench(runner, scheduler, budget, 2, [])
         for rows in BATCHES if self.bytes_per_second else ():
-            name, length = f"decode step, batch {rows}", row_length(rows, context, budget, steps)
+            name = f"decode step, batch {rows}"
+            length = row_length(rows, context, budget, steps)
             if length > runner.max_model_len or (-(-length // runner.block_size) + 1) * rows > runner.num_blocks:
                 yield Finding("latency", name, f"{rows} rows of {length} tokens do not fit", None)
                 continue

@@ -118,7 +118,8 @@ def _compare_with_cpu(
     from npuserve.cli.acceptance.reference import forced_logits, load_reference
     from npuserve.kernels.kv_cache import setting_of
 
-    runner, rounding = loaded.runner, accept_tokens.rounding_dtype(loaded)
+    runner = loaded.runner
+    rounding = accept_tokens.rounding_dtype(loaded)
     sequences = [prompt + answer for prompt, answer in zip(prompts, tokens, strict=True)]
     cached = runner.cache_dtype if runner.cache_dtype != loaded.model.weights.dtype else None
 
@@ -127,26 +128,26 @@ def _compare_with_cpu(
             forced_logits(*golden, sequences, FORCED_BATCH_TOKENS, cache_dtype=cached),
             forced_logits(model, backend, sequences, FORCED_BATCH_TOKENS, cache_dtype=cached), prompts, tokens)
 
-    found = compared(loaded.model, loaded.backend)
-    figures, said = _described(found)
+    agreement = compared(loaded.model, loaded.backend)
+    figures, said = _described(agreement)
     if rounding == "float32" and not cached:
-        passed = found.likeliest == found.tokens
+        passed = agreement.likeliest == agreement.tokens
     else:  # a cache rounds keys and values, and sums in another order may round to the next number
-        least = min_equal_share(found.positions)
-        if found.share < least and rounding in golden[1].dtypes:
-            own = compared(*load_reference(
+        min_share = min_equal_share(agreement.positions)
+        if agreement.share < min_share and rounding in golden[1].dtypes:
+            cpu_share = compared(*load_reference(
                 folder, loaded.backend, rounding, runner.max_model_len, golden[1].threads,
                 runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share
-            figures["equal_argmax_of_the_cpu"] = own
-            said += f"; the CPU in {rounding}: {own:.4f}"
-            least = min_equal_share(found.positions, own)
-        figures["least_equal_argmax"] = least
-        passed = found.share >= least and found.gap <= MAX_GAP * found.difference
-    return _judged(loaded, found, said, passed, figures)
+            figures["equal_argmax_of_the_cpu"] = cpu_share
+            said += f"; the CPU in {rounding}: {cpu_share:.4f}"
+            min_share = min_equal_share(agreement.positions, cpu_share)
+        figures["least_equal_argmax"] = min_share
+        passed = agreement.share >= min_share and agreement.gap <= MAX_GAP * agreement.difference
+    return _judged(loaded, agreement, said, passed, figures)
 
 
 def _follow_cpu(
-    loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], made: accept_tokens.Answers
+    loaded: Loaded, golden: tuple[Model, Backend], prompts: Sequence[list[int]], answers: accept_tokens.Answers
 ) -> Finding:
     """Return the finding for the agreement with the CPU in float32 of a model whose quantized activations are int8.
 
@@ -157,55 +158,59 @@ def _follow_cpu(
 
     runner, model, (reference, cpu) = loaded.runner, loaded.model, golden
     cached = runner.cache_dtype if runner.cache_dtype != model.weights.dtype else None
-    steps, rounding = accept_tokens.computed_steps(made, prompts), FollowedRounding()
+    steps = accept_tokens.computed_steps(answers, prompts)
+    rounding = FollowedRounding()
     blocks = 1 + max(block for rows in steps for row in rows for block in row.block_ids)
     device, followed = (
         step_logits(tapped, backend, steps, blocks, runner.block_size, cached)
         for tapped, backend in ((rounding.device(model), loaded.backend), (rounding.reference(reference), cpu)))
-    found = accept_tokens.step_agreement(device, followed, steps, prompts, made.tokens)
-    figures, said = _described(found)
+    agreement = accept_tokens.step_agreement(device, followed, steps, prompts, answers.tokens)
+    figures, said = _described(agreement)
     said += f" (limit {MAX_FOLLOWED_DIFFERENCE:g})"
     said += (f"; {rounding.ties} of {rounding.numbers} int8 activations rounded as the device, at most "
              f"{rounding.distance:.1e} from a half (limit {MAX_TIE_DISTANCE:.1e})")
     said += f", {rounding.others} OTHERS differ" if rounding.others else ", no others differ"
     figures |= {"int8_numbers": rounding.numbers, "int8_ties": rounding.ties, "int8_others": rounding.others,
                 "int8_tie_distance": rounding.distance}
-    passed = (found.likeliest == found.tokens and found.difference <= MAX_FOLLOWED_DIFFERENCE and not rounding.others)
-    return _judged(loaded, found, said, passed, figures)
+    is_equal = agreement.likeliest == agreement.tokens
+    passed = is_equal and agreement.difference <= MAX_FOLLOWED_DIFFERENCE and not rounding.others
+    return _judged(loaded, agreement, said, passed, figures)
 
 
-def _described(found: accept_tokens.Agreement) -> tuple[dict[str, Any], str]:
+def _described(agreement: accept_tokens.Agreement) -> tuple[dict[str, Any], str]:
     """Return the agreement in figures and in words."""
     return {
-        "positions": found.positions, "equal_argmax": found.share, "tokens": found.tokens,
-        "equal_tokens": found.likeliest / found.tokens, "largest_logit_difference": found.difference,
-        "largest_gap": found.gap,
-    }, (f"{found.likeliest} of {found.tokens} tokens as the CPU in float32, gap {found.gap:.1e}; {found.equal} of "
-        f"{found.positions} positions ({found.share:.4f}), logits differ by {found.difference:.1e}")
+        "positions": agreement.positions, "equal_argmax": agreement.share, "tokens": agreement.tokens,
+        "equal_tokens": agreement.likeliest / agreement.tokens, "largest_logit_difference": agreement.difference,
+        "largest_gap": agreement.gap,
+    }, (f"{agreement.likeliest} of {agreement.tokens} tokens as the CPU in float32, gap {agreement.gap:.1e}; "
+        f"{agreement.equal} of {agreement.positions} positions ({agreement.share:.4f}), logits differ by "
+        f"{agreement.difference:.1e}")
 
 
 def _judged(
-    loaded: Loaded, found: accept_tokens.Agreement, said: str, passed: bool, figures: dict[str, Any]
+    loaded: Loaded, agreement: accept_tokens.Agreement, said: str, passed: bool, figures: dict[str, Any]
 ) -> Finding:
-    where = "prompt {}, token {}: {} and not {}".format(*found.worst) if found.worst else "in its logits"
+    where = "prompt {}, token {}: {} and not {}".format(*agreement.worst) if agreement.worst else "in its logits"
     return Finding("tokens", f"beside the CPU, {loaded.runner.dtype_name}", said, passed, figures,
                    f"the model's result is wrong at {where}: npuserve bench step MODEL --layers 1 names the first "
                    "wrong kernel of a step; send both reports")
 
 
-def min_equal_share(positions: int, own: float = 1.0) -> float:
+def min_equal_share(positions: int, cpu_share: float = 1.0) -> float:
     """Return the lowest share of equal argmax that rounding explains; continuous in both arguments.
 
     positions: number of positions compared.
-    own: the CPU's share in the judged dtype, over the same positions; 1 if not measured.
+    cpu_share: the CPU's share in the judged dtype, over the same positions; 1 if not measured.
     """
-    expected = min(MIN_EQUAL_SHARE, own)
+    expected = min(MIN_EQUAL_SHARE, cpu_share)
     return expected - SIGMAS * math.sqrt(expected * (1 - expected) / positions)
 
 
 def _compare_overlap(loaded: Loaded, overlapped: accept_tokens.Answers, alone: accept_tokens.Answers) -> Finding:
     """Return the finding for the equality of tokens with two steps in flight and with one."""
-    same, steps = overlapped.tokens == alone.tokens, overlapped.steps == alone.steps
+    same = overlapped.tokens == alone.tokens
+    steps = overlapped.steps == alone.steps
     first = next((f" from prompt {number}, token {place} on" for number, pair in enumerate(
         zip(overlapped.tokens, alone.tokens, strict=True)) for place, (a, b) in enumerate(zip(*pair, strict=False))
         if a != b), "")

@@ -71,13 +71,16 @@ def load_reference(
     It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
     model's float8 layers or the device's quantized KV cache. Raises ModelError if the host has not enough memory.
     """
-    config, cached = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8), QUANTIZED.get(kv_cache_dtype)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8)
+    cached = QUANTIZED.get(kv_cache_dtype)
     float8 = config.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
     backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other or float8 else CpuBackend()
     backend.float8 = float8
     backend.set_threads(threads)
-    backend.int8_levels, backend.scale_dtype, backend.cache_dtypes = of.int8_levels, of.scale_dtype, of.cache_dtypes
+    backend.int8_levels = of.int8_levels
+    backend.scale_dtype = of.scale_dtype
+    backend.cache_dtypes = of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
     return Model.of(config, weights, max_model_len, KernelSet(backend.kernels), backend), backend
@@ -123,14 +126,14 @@ def forced_logits(
         model.config.slots_of(SEQUENCES_PER_STEP), model.weights.dtype)
     for first in range(0, len(sequences), SEQUENCES_PER_STEP):
         group = sequences[first : first + SEQUENCES_PER_STEP]
-        found: list[list[Tensor]] = [[] for _ in group]
+        parts: list[list[Tensor]] = [[] for _ in group]
         done = [0] * len(group)
         while rows := _rows(group, done, budget, per_row, size):
             logits = backend.enqueue(partial(_step, model, backend, rows, cache, size)).wait()
             for row, part in zip(rows, logits.split([len(r.token_ids) for r in rows]), strict=True):
-                found[row.request_id].append(part)
+                parts[row.request_id].append(part)
                 done[row.request_id] += len(row.token_ids)
-        yield from map(torch.cat, found)
+        yield from map(torch.cat, parts)
 
 
 def step_logits(

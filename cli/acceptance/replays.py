@@ -73,13 +73,13 @@ def check_crossing(replays: Replays, rows: int, first: int, last: int, limit: fl
     """Return the finding for one crossing at one batch. It names the first wrong context, else that of the largest
     difference."""
     contexts = crossing(first, last, quick=quick)
-    found: list[float] = []
+    differences: list[float] = []
     try:
-        found += (replays.difference([context] * rows) for context in contexts)
+        differences += (replays.difference([context] * rows) for context in contexts)
     except Exception as error:  # raised by the device or its software
-        return failure("contexts", error, f"batch {rows}, context {contexts[len(found)]:,}")
-    worst = max(found)
-    at = contexts[next((place for place, off in enumerate(found) if off > limit), found.index(worst))]
+        return failure("contexts", error, f"batch {rows}, context {contexts[len(differences)]:,}")
+    worst = max(differences)
+    at = contexts[next((place for place, off in enumerate(differences) if off > limit), differences.index(worst))]
     reduced = f", reduced: {len(contexts)} of {last - first + 1} contexts" if quick else ""
     where = f"first wrong at {at:,}" if worst > limit else f"largest at {at:,}"
     return Finding(
@@ -105,19 +105,19 @@ def check_soak(loaded: Loaded, minutes: float) -> Iterator[Finding]:
         return
     limit = LIMIT[loaded.runner.dtype_name]
     try:
-        found = Replays(loaded, SOAK_ROWS, SOAK_CONTEXT).soak(60 * minutes, limit, SOAK_PATTERNS, SOAK_CONTEXT)
+        soaked = Replays(loaded, SOAK_ROWS, SOAK_CONTEXT).soak(60 * minutes, limit, SOAK_PATTERNS, SOAK_CONTEXT)
     except NothingCaptured as reason:
         yield Finding("soak", "captured steps", str(reason), None)
         return
-    first = f", first replay {found.first_wrong} with contexts {found.contexts}" if found.wrong else ""
+    first = f", first replay {soaked.first_wrong} with contexts {soaked.contexts}" if soaked.wrong else ""
     yield Finding(
         "soak", f"{minutes:g} minutes, batch {SOAK_ROWS}",
-        f"{found.replays} replays, {found.wrong} wrong{first}, difference {found.worst:.1e} (limit {limit:.0e}); "
-        f"{found.grown / 2**20:.1f} MiB more in use (limit {MAX_GROWTH_BYTES >> 20})",
-        not found.wrong and found.grown <= MAX_GROWTH_BYTES,
-        {"replays": found.replays, "wrong": found.wrong, "difference": found.worst, "limit": limit,
-         "first_wrong": found.first_wrong, "contexts": list(found.contexts), "seconds": found.seconds,
-         "grown_bytes": found.grown},
+        f"{soaked.replays} replays, {soaked.wrong} wrong{first}, difference {soaked.worst:.1e} (limit {limit:.0e}); "
+        f"{soaked.grown / 2**20:.1f} MiB more in use (limit {MAX_GROWTH_BYTES >> 20})",
+        not soaked.wrong and soaked.grown <= MAX_GROWTH_BYTES,
+        {"replays": soaked.replays, "wrong": soaked.wrong, "difference": soaked.worst, "limit": limit,
+         "first_wrong": soaked.first_wrong, "contexts": list(soaked.contexts), "seconds": soaked.seconds,
+         "grown_bytes": soaked.grown},
         "replays lose or mix up their contexts over time, or leak device memory: send this report with the archive of "
         "npuserve collect, which has the versions of the device's software")
 
@@ -157,7 +157,9 @@ class Replays:
     """
 
     def __init__(self, loaded: Loaded, rows: int, longest: int):
-        self._backend, self._rows, self._size = loaded.backend, rows, loaded.runner.block_size
+        self._backend = loaded.backend
+        self._rows = rows
+        self._size = loaded.runner.block_size
         self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
         blocks, slots = rows * self._per_row, self._model.config.slots_of(rows)
@@ -199,17 +201,21 @@ class Replays:
         free = self._backend.memory_available()
         buffers = [self._backend.host_buffer(1, dtype=torch.float32) for _ in range(2)]
         flying: list[tuple[Event, Tensor, int, int]] = []
-        began, replays, wrong, worst = time.perf_counter(), 0, 0, 0.0
+        began = time.perf_counter()
+        replays = 0
+        wrong = 0
+        worst = 0.0
         first: tuple[int, tuple[int, ...]] = (-1, ())
 
         def collect() -> None:
             nonlocal wrong, worst, first
             event, buffer, number, pattern = flying.pop(0)
             event.wait()
-            found = float(buffer.nan_to_num(nan=torch.inf))
-            if found > limit and not wrong:
+            difference = float(buffer.nan_to_num(nan=torch.inf))
+            if difference > limit and not wrong:
                 first = number, tuple(drawn[pattern])
-            wrong, worst = wrong + (found > limit), max(worst, found)
+            wrong += (difference > limit)
+            worst = max(worst, difference)
 
         while time.perf_counter() - began < seconds or not replays:
             if len(flying) == 2:

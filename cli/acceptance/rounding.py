@@ -62,29 +62,29 @@ class FollowedRounding:
     def record(self, values: Tensor) -> None:
         self._recorded.append(values.to("cpu", copy=True))
 
-    def follow(self, x: Tensor, own: Quantized) -> Quantized:
-        """Return `own`, which is x quantized, with the device's rounding of ties."""
+    def follow(self, x: Tensor, quantized: Quantized) -> Quantized:
+        """Return `quantized`, which is x quantized, with the device's rounding of ties."""
         device = self._recorded.popleft()
         self.numbers += device.numel()
-        off = (device.int() - own.values.int()).abs()
+        off = (device.int() - quantized.values.int()).abs()
         if not off.any():
-            return own
-        exact = x.double() / own.scale.double().unsqueeze(-1)
+            return quantized
+        exact = x.double() / quantized.scale.double().unsqueeze(-1)
         distance = (exact - exact.floor() - 0.5).abs()
         ties = (off == 1) & (distance <= MAX_TIE_DISTANCE)
         self.ties += int(ties.sum())
         self.others += int((off > 0).sum()) - int(ties.sum())
         self.distance = max(self.distance, float(distance.where(ties, 0.0).max()))
-        return own.with_values(torch.where(ties, device, own.values))
+        return quantized.with_values(torch.where(ties, device, quantized.values))
 
 
 def _recording(kernels: KernelSet, rounding: FollowedRounding) -> Tap:
     """Return a tap that records the int8 activations of each call."""
 
     def recorded(x: Tensor, scheme: Scheme) -> Quantized:
-        made: Quantized = kernels.quantize(x, scheme)
-        rounding.record(made.values)
-        return made
+        quantized: Quantized = kernels.quantize(x, scheme)
+        rounding.record(quantized.values)
+        return quantized
 
     def call(name: str, function: Callable[..., Any], args: Args) -> Any:
         result = function(*_with_int8(name, args, recorded))

@@ -86,7 +86,8 @@ def check_sampling(
     reference = _runner(loaded, golden)
     vocabulary = loaded.runner.config.vocab_size
     least = SamplingParams(min_tokens=COUNT, ending_ids=tuple(range(0, vocabulary, 2)), temperature=0.5)
-    dtype, rounding = loaded.runner.dtype_name, accept_tokens.rounding_dtype(loaded)
+    dtype = loaded.runner.dtype_name
+    rounding = accept_tokens.rounding_dtype(loaded)
     others: list[Runner] = []
 
     def in_dtype() -> Runner | None:
@@ -102,12 +103,13 @@ def check_sampling(
         for names in (list(cases)[first : first + each] for first in range(0, len(cases), each)):
             asked = [msgspec.structs.replace(cases[name], seed=place)
                      for place, name in enumerate(name for name in names for _ in short)]
-            made = accept_tokens.answers(loaded.runner, short * len(names), COUNT, 2, asked)
+            answers = accept_tokens.answers(loaded.runner, short * len(names), COUNT, 2, asked)
             if where == "captured":
-                alone, whole = alone + made.alone, whole + made.whole
+                alone += answers.alone
+                whole += answers.whole
             for number, name in enumerate(names):
                 mine = range(number * len(short), (number + 1) * len(short))
-                yield _judge(f"{name}, {where}, {dtype}", made, mine, short * len(names), asked, reference, in_dtype,
+                yield _judge(f"{name}, {where}, {dtype}", answers, mine, short * len(names), asked, reference, in_dtype,
                              rounding)
     if loaded.backend.sampler_filters and loaded.backend.capture_mode != "off":
         share = whole / max(alone, 1)
@@ -118,7 +120,7 @@ def check_sampling(
 
 
 def _judge(
-    name: str, made: accept_tokens.Answers, mine: Sequence[int], prompts: Sequence[list[int]],
+    name: str, answers: accept_tokens.Answers, mine: Sequence[int], prompts: Sequence[list[int]],
     asked: Sequence[SamplingParams], reference: Runner, in_dtype: Callable[[], Runner | None], rounding: str,
 ) -> Finding:
     """Return the finding for the requests `mine`.
@@ -126,25 +128,26 @@ def _judge(
     rounding: `rounding_dtype` of the model.
     in_dtype: returns the CPU's runner in `rounding`, or None.
     """
-    expected = [expected_tokens(reference, prompts[i], made.tokens[i], asked[i]) for i in mine]
-    positions = sum(len(made.tokens[i]) for i in mine)
-    equal = sum(_equal(made.tokens[i], x.tokens) for i, x in zip(mine, expected, strict=True))
-    gap = max((_logprob_gap(made, i, x) for i, x in zip(mine, expected, strict=True)), default=0.0)
-    least, own = MIN_EQUAL, None
-    if equal < least * positions and (runner := in_dtype()):
-        again = [expected_tokens(runner, prompts[i], made.tokens[i], asked[i]).tokens for i in mine]
-        own = sum(_equal(x.tokens, y) for x, y in zip(expected, again, strict=True)) / positions
-        least = min(least, own - SIGMAS * math.sqrt(own * (1 - own) / positions))
+    expected = [expected_tokens(reference, prompts[i], answers.tokens[i], asked[i]) for i in mine]
+    positions = sum(len(answers.tokens[i]) for i in mine)
+    equal = sum(_equal(answers.tokens[i], x.tokens) for i, x in zip(mine, expected, strict=True))
+    gap = max((_logprob_gap(answers, i, x) for i, x in zip(mine, expected, strict=True)), default=0.0)
+    min_share = MIN_EQUAL
+    cpu_share = None
+    if equal < min_share * positions and (runner := in_dtype()):
+        again = [expected_tokens(runner, prompts[i], answers.tokens[i], asked[i]).tokens for i in mine]
+        cpu_share = sum(_equal(x.tokens, y) for x, y in zip(expected, again, strict=True)) / positions
+        min_share = min(min_share, cpu_share - SIGMAS * math.sqrt(cpu_share * (1 - cpu_share) / positions))
     limit = LOGPROB_LIMIT[rounding]
     first = next((f"answer {i}, token {place}: {a} and not {b}" for i, x in zip(mine, expected, strict=True)
-                  for place, (a, b) in enumerate(zip(made.tokens[i], x.tokens, strict=True)) if a != b), None)
-    said = f"{equal} of {positions} tokens as the CPU in float32 (limit {least:.2f})"
-    said += f"; the CPU in {rounding}: {own:.2f}" if own is not None else ""
+                  for place, (a, b) in enumerate(zip(answers.tokens[i], x.tokens, strict=True)) if a != b), None)
+    said = f"{equal} of {positions} tokens as the CPU in float32 (limit {min_share:.2f})"
+    said += f"; the CPU in {rounding}: {cpu_share:.2f}" if cpu_share is not None else ""
     said += f"; log-probabilities differ by {gap:.1e} (limit {limit:g})" if gap else ""
     return Finding(
-        "sampling", name, said, equal >= least * positions and gap <= limit,
-        {"tokens": positions, "equal": equal, "least_share": least, "share_of_the_cpu": own, "logprob_gap": gap,
-         "first_difference": first},
+        "sampling", name, said, equal >= min_share * positions and gap <= limit,
+        {"tokens": positions, "equal": equal, "least_share": min_share, "share_of_the_cpu": cpu_share,
+         "logprob_gap": gap, "first_difference": first},
         f"the device samples other tokens with this parameter, first at {first or 'no token, in log-probabilities'}: "
         "send this report; if all parameters fail, compare the part tokens first")
 
@@ -152,7 +155,8 @@ def _judge(
 def expected_tokens(runner: Runner, prompt: list[int], answer: list[int], sampling: SamplingParams) -> Expected:
     """Sample each token of an answer after the tokens before it, in one step with a request for each token."""
     width = -(-(len(prompt) + len(answer)) // runner.block_size)
-    rows, new = [], []
+    rows = []
+    new = []
     for place in range(len(answer)):
         blocks = list(range(place * width, (place + 1) * width))
         rows.append(Row(place, prompt + answer[:place], 0, blocks, True, state_slot=place))
@@ -169,12 +173,12 @@ def _equal(tokens: Sequence[int], others: Sequence[int]) -> int:
     return sum(a == b for a, b in zip(tokens, others, strict=True))
 
 
-def _logprob_gap(made: accept_tokens.Answers, place: int, expected: Expected) -> float:
+def _logprob_gap(answers: accept_tokens.Answers, place: int, expected: Expected) -> float:
     """Return the largest difference of a log-probability; infinite for NaN or missing reports."""
-    pairs = [(made.logprobs[place], expected.logprobs), (made.prompt_logprobs[place], expected.prompt_logprobs)]
-    if any(len(found) != len(wanted) for found, wanted in pairs):
+    pairs = [(answers.logprobs[place], expected.logprobs), (answers.prompt_logprobs[place], expected.prompt_logprobs)]
+    if any(len(reports) != len(wanted) for reports, wanted in pairs):
         return math.inf
-    gaps = [abs(a.logprob - b.logprob) for found, wanted in pairs for a, b in zip(found, wanted, strict=True)
+    gaps = [abs(a.logprob - b.logprob) for reports, wanted in pairs for a, b in zip(reports, wanted, strict=True)
             if a.token_id == b.token_id]
     return math.inf if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
 

@@ -114,36 +114,36 @@ def answers(
         BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
         max_queue=0, aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
     pipeline = StepPipeline(scheduler, runner, depth)
-    made = Answers([[] for _ in prompts], logprobs=[[] for _ in prompts], prompt_logprobs=[[] for _ in prompts])
+    answered = Answers([[] for _ in prompts], logprobs=[[] for _ in prompts], prompt_logprobs=[[] for _ in prompts])
     greedy = SamplingParams(temperature=0.0)
     mixed = runner.backend.captures_chunks(runner.cache_dtype)
     arriving = deque(enumerate(prompts))
     places: dict[int, int] = {}
     while arriving or scheduler.has_work:
         while arriving and (
-            len(made.rows) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
+            len(answered.rows) + len(pipeline) >= STEPS_APART * arriving[0][0] or not scheduler.has_work
         ):
             place, prompt = arriving.popleft()
             request = Request("", prompt, count, float(place), sampling[place] if sampling else greedy)
             places[scheduler.add(request, (b"", place), time.monotonic()).sequence.id] = place
         if (done := pipeline.advance()) is None:
             continue
-        made.rows.append([replace(row, request_id=places[row.request_id], block_ids=list(row.block_ids))
+        answered.rows.append([replace(row, request_id=places[row.request_id], block_ids=list(row.block_ids))
                           for row in done.step.rows])
         decodes = sum(row.is_decode for row in done.step.rows)
         if mixed or decodes == len(done.step.rows):
-            made.decodes += decodes
-            made.captured += done.result.captured_decodes + done.result.decoder_decodes
+            answered.decodes += decodes
+            answered.captured += done.result.captured_decodes + done.result.decoder_decodes
         if decodes == len(done.step.rows):
-            made.alone += decodes
-            made.whole += done.result.captured_decodes
+            answered.alone += decodes
+            answered.whole += done.result.captured_decodes
         for progress in done.progress:
             place = places[progress.sequence.id]
-            made.tokens[place] += progress.token_ids
-            made.logprobs[place] += progress.logprobs or []
-            made.prompt_logprobs[place] += progress.prompt_logprobs or []
+            answered.tokens[place] += progress.token_ids
+            answered.logprobs[place] += progress.logprobs or []
+            answered.prompt_logprobs[place] += progress.prompt_logprobs or []
     runner.collect(runner.launch(Step([], ended=scheduler.take_ended())))
-    return made
+    return answered
 
 
 @dataclass
@@ -184,7 +184,8 @@ class Agreement:
         self.likeliest += token == want
         gap = float(reference[want] - reference[token])
         if token != want and gap >= self.gap:
-            self.gap, self.worst = gap, (number, place, token, want)
+            self.gap = gap
+            self.worst = (number, place, token, want)
 
 
 def rounding_dtype(loaded: Loaded) -> str:
@@ -207,13 +208,13 @@ def agreement(
     reference, others: logits [tokens, vocabulary] of each prompt with its answer, consumed in parallel.
     tokens: answer of each prompt.
     """
-    found = Agreement()
+    compared = Agreement()
     pairs = zip(reference, others, prompts, tokens, strict=True)
     for number, (golden, logits, prompt, answer) in enumerate(pairs):
-        found.compare(golden, logits)
+        compared.compare(golden, logits)
         for place, token in enumerate(answer):
-            found.judge(golden[len(prompt) + place - 1], number, place, token)
-    return found
+            compared.judge(golden[len(prompt) + place - 1], number, place, token)
+    return compared
 
 
 def computed_steps(answered: Answers, prompts: Sequence[list[int]]) -> list[list[Row]]:
@@ -233,13 +234,13 @@ def step_agreement(
     steps: rows of each step, as `computed_steps` returns them.
     tokens: answer of each prompt.
     """
-    found = Agreement()
+    compared = Agreement()
     for logits, golden, rows in zip(others, reference, steps, strict=True):
-        found.compare(golden, logits)
+        compared.compare(golden, logits)
         end = 0
         for row in rows:
             end += len(row.token_ids)
             if row.samples:
                 place = row.start + len(row.token_ids) - len(prompts[row.request_id])
-                found.judge(golden[end - 1], row.request_id, place, tokens[row.request_id][place])
-    return found
+                compared.judge(golden[end - 1], row.request_id, place, tokens[row.request_id][place])
+    return compared

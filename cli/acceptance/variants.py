@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -80,32 +81,33 @@ def check_variants(backend: Backend, threads: int, *, hybrid: bool = False) -> I
     plain = resolve("")
     dtypes = dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []),
                             backend.resolve_dtype("auto", "bfloat16")])
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as folder:
         if hybrid:
-            plain = Path(made) / "hybrid"
+            plain = Path(folder) / "hybrid"
             write_hybrid(resolve(""), plain)
-        int8 = Path(made) / "w8a8"
+        int8 = Path(folder) / "w8a8"
         quantize_checkpoint(plain, int8)
         for variant in VARIANTS:
             if (cached := QUANTIZED.get(variant.kv_cache_dtype)) and cached not in backend.cache_dtypes:
                 continue
-            with tempfile.TemporaryDirectory(dir=made) as own:
+            with tempfile.TemporaryDirectory(dir=folder) as variant_folder:
                 for dtype in dtypes:
-                    found = _check(variant, int8 if variant.w8a8 else plain, Path(own), dtype, backend, threads)
-                    yield from guarded("variants", f"{variant.name}, {dtype}", found)
+                    findings = _check(
+                        variant, int8 if variant.w8a8 else plain, Path(variant_folder), dtype, backend, threads)
+                    yield from guarded("variants", f"{variant.name}, {dtype}", findings)
                     gc.collect()
 
 
 def _check(
-    variant: Variant, folder: Path, own: Path, dtype: str, backend: Backend, threads: int
+    variant: Variant, folder: Path, wide_folder: Path, dtype: str, backend: Backend, threads: int
 ) -> Iterator[Finding]:
-    """Yield the findings of one variant in one dtype. own: folder for a model that the variant needs."""
+    """Yield the findings of one variant in one dtype. wide_folder: folder for a model that the variant needs."""
     count = WIDE_ANSWER if variant.wide else accept_tokens.ANSWER
     length = backend.block_size + 4 * accept_tokens.BUDGET + count
     vocabulary = ModelConfig.from_folder(folder).vocab_size
     prompts = accept_tokens.prompts_of(resolve(""), vocabulary, length - count)
     if variant.wide:
-        if not (wide := own / "wide").exists():
+        if not (wide := wide_folder / "wide").exists():
             widen(folder, wide, IDS)
         folder = wide
         prompts = [[IDS // vocabulary * token for token in prompt] for prompt in prompts[WIDE_PROMPTS]]
@@ -196,7 +198,7 @@ def _linear_layer(layer: dict[str, Tensor], size: float, generator: torch.Genera
     values, channels = VALUE_HEADS * VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=generator) * scale / shape[-1] ** 0.5
+        return torch.randn(shape, generator=generator) * (scale / math.sqrt(shape[-1]))
 
     return {
         "input_layernorm.weight": torch.zeros(hidden), "post_attention_layernorm.weight": torch.zeros(hidden),

@@ -21,7 +21,8 @@ def difference_of(got: Tensor, want: Tensor) -> float:
     """Return the largest absolute difference; infinite for NaN."""
     if not want.numel():
         return 0.0
-    wide, exact = got.double(), want.double()
+    wide = got.double()
+    exact = want.double()
     return _largest(torch.where(wide == exact, 0.0, (wide - exact).abs()))
 
 
@@ -41,7 +42,8 @@ def relative_of(got: Tensor, want: Tensor) -> float:
         return 0.0
     if not want.is_floating_point():
         return difference_of(got, want) if want.dtype in QUANTIZED else float((got != want).double().mean())
-    wide, exact = got.double(), want.double()
+    wide = got.double()
+    exact = want.double()
     size = exact.abs() + exact.square().mean(-1, keepdim=True).sqrt()
     return _largest(torch.where(wide == exact, 0.0, (wide - exact).abs() / size))
 

@@ -117,7 +117,8 @@ class Trace:
 
     def run(self) -> Iterator[Call | Replay]:
         """Yield the calls of both steps; after the calls of a step, its replay if the backend captures it."""
-        config, size = self.model.config, self._size
+        config = self.model.config
+        size = self._size
         blocks = -(-(self.prompt + 1) // size)
         total = self.rows * blocks
         cached = self.backend.cache_dtype(self.kv_cache_dtype, self.model.weights.dtype)
@@ -135,8 +136,8 @@ class Trace:
             if replayed and sum(len(row.token_ids) for row in rows) <= replayed.largest:
                 yield self._replay(step, rows, hidden, buffers, replayed)
             else:  # the state of the cache after a replay
-                for own, source in zip(captured_cache.tensors, cache.tensors, strict=True):
-                    own.copy_(source)
+                for target, source in zip(captured_cache.tensors, cache.tensors, strict=True):
+                    target.copy_(source)
 
     @property
     def _slots(self) -> int:
@@ -202,9 +203,9 @@ class Trace:
     def _steps(self, blocks: int) -> Iterator[tuple[str, list[Row]]]:
         ids = torch.randint(self.model.config.vocab_size, (self.rows, self.prompt + 1),
                             generator=torch.Generator().manual_seed(0)).tolist()
-        own = [list(range(row * blocks, (row + 1) * blocks)) for row in range(self.rows)]
-        yield "prompt", [Row(r, ids[r][:-1], 0, own[r], True, state_slot=r) for r in range(self.rows)]
-        yield "decode", [Row(r, ids[r][-1:], self.prompt, own[r], True, state_slot=r) for r in range(self.rows)]
+        block_ids = [list(range(row * blocks, (row + 1) * blocks)) for row in range(self.rows)]
+        yield "prompt", [Row(r, ids[r][:-1], 0, block_ids[r], True, state_slot=r) for r in range(self.rows)]
+        yield "decode", [Row(r, ids[r][-1:], self.prompt, block_ids[r], True, state_slot=r) for r in range(self.rows)]
 
     def _forward(self, kernels: KernelSet, batch: Batch, cache: StateStore) -> Tensor:
         model = dataclasses.replace(self.model, kernels=kernels)
@@ -230,11 +231,12 @@ class Trace:
         """
 
         def call(name: str, function: Callable[..., Any], args: Args) -> Any:
-            made = KERNELS[name].implementations.get(self.backend.kernels) or Implementation(KERNELS[name].golden)
+            kernel = KERNELS[name]
+            implementation = kernel.implementations.get(self.backend.kernels) or Implementation(kernel.golden)
             golden: list[Results] = []
-            golden_tap(golden)(name, KERNELS[name].golden, cloned(made.restore(args)))
+            golden_tap(golden)(name, KERNELS[name].golden, cloned(implementation.restore(args)))
             result = function(*args)
-            got = results_of(result, made.restore(args), list(golden[0]))
+            got = results_of(result, implementation.restore(args), list(golden[0]))
             of_pass = expected.pop(0)
             errors = [relative_of(got[key], want) for key, want in golden[0].items()]
             tolerance = [tolerance_of(x.dtype) for x in got.values()]
@@ -275,9 +277,9 @@ def load(
     config = ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
-    made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
-    choose_kernels(config, made, [device], cpu)
-    weights = load_weights(folder, config, made, device)
+    resolved_dtype: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    choose_kernels(config, resolved_dtype, [device], cpu)
+    weights = load_weights(folder, config, resolved_dtype, device)
     layers = layers or config.num_layers
     kept = dataclasses.replace(weights, layers=weights.layers[:layers])
     length = max_model_len or config.context_length

@@ -149,18 +149,18 @@ def _chosen(isa: str | None) -> CpuKernels:
     return choice.CpuKernels(isa, choice.gemm_of(isa), "compact" if compact else "plain", choice.measure_rates())
 
 
-def _labels(own: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:
+def _labels(device_label: str, host: bool, kernel: Kernel[..., Any]) -> list[str]:
     """Return the labels of the implementations to time: on the host all CPU implementations and the golden function,
     otherwise the device's own implementation.
 
-    own: label of the device's kernels. host: whether the device is the host's CPU.
+    device_label: label of the device's kernels. host: whether the device is the host's CPU.
     """
     from npuserve.kernels import ascend, triton
     from npuserve.kernels.registry import GOLDEN
 
     if host:
         return [*(label for label in kernel.implementations if label not in (ascend.LABEL, triton.LABEL)), GOLDEN]
-    return [own] if own in kernel.implementations else []
+    return [device_label] if device_label in kernel.implementations else []
 
 
 def set_threads(count: int) -> None:
@@ -182,11 +182,11 @@ def _cases(names: list[str], text: str, wanted: torch.dtype) -> Iterator[tuple[K
     if unknown := [name for name in names if name not in KERNELS]:
         raise ConfigError(f"kernel: {unknown[0]!r} is not one of {', '.join(KERNELS)}")
     kernels = [KERNELS[name] for name in names or KERNELS]
-    found = [(k, case, wanted if wanted in k.dtypes else k.dtypes[0])
+    chosen = [(k, case, wanted if wanted in k.dtypes else k.dtypes[0])
              for k in kernels for case in k.cases if case.benchmark and text in case.name]
-    if not found:
+    if not chosen:
         raise ConfigError(f"case: no benchmark case of {', '.join(k.name for k in kernels)} contains {text!r}")
-    yield from found
+    yield from chosen
 
 
 def _ceilings_line(best: dict[str, float]) -> str:

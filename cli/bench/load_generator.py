@@ -116,11 +116,13 @@ class Load:
                 if answer.HasField("finish"):
                     usage = answer.finish.usage
                     outcome.reason = value_name(generate_pb2.FinishReason, answer.finish.reason)
-                    outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+                    outcome.prompt_tokens = usage.prompt_tokens
+                    outcome.cached_tokens = usage.cached_tokens
                     outcome.generated_tokens = usage.generated_tokens
             outcome.code = "OK" if outcome.reason else NO_FINISH
         except grpc.aio.AioRpcError as error:
-            outcome.code, outcome.detail = error.code().name, error.details() or ""
+            outcome.code = error.code().name
+            outcome.detail = error.details() or ""
         except asyncio.CancelledError:
             outcome.code = INTERRUPTED  # the run is over, which is no error of the task
         finally:
@@ -167,7 +169,8 @@ class Load:
         """
         self._start = time.perf_counter()
         sending = self._closed(requests, prompts, concurrency, stop) if concurrency else self._open(requests, prompts)
-        work, stopped = asyncio.create_task(sending), asyncio.create_task(stop.wait())
+        work = asyncio.create_task(sending)
+        stopped = asyncio.create_task(stop.wait())
         while not work.done() and not stopped.done():
             await asyncio.wait({work, stopped}, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
             progress(len(self.outcomes))

@@ -95,7 +95,8 @@ def summary(
     slo_ttft, slo_tpot: targets in seconds.
     """
     ok = sum(o.ok for o in outcomes)
-    output, prompt = sum(map(tokens, outcomes)), sum(o.prompt_tokens for o in outcomes)
+    output = sum(map(tokens, outcomes))
+    prompt = sum(o.prompt_tokens for o in outcomes)
     good = None if slo_ttft is None and slo_tpot is None else sum(meets(o, slo_ttft, slo_tpot) for o in outcomes)
     return {
         "seconds": seconds,
@@ -195,7 +196,8 @@ def plot(outcomes: Sequence[Outcome], seconds: float, path: Path) -> None:
     axes = figure.subplot_mosaic([["ttft", "itl", "tpot"], ["line", "line", "line"]])
     samples = latencies(outcomes)
     for name in ("ttft", "itl", "tpot"):
-        axis, values = axes[name], np.sort(1000 * samples[name])
+        axis = axes[name]
+        values = np.sort(1000 * samples[name])
         axis.step(values, np.arange(1, values.size + 1) / max(1, values.size), where="post")
         axis.set(title=name.upper(), xlabel="ms", ylabel="share of " + ("tokens" if name == "itl" else "requests"),
                  ylim=(0, 1))

@@ -25,7 +25,7 @@ from npuserve.cli import connection
 from npuserve.cli.bench import report as bench_report
 from npuserve.cli.bench.load_generator import Load
 from npuserve.cli.bench.workload import Prompts, TimedRequest, TraceError, cut_to_context, poisson, read_trace
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.service.arguments import number
 from npuserve.v1 import model_pb2
 
@@ -39,8 +39,10 @@ class BenchError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `npuserve bench serve`."""
-    count, positive = number(int, 1), number(float, 1e-9)
-    scale, requests = number(float, 0, MAX_SCALE), number(int, 0, MAX_REQUESTS)
+    count = number(int, 1)
+    positive = number(float, 1e-9)
+    scale = number(float, 0, MAX_SCALE)
+    requests = number(int, 0, MAX_REQUESTS)
     add = parser.add_argument
     connection.add_target_argument(parser)
     arrivals = parser.add_mutually_exclusive_group()
@@ -134,7 +136,8 @@ async def _run(args: argparse.Namespace, requests: list[TimedRequest]) -> int:
         if cut:
             limit = model.max_model_len
             console.print(f"{cut} of {len(requests)} requests are cut to the limits or the context of {limit}")
-        stop, signals = asyncio.Event(), list[int]()
+        stop = asyncio.Event()
+        signals = list[int]()
 
         def end(number: int) -> None:
             signals.append(number)

@@ -73,12 +73,14 @@ def run(args: argparse.Namespace) -> int:
     """Return the exit code. Raise ConfigError if the batch does not fit, or the model cannot be loaded."""
     config = settings.load(args, os.environ)
     length = 512 if config.model else 256  # the built-in model has a context of 512 tokens
-    args.context, args.prompt = args.context or [length], args.prompt or [length]
+    args.context = args.context or [length]
+    args.prompt = args.prompt or [length]
     import_torch()
     if args.layers or args.lm_head or args.dump:
         return bench_trace.run(args, config)
     bench = Bench.load(config, args.batch, max(args.context), max(args.prompt), args.tokens)
-    rss, ceilings = _peak_rss(), None
+    rss = _peak_rss()
+    ceilings = None
     if args.ceilings:
         from npuserve.kernels.bench.ceilings import Ceilings
         from npuserve.npu.backends.machine import machine_of
@@ -187,7 +189,7 @@ class Bench:
     ranks: the other ranks of the model; None if there are none.
     budget: maximum tokens of a step.
     depth: maximum number of steps in flight.
-    calls: seconds of the current step's kernel calls, if timed.
+    calls: (kernel, seconds) of the last step's kernel calls, in order, if timed.
     collected: time of the last collection.
     """
 
@@ -195,7 +197,7 @@ class Bench:
     scheduler: Scheduler
     budget: int
     depth: int
-    calls: list[float]
+    calls: list[tuple[str, float]]
     collected: float = 0.0
     ranks: RankProcesses | None = None
 
@@ -210,15 +212,16 @@ class Bench:
         budget = max(config.max_num_batched_tokens, rows + 1)
         ahead = spare(rows, context, budget)
         length = context + ahead + WARM_UP + steps
-        calls: list[float] = []
+        calls: list[tuple[str, float]] = []
         config = msgspec.structs.replace(
             config, max_num_seqs=max(config.max_num_seqs, rows), max_num_batched_tokens=budget,
             kernel_sampling=min(config.kernel_sampling, TIMED_EVERY))
         folder = str(resolve(config.model))
         ranks = RankProcesses(config, folder) if config.tensor_parallel_size > 1 else None
         try:
-            runner = load_model(config, folder, lambda *call: calls.append(call[-1]),
-                                group=ranks.group if ranks else None)
+            runner = load_model(
+                config, folder, lambda kernel, phase, label, seconds: calls.append((kernel, seconds)),
+                group=ranks.group if ranks else None)
         except (ValueError, OSError, MemoryError) as error:
             raise ConfigError(str(error)) from error
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
@@ -251,7 +254,8 @@ class Bench:
 
     def add(self, tokens: int, answer: int) -> int:
         """Add a request with `tokens` random prompt tokens and `answer` greedy tokens. Return its id."""
-        now, vocabulary = time.monotonic(), self.runner.config.vocab_size
+        now = time.monotonic()
+        vocabulary = self.runner.config.vocab_size
         prompt = [random.randrange(vocabulary) for _ in range(tokens)]
         request = Request("", prompt, answer, now, SamplingParams(temperature=0.0))
         return self.scheduler.add(request, (b"", 0), now).sequence.id
@@ -261,10 +265,12 @@ class Bench:
         self.calls.clear()
         while (done := self.pipeline.advance()) is None:
             assert self.pipeline, "nothing to compute"
-        began, self.collected = max(done.planned, self.collected), time.monotonic()
+        began = max(done.planned, self.collected)
+        self.collected = time.monotonic()
         context = sum(row.start + len(row.token_ids) for row in done.step.rows)
+        in_kernels = sum(seconds for _, seconds in self.calls)
         return StepTime(
-            self.collected - began, len(done.result.token_ids), context, sum(self.calls), done.result.device_seconds)
+            self.collected - began, len(done.result.token_ids), context, in_kernels, done.result.device_seconds)
 
     def prefill(self, tokens: int) -> float:
         """Return the seconds from the request to its first token."""

@@ -33,15 +33,15 @@ class TappedKernels(KernelSet):
         self.__dict__.update({name: tapped(name, getattr(self, name)) for name in self.labels})
 
 
-def golden_tap(made: list[Results]) -> Tap:
-    """Return a tap that executes calls in the golden layout on the host and appends their results to `made`."""
+def golden_tap(results: list[Results]) -> Tap:
+    """Return a tap that executes calls in the golden layout on the host and appends their results to `results`."""
 
     def call(name: str, function: Callable[..., Any], args: Args) -> Any:
         args = to_host(args)
         before = {name: x._version for name, x in _arguments(args).items()}
         result = function(*args)
         changed = [name for name, x in _arguments(args).items() if x._version > before[name]]
-        made.append(results_of(result, args, changed))
+        results.append(results_of(result, args, changed))
         return result
 
     return call
@@ -49,19 +49,19 @@ def golden_tap(made: list[Results]) -> Tap:
 
 def _arguments(args: Args) -> Results:
     """Return the tensors among the arguments, which a kernel may modify."""
-    made: Results = {}
+    arguments: Results = {}
     for i, x in enumerate(args):
         if isinstance(x, Quantized):
-            made |= {f"argument.{i}": x.values, f"argument.{i}.scale": x.scale}
+            arguments |= {f"argument.{i}": x.values, f"argument.{i}.scale": x.scale}
         elif isinstance(x, Tensor):
-            made[f"argument.{i}"] = x
-    return made
+            arguments[f"argument.{i}"] = x
+    return arguments
 
 
 def results_of(result: Any, args: Args, names: list[str]) -> Results:
     """Return the result and copies of the arguments in `names`, on the host."""
-    made = {f"result.{i}": x.cpu() for i, x in enumerate(tensors(result))}
-    return made | {name: x.cpu().clone() for name, x in _arguments(args).items() if name in names}
+    results = {f"result.{i}": x.cpu() for i, x in enumerate(tensors(result))}
+    return results | {name: x.cpu().clone() for name, x in _arguments(args).items() if name in names}
 
 
 def cloned(args: Args) -> Args:

@@ -37,7 +37,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
     from npuserve.cli.bench.kernel_calls import Call, Trace, load
     from npuserve.kernels.native.choice import CpuKernelSettings
 
-    rows, prompt = args.batch[0], args.prompt[0]
+    rows = args.batch[0]
+    prompt = args.prompt[0]
     try:
         model, backend = load(
             resolve(config.model), backend=config.device, dtype=config.dtype, threads=config.threads,
@@ -53,18 +54,18 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
     if not args.json:
         print(f"{'step':8}{'index':>6}  {'kernel':24}{'shape':20}{'difference':>12}{'relative':>12}{'drift':>12}")
     wrong = []
-    for found in trace.run():
+    for result in trace.run():
         if args.json:
-            row = {"kind": type(found).__name__.lower(), **asdict(found)}
+            row = {"kind": type(result).__name__.lower(), **asdict(result)}
             print(json.dumps({key: _plain(value) for key, value in row.items()}), flush=True)
-        if isinstance(found, Call):
-            line = (f"{found.step:8}{found.index:6}  {found.kernel:24}{'x'.join(map(str, found.shape)):20}"
-                    f"{found.difference:12.2e}{found.relative:12.2e}{found.drift:12.2e}{'  WRONG' * found.wrong}")
-            wrong += [f"{found.step} {found.index} {found.kernel}"] * found.wrong
+        if isinstance(result, Call):
+            line = (f"{result.step:8}{result.index:6}  {result.kernel:24}{'x'.join(map(str, result.shape)):20}"
+                    f"{result.difference:12.2e}{result.relative:12.2e}{result.drift:12.2e}{'  WRONG' * result.wrong}")
+            wrong += [f"{result.step} {result.index} {result.kernel}"] * result.wrong
         else:
-            line = (f"{found.step:8}captured: {'the same' if found.same else 'OTHER'} hidden states, "
-                    f"{found.seconds * 1e3:.3f} ms, of which kernels {found.in_kernels * 1e3:.3f} ms")
-            wrong += [] if found.same else [f"{found.step} as captured"]
+            line = (f"{result.step:8}captured: {'the same' if result.same else 'OTHER'} hidden states, "
+                    f"{result.seconds * 1e3:.3f} ms, of which kernels {result.in_kernels * 1e3:.3f} ms")
+            wrong += [] if result.same else [f"{result.step} as captured"]
         if not args.json:
             print(line, flush=True)
     if wrong and not args.json:

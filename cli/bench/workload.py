@@ -106,7 +106,8 @@ def _mooncake(file: TextIO, path: Path) -> Iterator[TimedRequest]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-            at, hashes = float(row["timestamp"]) / 1000, tuple(int(h) for h in row.get("hash_ids", ()))
+            at = float(row["timestamp"]) / 1000
+            hashes = tuple(int(h) for h in row.get("hash_ids", ()))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{where}: timestamp or hash_ids: {error}") from None
         if not math.isfinite(at):
@@ -154,7 +155,8 @@ class Prompts:
         self._low = max((i + 1 for i in eos_token_ids if i < vocabulary_size // 2), default=0)
         self._high = min((i for i in eos_token_ids if i >= vocabulary_size // 2), default=vocabulary_size)
         if self._low >= self._high:
-            self._low, self._high = 0, vocabulary_size
+            self._low = 0
+            self._high = vocabulary_size
         self._seed = seed
 
     def _draw(self, count: int, *stream: int) -> list[int]:

@@ -65,9 +65,12 @@ class Archive:
 
     def add(self, name: str, part: Part) -> None:
         """Add a part; an empty one is a line of the manifest only. A part that does not fit is cut."""
-        data, status, detail = part.data[: self._left], part.status, part.detail
+        data = part.data[: self._left]
+        status = part.status
+        detail = part.detail
         if len(data) < len(part.data):
-            status, detail = "truncated", f"{len(part.data) - len(data)} bytes are left out, the archive is full"
+            status = "truncated"
+            detail = f"{len(part.data) - len(data)} bytes are left out, the archive is full"
         if data:
             self._write(name, data)
             self._left -= len(data)
@@ -85,5 +88,7 @@ class Archive:
 
     def _write(self, name: str, data: bytes) -> None:
         member = tarfile.TarInfo(f"npuserve-collect/{name}")
-        member.size, member.mtime, member.mode = len(data), self._when, 0o600
+        member.size = len(data)
+        member.mtime = self._when
+        member.mode = 0o600
         self._tar.addfile(member, io.BytesIO(data))

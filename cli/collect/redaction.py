@@ -92,7 +92,8 @@ def _raw_lines(lines: list[str]) -> list[str]:
         if group := _GROUP.match(line):
             line = line[group.end() :]
         if _TRACEBACK.match(line) or line.startswith("Exception Group Traceback ("):
-            is_traceback, is_message = True, False
+            is_traceback = True
+            is_message = False
             kept.append(line)
         elif is_message:
             removed += bool(line) and not is_traceback

@@ -79,7 +79,8 @@ def run(
         code = process.wait(1)
     except subprocess.TimeoutExpired:  # it closed its output, or a driver blocks it
         process.kill()
-        code, is_late = -1, True
+        code = -1
+        is_late = True
     if is_late:
         return Part(data[:max_bytes], "timeout", f"killed after {seconds:g} s")
     if len(data) > max_bytes:
@@ -93,7 +94,8 @@ def run(
 
 def _read(descriptor: int, seconds: float, max_bytes: int) -> tuple[bytes, bool]:
     """Read until the end, the limit or the time. Return the bytes, and True if the time was over."""
-    deadline, data = time.monotonic() + seconds, bytearray()
+    deadline = time.monotonic() + seconds
+    data = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while len(data) <= max_bytes:
@@ -149,10 +151,10 @@ def host_files(root: Path, with_npu: bool = True) -> Iterator[tuple[str, Part]]:
     for name in (*FILES, *(NPU_FILES if with_npu else ())):
         yield f"host{name}", file(root / name[1:])
     for pattern in NPU_PATTERNS if with_npu else ():
-        found = sorted(root.glob(pattern[1:]))
-        for path in found:
+        paths = sorted(root.glob(pattern[1:]))
+        for path in paths:
             yield f"host/{path.relative_to(root)}", file(path)
-        if not found:
+        if not paths:
             yield f"host{pattern}", Part(b"", "missing", "no such file")
 
 
@@ -183,10 +185,10 @@ def software(versions: Mapping[str, str]) -> Part:
     """Return kernel, system, interpreter and Python packages. versions: of the device's software."""
     packages = {str(each.metadata["Name"]): each.version for each in metadata.distributions() if each.metadata["Name"]}
     system = platform.uname()
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "system": f"{system.system} {system.release} {system.version} {system.machine}",
         "python": platform.python_version(), "libc": " ".join(platform.libc_ver()),
         "processors": len(os.sched_getaffinity(0)), "device_software": dict(versions),
         "packages": dict(sorted(packages.items())),
     }
-    return Part(json.dumps(found, indent=1).encode())
+    return Part(json.dumps(facts, indent=1).encode())

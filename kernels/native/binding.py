@@ -29,6 +29,8 @@ def _bind_runtime(lib: ctypes.CDLL) -> None:
     lib.npuserve_constant.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))
     lib.npuserve_constant.restype = ctypes.c_char_p
     lib.npuserve_isa.restype = ctypes.c_char_p
+    lib.npuserve_processor_isa.argtypes = (ctypes.c_int,)
+    lib.npuserve_processor_isa.restype = ctypes.c_char_p
     lib.npuserve_source.restype = ctypes.c_char_p
     lib.npuserve_kernel.argtypes = (ctypes.c_char_p,)
     lib.npuserve_set_threads.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_int))

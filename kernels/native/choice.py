@@ -212,6 +212,15 @@ def measure_forms(inputs: int, nbytes: int) -> tuple[float, float]:
     return best[0], best[1]
 
 
+def missing_text(missing: Sequence[str]) -> str:
+    """Return the warning about a library that is not built for all instruction sets of this processor.
+
+    missing: `Library.missing_isas`, at least one.
+    """
+    return (f"the CPU kernels are not built for {', '.join(missing)}, which this processor has, so they may be slow; "
+            "install the package again on this machine, or with NATIVE_ISAS=all, by a compiler that knows them")
+
+
 def describe(chosen: CpuKernels, isas: Sequence[str] = ()) -> list[str]:
     """Return the choice, the available instruction sets and the measurements as lines of text."""
     others = f" (of {', '.join(isas)})" if isas else ""

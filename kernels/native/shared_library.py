@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,10 +41,19 @@ class _ResolvedOp:
         return made
 
 
+def _names(name_of: Callable[[int], bytes | None]) -> list[str]:
+    """Return all names of a function of the library that returns the i-th one, or None past the last."""
+    names: list[str] = []
+    while name := name_of(len(names)):
+        names.append(name.decode())
+    return names
+
+
 class Library:
     """The loaded library.
 
     isas: instruction sets that both the library and the processor have, the widest first.
+    missing_isas: instruction sets of the processor's widest registers for which the library is not built.
     isa: index of the set in use.
     compact: True if bfloat16 weights are packed compact where their shape allows it (packed.py).
     threads: number of threads of a run, including the caller.
@@ -56,9 +65,11 @@ class Library:
         self._lib = lib
         self._kernels: dict[str, int] = {}
         self._resolved: dict[tuple[str, torch.dtype], _ResolvedOp] = {}
-        self.isas: list[str] = []
-        while name := lib.npuserve_isa(len(self.isas)):
-            self.isas.append(name.decode())
+        self.isas = _names(lib.npuserve_isa)
+        processor = _names(lib.npuserve_processor_isa)
+        width = processor[0].partition("_")[0]
+        self.missing_isas = [
+            name for name in processor if name.partition("_")[0] == width and name not in self.isas]
         self.isa = 0
         self.compact = self.usually_compact
         self.threads = 1

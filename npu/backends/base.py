@@ -371,6 +371,9 @@ class Backend(ABC):
         mode.
         """
 
+    def deliver(self) -> None:  # noqa: B027 - a device whose work is queued at once has delivered it
+        """Let threads that wait for earlier work continue. Enqueued work calls it right before its kernels."""
+
     @abstractmethod
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         """Copy a device tensor to a `host_buffer` of its shape and dtype. Call it within enqueued work.

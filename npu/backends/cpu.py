@@ -41,18 +41,23 @@ class CompletedEvent:
 
 
 class Task(Generic[T]):
-    """Work for the queue's thread, which calls `run` and then `release`."""
+    """Work for the queue's thread, which calls `run` and then `release`.
 
-    __slots__ = ("_error", "_pending", "_result", "_work")
+    `wait` blocks other threads until the release. The queue's thread gets the result of an earlier task at once.
+    """
+
+    __slots__ = ("_error", "_pending", "_result", "_thread", "_work")
 
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._error: BaseException | None = None
+        self._thread = 0
         self._pending = threading.Lock()
         self._pending.acquire()
 
     def run(self) -> None:
         assert self._work
+        self._thread = threading.get_ident()
         try:
             self._result = self._work()
         except BaseException as error:  # `wait` raises it
@@ -63,10 +68,12 @@ class Task(Generic[T]):
         self._pending.release()
 
     def wait(self) -> T:
-        with self._pending:
-            if self._error:
-                raise self._error
-            return self._result
+        if threading.get_ident() != self._thread:
+            with self._pending:
+                pass
+        if self._error:
+            raise self._error
+        return self._result
 
     def done(self) -> bool:
         return not self._pending.locked()
@@ -75,9 +82,9 @@ class Task(Generic[T]):
 class Queue:
     """Thread that runs tasks in order until it receives None. `live`: queues whose thread has started.
 
-    A task is released only when the next task reaches its kernels, which need no interpreter lock, or when the queue is
-    empty. If it were released earlier, the thread that waits for the step would take the interpreter lock, and the
-    kernels of the next step would start only after that thread's own work.
+    A task is released only when the next task reaches its kernels, which need no interpreter lock (`Backend.deliver`),
+    or when the queue is empty. If it were released earlier, the thread that waits for the step would take the
+    interpreter lock, and the kernels of the next step would start only after that thread's own work.
     """
 
     live: ClassVar[weakref.WeakSet[Queue]] = weakref.WeakSet()
@@ -291,9 +298,11 @@ class CpuBackend(Backend):
         buffer.copy_(tensor)
         return CompletedEvent()
 
-    def span(self) -> Span:
-        if threading.current_thread() is self._queue.thread:  # a measurement starts, so kernels follow
+    def deliver(self) -> None:
+        if threading.current_thread() is self._queue.thread:
             self._queue.release()
+
+    def span(self) -> Span:
         return HostSpan()
 
     def synchronize(self) -> None:

@@ -80,8 +80,11 @@ def _package(name: str, advice: str) -> tuple[Path, str]:
 def find() -> Packages:
     """Locate the installed torch and torch_npu without importing them.
 
-    Raises EmulatorError if one is missing or the versions do not match.
+    Raises EmulatorError if one is missing, the versions do not match, or the emulator's sources are not installed.
     """
+    if not (HERE / "runtime").is_dir():
+        raise EmulatorError("emulated NPU: its C++ sources are not in the wheel: clone npuserve, and install it with "
+                            "pip install -e .")
     if platform.system() != "Linux":
         raise EmulatorError(f"emulated NPU: torch_npu runs only on Linux, not on {platform.system()}")
     torch, torch_version = _package("torch", "pip install npuserve")

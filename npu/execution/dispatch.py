@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,8 +15,7 @@ from npuserve.kernels.registry import Timings
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
-from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.sampler import Sampler
+from npuserve.npu.execution.forward import Forward
 from npuserve.npu.step import Row
 
 log = logging.getLogger(__name__)
@@ -32,82 +32,101 @@ MAX_CHOSEN = 64
 
 
 class CapturableSteps:
-    """Steps as a backend captures them: functions of a number of rows or tokens that read and write fixed memory.
+    """Steps as a backend captures them: functions of a number of rows or tokens, which read the batch of `buffers`.
 
-    They read batches from `buffers` and write the sampled ids to the beginning of `last` [R] int64.
+    Each returns the hidden states. Those that choose tokens write their ids to the beginning of `Forward`'s `last`.
 
-    hidden: computes a batch up to the final norm.
+    max_rows: rows of the largest step.
     """
 
-    def __init__(
-        self, model: Model, sampler: Sampler, buffers: BatchBuffers, hidden: Callable[[Batch], Tensor], last: Tensor
-    ):
-        self._model, self._sampler, self._buffers, self._last = model, sampler, buffers, last
-        self._hidden = hidden
-
-    def argmax(self, rows: int) -> Tensor:
-        """Compute a step of decode rows with argmax sampling; return the hidden states."""
-        return self._choose_argmax(self.decode(rows))
-
-    def sampled(self, filters: Filters, rows: int) -> Tensor:
-        """Compute a step of decode rows with the buffers' sampling parameters; return the hidden states."""
-        return self._choose_sampled(self.decode(rows), filters)
+    def __init__(self, forward: Forward, buffers: BatchBuffers, max_rows: int):
+        self._forward = forward
+        self._buffers = buffers
+        self.chosen = min(max_rows, MAX_CHOSEN)
+        """Rows of which a step of any rows chooses a token: the first that yield one, and padding."""
 
     def decode(self, rows: int) -> Tensor:
-        """Return the hidden states of decode rows."""
-        return self._hidden(self._buffers.decode(rows))
+        """Compute decode rows."""
+        return self._forward.hidden(self._buffers.decode(rows))
 
-    def mixed(self, tokens: int) -> Tensor:
-        """Return the hidden states of a batch of any rows."""
-        return self._hidden(self._buffers.tokens(tokens))
-
-    def mixed_argmax(self, tokens: int) -> Tensor:
-        """Compute a batch of any rows and the argmax tokens of its `chosen` rows; return the hidden states."""
-        hidden = self.mixed(tokens)
-        self._choose_argmax(self._chosen_of(hidden))
+    def decode_argmax(self, rows: int) -> Tensor:
+        """Compute decode rows and choose their argmax tokens."""
+        hidden = self.decode(rows)
+        self._forward.choose_argmax(hidden)
         return hidden
 
-    def mixed_sampled(self, filters: Filters, tokens: int) -> Tensor:
-        """Compute a batch of any rows and sample its `chosen` rows with the buffers' parameters; return the hidden
-        states."""
-        hidden = self.mixed(tokens)
-        self._choose_sampled(self._chosen_of(hidden), filters)
+    def decode_sampled(self, filters: Filters, rows: int) -> Tensor:
+        """Compute decode rows and sample them by the buffers' parameters."""
+        hidden = self.decode(rows)
+        self._forward.choose_fixed(hidden, filters)
         return hidden
 
-    @property
-    def chosen(self) -> int:
-        """Rows of which a step of any rows chooses a token: the first that yield one, and padding."""
-        return min(len(self._last), MAX_CHOSEN)
+    def chunks(self, tokens: int) -> Tensor:
+        """Compute a batch of any rows."""
+        return self._forward.hidden(self._buffers.tokens(tokens))
+
+    def chunks_argmax(self, tokens: int) -> Tensor:
+        """Compute a batch of any rows and choose the argmax tokens of its `chosen` rows."""
+        hidden = self.chunks(tokens)
+        self._forward.choose_argmax(self._chosen_of(hidden))
+        return hidden
+
+    def chunks_sampled(self, filters: Filters, tokens: int) -> Tensor:
+        """Compute a batch of any rows and sample its `chosen` rows by the buffers' parameters."""
+        hidden = self.chunks(tokens)
+        self._forward.choose_fixed(self._chosen_of(hidden), filters)
+        return hidden
 
     def _chosen_of(self, hidden: Tensor) -> Tensor:
         return hidden.index_select(0, self._buffers.sample_tokens(self.chosen))
 
-    def _choose_argmax(self, hidden: Tensor) -> Tensor:
-        self._model.kernels.keep_ids(self._model.argmax(hidden), self._last[: len(hidden)])
-        return hidden
 
-    def _choose_sampled(self, hidden: Tensor, filters: Filters) -> Tensor:
-        ids = self._sampler.sample_fixed(self._model.logits(hidden), self._buffers.sampling(len(hidden)), filters)
-        self._model.kernels.keep_ids(ids, self._last[: len(hidden)])
-        return hidden
+@dataclass(frozen=True, slots=True)
+class CapturedSteps:
+    """Captured steps that take the same rows; None for a step that is not captured.
+
+    hidden: step up to the final norm. It may be `argmax`, which returns the hidden states too: this saves its graphs.
+        Rows that need logits then take a second product of the LM head.
+    argmax: step with the LM head, which chooses argmax tokens.
+    sampled: step with LM head and sampler, by the filters that it applies; empty if the sampler is not captured.
+    """
+
+    hidden: Captured | None = None
+    argmax: Captured | None = None
+    sampled: Mapping[Filters, Captured] = field(default_factory=dict)
+
+    def choosing(self, *, argmax: bool, filters: Filters | None) -> Captured | None:
+        """Return the step that chooses tokens with the fewest filters that include `filters`; None if there is none.
+
+        argmax: choose argmax tokens. filters: None if the rows' parameters are not in the buffers.
+        """
+        if argmax:
+            return self.argmax
+        if filters is None:
+            return None
+        return next((self.sampled[each] for each in sorted(self.sampled) if each >= filters), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Captured step that computes a part.
+
+    chooses: it chooses the part's tokens too.
+    takes_chunks: it takes any rows; False: decode rows.
+    """
+
+    captured: Captured
+    chooses: bool
+    takes_chunks: bool
 
 
 class Dispatch:
     """Selection among the captured steps of a runner. Without captured steps all kernels are called one by one.
 
-    The captured steps; None for one that is not captured:
-
-    greedy: decode rows with argmax sampling, LM head included.
-    sampled: decode rows with any sampling that `SamplingInputs` describes, LM head and sampler included, for each of
-        `Backend.sampler_filters`. Empty if the sampler cannot be captured.
-    decode: decode rows up to the final norm. It is `mixed` if decode steps need no padding. If the backend captures
-        the sampler, it is `greedy`, which also returns the hidden states. This saves a graph per bucket. Rows that need
-        logits take a second product of the LM head.
-    mixed: any rows up to the final norm. If the backend captures the sampler, it is `mixed_argmax`, which also returns
-        the hidden states.
-    mixed_argmax, mixed_sampled: any rows, of which up to `chosen` yield a token, with argmax sampling or as `sampled`.
-        None and empty if the backend does not capture the sampler. `mixed_sampled` has no step for rows without
-        filters: beside a chunk, the time of filters that are off does not matter.
+    decodes: captured steps of decode rows. They have no `hidden` if the device pads no steps: `chunks` serves them.
+    chunks: captured steps of any rows, of which up to `CapturableSteps.chosen` yield a token. They choose tokens only
+        if the backend captures the sampler. None samples without filters: beside a chunk, the time of filters that are
+        off does not matter.
 
     Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
 
@@ -115,8 +134,7 @@ class Dispatch:
     kernel.
 
     max_rows: rows of the largest step.
-    on_host: chunks are computed on the host (`host_prefill`).
-    capture_chunks: capture `mixed` (`Backend.captures_chunks`).
+    capture_chunks: capture steps of any rows (`Backend.captures_chunks`).
     may_drop: this process may run steps kernel by kernel if it cannot capture them. A rank of a group may not: captured
         steps are padded, and the collectives of all ranks must have the same number of rows.
 
@@ -128,65 +146,67 @@ class Dispatch:
     """
 
     def __init__(
-        self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, on_host: bool,
-        capture_chunks: bool, may_drop: bool,
+        self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, capture_chunks: bool,
+        may_drop: bool,
     ):
-        self._buffers, self._on_host, self._chosen = buffers, on_host, steps.chosen
-        self._pads, self._captures_chunks = backend.padding_blocks > 0, capture_chunks
+        self._buffers = buffers
+        self._chosen = steps.chosen
+        self._pads = backend.padding_blocks > 0
+        self._captures_chunks = capture_chunks
         self._compiles = backend.compiles
-        self._drop()
+        self.decodes = CapturedSteps()
+        self.chunks = CapturedSteps()
         warm_up = backend.compiles or bool(backend.sampler_filters)
         with torch.inference_mode():
             try:
                 if backend.capture_mode != "off":
-                    self._capture(backend, steps, max_rows, may_drop)
-                    warm_up = self.mixed is not None and self.mixed.largest < buffers.most_tokens
+                    self.decodes, self.chunks = self._capture(backend, steps, max_rows, may_drop)
+                    largest = self.chunks.hidden
+                    warm_up = largest is not None and largest.largest < buffers.most_tokens
             except CaptureError as error:
                 if backend.capture_mode == "on" or not may_drop:
                     raise
                 if not _is_usable(backend):
                     raise
                 log.warning("%s. Steps run kernel by kernel, which is slower", error)
-                self._drop()
                 warm_up = True
             if warm_up:
                 # Compile, load and allocate now what the first step that is not captured would.
                 if self._pads:
                     buffers.clear()
-                steps.mixed(buffers.most_tokens)
+                steps.chunks(buffers.most_tokens)
                 backend.synchronize()
-        self._together = self.mixed is not None or (backend.capture_chunks and not capture_chunks)
+        self._together = self.chunks.hidden is not None or (backend.capture_chunks and not capture_chunks)
 
-    def _drop(self) -> None:
-        self.greedy: Captured | None = None
-        self.decode: Captured | None = None
-        self.mixed: Captured | None = None
-        self.mixed_argmax: Captured | None = None
-        self.sampled: dict[Filters, Captured] = {}
-        self.mixed_sampled: dict[Filters, Captured] = {}
-
-    def _capture(self, backend: Backend, steps: CapturableSteps, max_rows: int, may_drop: bool) -> None:
-        """Capture all steps that the backend can capture. Raises CaptureError."""
+    def _capture(
+        self, backend: Backend, steps: CapturableSteps, max_rows: int, may_drop: bool
+    ) -> tuple[CapturedSteps, CapturedSteps]:
+        """Capture all steps that the backend can capture: of decode rows, and of any rows. Raises CaptureError."""
         has_sampler = bool(backend.sampler_filters)
-        self.greedy = backend.capture(steps.argmax, max_rows, decode=True)
+        argmax = backend.capture(steps.decode_argmax, max_rows, decode=True)
+        hidden: Captured | None = None
+        sampled: Mapping[Filters, Captured] = {}
         if has_sampler:
-            self.decode = self.greedy
-            self.sampled = self._capture_sampler(
-                backend, steps.sampled, backend.sampler_filters, max_rows, decode=True, may_drop=may_drop)
+            hidden = argmax
+            sampled = self._capture_sampler(
+                backend, steps.decode_sampled, backend.sampler_filters, max_rows, decode=True, may_drop=may_drop)
         elif self._pads:
-            self.decode = backend.capture(steps.decode, max_rows, decode=True)
+            hidden = backend.capture(steps.decode, max_rows, decode=True)
+        decodes = CapturedSteps(hidden, argmax, sampled)
         if self._pads:
             self._buffers.clear()
-        if self._captures_chunks or not self._pads:
-            max_tokens = self._buffers.most_tokens
-            if has_sampler:
-                self.mixed_argmax = backend.capture(steps.mixed_argmax, max_tokens, decode=False)
-            self.mixed = self.mixed_argmax or backend.capture(steps.mixed, max_tokens, decode=False)
-            if self.sampled:
-                some = [filters for filters in backend.sampler_filters if filters is not Filters.NONE]
-                self.mixed_sampled = self._capture_sampler(
-                    backend, steps.mixed_sampled, some, max_tokens, decode=False, may_drop=may_drop)
-        self.decode = self.decode or self.mixed
+        if self._pads and not self._captures_chunks:
+            return decodes, CapturedSteps()
+        max_tokens = self._buffers.most_tokens
+        if not has_sampler:
+            return decodes, CapturedSteps(backend.capture(steps.chunks, max_tokens, decode=False))
+        argmax = backend.capture(steps.chunks_argmax, max_tokens, decode=False)
+        hidden = argmax or backend.capture(steps.chunks, max_tokens, decode=False)
+        if decodes.sampled:
+            filtering = [filters for filters in backend.sampler_filters if filters is not Filters.NONE]
+            sampled = self._capture_sampler(
+                backend, steps.chunks_sampled, filtering, max_tokens, decode=False, may_drop=may_drop)
+        return decodes, CapturedSteps(hidden, argmax, sampled)
 
     @staticmethod
     def _capture_sampler(
@@ -214,80 +234,70 @@ class Dispatch:
 
     def parts(self, rows: Rows) -> list[tuple[Rows, int]]:
         """Split a step into rows that are computed together; return them with the number that they are padded to."""
-        graphs = self.decode if self._pads else None
-        if graphs is None and not self._on_host:
+        captured = self.decodes.hidden
+        if captured is None:
             return [(rows, len(rows))]
-        decodes = [row for row in rows if _decodes(row)]
-        captured = graphs is not None and 0 < len(decodes) <= graphs.largest
-        if not self._on_host and (not captured or (self._together and len(decodes) < len(rows))):
+        decodes = [row for row in rows if is_decode(row)]
+        if not 0 < len(decodes) <= captured.largest:
             return [(rows, len(rows))]
-        others = [row for row in rows if not _decodes(row)]
-        size = graphs.size(len(decodes)) if graphs and captured else len(decodes)
-        return [(part, n) for part, n in ((decodes, size), (others, len(others))) if part]
+        size = captured.size(len(decodes))
+        if len(decodes) == len(rows):
+            return [(rows, size)]
+        if self._together:
+            return [(rows, len(rows))]
+        chunks = [row for row in rows if not is_decode(row)]
+        return [(decodes, size), (chunks, len(chunks))]
 
     @property
     def min_forced(self) -> int:
-        """Least number of known tokens for which a chunk is faster than as many decode rows; 0: none is."""
-        if self._on_host:
-            return 0  # the context would be copied to the host, and the chunk back
-        return MIN_FORCED if self.mixed or not self.decode else MIN_FORCED_EAGER
-
-    def is_on_host(self, part: Part) -> bool:
-        """Return True if the host computes the part."""
-        return self._on_host and not _decodes(part.rows[0])
+        """Least number of known tokens for which a chunk is faster than as many decode rows."""
+        return MIN_FORCED_EAGER if self.decodes.hidden and not self.chunks.hidden else MIN_FORCED
 
     def sampled_rows(self, part: Part) -> int:
         """Return the rows of the captured sampler that can take the part; 0 if none can."""
-        if not self.sampled or part.first or self.is_on_host(part):
+        if not self.decodes.sampled or part.first:
             return 0
-        if _all_decode(part) and part.tokens <= self.sampled[Filters.ANY].largest:
+        if _all_decode(part) and part.tokens <= self.decodes.sampled[Filters.ANY].largest:
             return part.padded
-        return self._chosen if self._chooses(self.mixed_sampled.get(Filters.ANY), part) else 0
+        return self._chosen if self._chooses(self.chunks.sampled.get(Filters.ANY), part) else 0
 
-    def batch(self, part: Part, captured: Captured | None) -> Batch:
+    def batch(self, part: Part, selection: Selection | None) -> Batch:
         """Return the batch of a part whose kernels are called one by one.
 
-        captured: the step that would compute it in one launch. On a device that compiles, the batch is padded to that
+        selection: the step that would compute it in one launch. On a device that compiles, the batch is padded to that
             step's size: kernels of other sizes may not be compiled yet.
         """
-        if captured is None or not self._compiles:
+        if selection is None or not self._compiles:
             return self._buffers.batch(part)
-        size = captured.size(part.tokens)
-        decodes = captured is not self.mixed and captured in (self.greedy, self.decode, *self.sampled.values())
-        return self._buffers.decode(size) if decodes else self._buffers.tokens(size)
+        size = selection.captured.size(part.tokens)
+        return self._buffers.tokens(size) if selection.takes_chunks else self._buffers.decode(size)
 
-    def _chooses(self, mixed: Captured | None, part: Part) -> bool:
+    def _chooses(self, chunks: Captured | None, part: Part) -> bool:
         """Return True if a captured step of any rows can choose the tokens of the part."""
-        return mixed is not None and part.tokens <= mixed.largest and len(part.samples) <= self._chosen
+        return chunks is not None and part.tokens <= chunks.largest and len(part.samples) <= self._chosen
 
-    def select(self, part: Part, *, argmax: bool, filters: Filters | None) -> tuple[Captured | None, bool]:
-        """Return the captured step that serves a part, None for kernel by kernel, and whether it samples too.
+    def select(self, part: Part, *, argmax: bool, filters: Filters | None) -> Selection | None:
+        """Return the captured step that serves a part; None for kernel by kernel.
 
         argmax: every row of the step samples its argmax token.
         filters: `sampled` can sample every row of the part, with these filters; None if it cannot.
 
         If the captured step takes any rows, the part is padded to its size in the buffers.
         """
-        # A captured step reads the beginning of the buffers.
-        if part.first or self.is_on_host(part):
-            return None, False
-        decodes: Captured | None = None
-        mixed: Captured | None = None
-        if argmax:
-            decodes, mixed = self.greedy, self.mixed_argmax
-        elif filters is not None:
-            decodes, mixed = _with_filters(self.sampled, filters), _with_filters(self.mixed_sampled, filters)
-        whole = [decodes if _all_decode(part) else None, mixed if self._chooses(mixed, part) else None]
-        candidates = (whole[0], self.decode if _all_decode(part) else None, whole[1], self.mixed)
-        captured = next((each for each in candidates if each and part.tokens <= each.largest), None)
-        if captured is not None and self._pads and captured in (self.mixed, *self.mixed_sampled.values()):
-            self._buffers.pad(part, captured.size(part.tokens))
-        return captured, captured is not None and captured in whole
-
-
-def _with_filters(captured: Mapping[Filters, Captured], filters: Filters) -> Captured | None:
-    """Return the captured step with the fewest filters that include `filters`; None if there is none."""
-    return next((captured[each] for each in sorted(captured) if each >= filters), None)
+        if part.first:  # a captured step reads the beginning of the buffers
+            return None
+        candidates: list[tuple[Captured | None, bool, bool]] = []
+        if _all_decode(part):
+            candidates += [(self.decodes.choosing(argmax=argmax, filters=filters), True, False),
+                           (self.decodes.hidden, False, False)]
+        chunks = self.chunks.choosing(argmax=argmax, filters=filters)
+        candidates += [(chunks if self._chooses(chunks, part) else None, True, True),
+                       (self.chunks.hidden, False, True)]
+        selection = next((Selection(captured, chooses, takes_chunks) for captured, chooses, takes_chunks in candidates
+                          if captured is not None and part.tokens <= captured.largest), None)
+        if selection is not None and self._pads and selection.takes_chunks:
+            self._buffers.pad(part, selection.captured.size(part.tokens))
+        return selection
 
 
 def _is_usable(backend: Backend) -> bool:
@@ -318,6 +328,6 @@ def _all_decode(part: Part) -> bool:
     return len(part.samples) == len(part.rows) == part.tokens
 
 
-def _decodes(row: Row) -> bool:
+def is_decode(row: Row) -> bool:
     """Return True for a row of one token that samples: a decode row or a prompt's last token."""
     return row.samples and len(row.token_ids) == 1

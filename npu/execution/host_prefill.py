@@ -31,7 +31,7 @@ from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend, Event, Pending
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.dispatch import replay
+from npuserve.npu.execution.dispatch import is_decode, replay
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Paged
@@ -124,6 +124,15 @@ class HostPrefill:
         with torch.inference_mode():
             self._captured = host.capture(
                 lambda tokens: self._model.hidden(self._buffers.tokens(tokens), self._mirror), max_tokens, decode=False)
+
+    @staticmethod
+    def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+        """Divide the rows of a step into those that the device computes and those that the host computes."""
+        decodes: list[Row] = []
+        chunks: list[Row] = []
+        for row in rows:
+            (decodes if is_decode(row) else chunks).append(row)
+        return decodes, chunks
 
     def written(self, rows: Sequence[Row]) -> None:
         """Record that the device computes these rows, before any work that is launched later."""

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from npuserve.kernels.registry import HostSpan, Span, Timings
-from npuserve.npu.backends.base import Captured, Event, Pending
+from npuserve.npu.backends.base import Event, Pending
 from npuserve.npu.execution.batch import Part
+from npuserve.npu.execution.dispatch import Selection
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
 from npuserve.npu.execution.sampler import Logprobs, Plan, Put
@@ -43,16 +44,22 @@ class Work:
     """Part of a step as the device computes it.
 
     first: index of its first token among the tokens that the step samples.
-    captured: its dispatch; None for kernel by kernel.
-    whole: the dispatch includes LM head and sampler.
+    selection: the captured step that computes it; None for kernel by kernel, or if the host does.
     """
 
     part: Part
     first: int
     plan: Plan
-    captured: Captured | None
-    whole: bool
+    selection: Selection | None
     prompt: list[PromptRows]
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """Part whose hidden states the host computes."""
+
+    work: Work
+    chunk: Pending[Chunk]
 
 
 @dataclass(slots=True)
@@ -196,7 +203,7 @@ class WaitingStep:
 
     queued: output of the queued beginning. It has `StepOutput.unsampled` if masks are needed.
     constrained: rows whose masks are not given yet.
-    on_host: part whose hidden states the host computes; None for a step without such a part.
+    host: part that the host computes; None for a step without such a part.
     masks: masks of the constrained rows; None for no such rows.
     discarded: requests of constrained rows without a mask.
     """
@@ -206,7 +213,7 @@ class WaitingStep:
     constrained: list[ConstrainedRow]
     last: Tensor
     phase: Phase | None
-    on_host: tuple[Work, Pending[Chunk]] | None = None
+    host: HostWork | None = None
     masks: StagedMasks | None = None
     discarded: frozenset[int] = frozenset()
 

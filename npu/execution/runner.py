@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,12 +33,14 @@ from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.native.choice import CpuKernels
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, Staged
+from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
+from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import (
     MISSING,
+    HostWork,
     LaunchedStep,
     PromptRows,
     Recording,
@@ -49,7 +50,7 @@ from npuserve.npu.execution.in_flight import (
     prompt_rows,
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
-from npuserve.npu.execution.sampler import Logprobs, Sampler
+from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.storage import read_bytes, stored_bytes
@@ -96,44 +97,51 @@ class Runner:
         ranks: Ranks = ALONE,
         num_slots: int = 0,
     ):
-        self.config, self.cpu_kernels, self.shared_weights = config, cpu_kernels, shared_weights
-        self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
+        self.config = config
+        self.cpu_kernels = cpu_kernels
+        self.shared_weights = shared_weights
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
         self.num_slots = num_slots
         dtype = weights.dtype
-        self.dtype_name, self.backend_name = str(dtype).removeprefix("torch."), backend.name
+        self.dtype_name = str(dtype).removeprefix("torch.")
+        self.backend_name = backend.name
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         self.deterministic = backend.deterministic
         self.backend = backend
-        self._kernels = KernelSet(backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels)
-        self._model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
         self.slot_bytes = slot_bytes(config, dtype)
-        self._store = StateStore.allocate(
-            config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
-        rows = min(max_num_seqs, max_num_batched_tokens)
-        self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
-        self._masks = MaskBuffers(rows, config.vocab_size, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._kernel_sampling = kernel_sampling
         self._steps = 0
+        self._sampled: dict[int, int] = {}  # request -> its index in _last
+        self._waiting: WaitingStep | None = None
+
+        rows = min(max_num_seqs, max_num_batched_tokens)
+        self._kernels = KernelSet(backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels)
+        model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
+        self._store = StateStore.allocate(
+            config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
+        self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
+        self._masks = MaskBuffers(rows, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if backend.padding_blocks else None, backend, config.vocab_size, num_slots)
         self._last = backend.empty((rows,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
-        self._sampled: dict[int, int] = {}  # request -> its index in _last
-        self._waiting: WaitingStep | None = None
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        steps = CapturableSteps(self._model, self._sampler, self._buffers, self._hidden, self._last)
+        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
         self._dispatch = Dispatch(
-            backend, self._buffers, steps, rows, on_host=prefill is not None,
+            backend, self._buffers, CapturableSteps(self._forward, self._buffers, rows), rows,
             capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
-        self.min_forced = self._dispatch.min_forced
-        if backend.compiles or (backend.sampler_filters and not self._dispatch.sampled):
+        # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
+        self.min_forced = 0 if prefill else self._dispatch.min_forced
+        if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(rows, dtype)
 
     @property
@@ -169,24 +177,23 @@ class Runner:
 
     def _launch(self, step: Step, timed: bool) -> LaunchedStep:
         self._complete()
-        for request_id in step.ended:
-            self._sampler.remove(request_id)
-            self._prompts.pop(request_id, None)
-        for request in step.new:
-            self._sampler.add(request)
-            if request.sampling.prompt_logprobs is not None:
-                self._prompts[request.request_id] = request
+        self._update_requests(step)
         if not step.rows:
             return LaunchedStep([], self._ids[0][:0])
         if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:
             self.backend.enqueue(partial(self._store.copy_slots, copies))
-        staged = self._buffers.fill(self._dispatch.parts(step.rows), self._sampled)
+        device_rows, host_rows = self._prefill.split(step.rows) if self._prefill else (step.rows, [])
+        parts = self._dispatch.parts(device_rows) if device_rows else []
+        if host_rows:
+            parts.append((host_rows, len(host_rows)))
+        staged = self._buffers.fill(parts, self._sampled)
         works: list[Work] = []
         requests: list[int] = []
         constrained: list[ConstrainedRow] = []
         is_constrained = any(part.constrained for part in staged.parts)
         for part in staged.parts:
-            works.append(self._plan(part, len(requests), staged, is_constrained))
+            is_on_host = bool(host_rows) and part is staged.parts[-1]
+            works.append(self._plan(part, len(requests), staged, is_constrained=is_constrained, is_on_host=is_on_host))
             constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = dict(zip(requests, range(len(requests)), strict=True))
@@ -195,19 +202,28 @@ class Runner:
         launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)].fill_(MISSING))
         last = self._last[: len(requests)]
         staged.seal()
-        on_host = works.pop() if self._dispatch.is_on_host(works[-1].part) else None
-        if prefill := self._prefill:
-            for work in works:
-                prefill.written(work.part.rows)
-        if on_host or constrained:
-            queued = self.backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
-            self._waiting = WaitingStep(launched, queued, constrained, last, phase)
-            if prefill and on_host:
-                rows, prompt = on_host.part.rows, bool(on_host.prompt)
-                self._waiting.on_host = on_host, prefill.launch(rows, all_hidden=prompt, phase=phase)
-        else:
+        host_work = works.pop() if host_rows else None
+        if self._prefill:
+            self._prefill.written(device_rows)
+        if host_work is None and not constrained:
             launched.output = self.backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
+            return launched
+        queued = self.backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
+        self._waiting = WaitingStep(launched, queued, constrained, last, phase)
+        if self._prefill and host_work:
+            chunk = self._prefill.launch(host_work.part.rows, all_hidden=bool(host_work.prompt), phase=phase)
+            self._waiting.host = HostWork(host_work, chunk)
         return launched
+
+    def _update_requests(self, step: Step) -> None:
+        """Remove the requests that ended, and add the new ones."""
+        for request_id in step.ended:
+            self._sampler.remove(request_id)
+            self._prompts.pop(request_id, None)
+        for request in step.new:
+            self._sampler.add(request)
+            if request.sampling.prompt_logprobs is not None:
+                self._prompts[request.request_id] = request
 
     def sample(self, launched: LaunchedStep, masks: Mapping[int, Array]) -> None:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
@@ -226,13 +242,13 @@ class Runner:
         waiting.discarded = frozenset(row.request_id for row in waiting.constrained) - masks.keys()
         self._sampler.discard(waiting.discarded)
         waiting.constrained = []
-        if waiting.on_host is None:
+        if waiting.host is None:
             self._complete()
 
     def ready(self, launched: LaunchedStep) -> bool:
         """Return True if `collect` would not block on the step."""
         if (waiting := self._waiting) and waiting.launched is launched:
-            if waiting.constrained or (waiting.on_host and not waiting.on_host[1].done()):
+            if waiting.constrained or (waiting.host and not waiting.host.chunk.done()):
                 return False
             self._complete()
         output = launched.output
@@ -266,20 +282,26 @@ class Runner:
             requests = ", ".join(str(row.request_id) for row in waiting.constrained)
             raise RuntimeError(f"`sample` was not called for the step with constrained requests {requests}")
         self._waiting = None
-        chunk = waiting.on_host[1].wait() if waiting.on_host else None
+        chunk = waiting.host.chunk.wait() if waiting.host else None
         waiting.launched.output = self.backend.enqueue(partial(self._finish, waiting, chunk))
 
     # Planning on the host
 
-    def _plan(self, part: Part, first: int, staged: Staged, is_constrained: bool) -> Work:
-        """Plan a part. is_constrained: the step's sampling is queued later."""
-        sampled_rows = 0 if is_constrained else self._dispatch.sampled_rows(part)
+    def _plan(self, part: Part, first: int, staged: Staged, *, is_constrained: bool, is_on_host: bool) -> Work:
+        """Plan a part.
+
+        is_constrained: the step's sampling is queued later.
+        is_on_host: the host computes the part.
+        """
+        sampled_rows = 0 if is_constrained or is_on_host else self._dispatch.sampled_rows(part)
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
-        argmax = plan.argmax and not is_constrained
-        captured, whole = self._dispatch.select(part, argmax=argmax, filters=plan.filters if plan.fixed else None)
-        return Work(part, first, plan, captured, whole, prompt)
+        if is_on_host:
+            return Work(part, first, plan, None, prompt)
+        argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
+        filters = plan.filters if isinstance(plan, FixedPlan) else None
+        return Work(part, first, plan, self._dispatch.select(part, argmax=argmax, filters=filters), prompt)
 
     # Work in the device's queue
 
@@ -296,6 +318,7 @@ class Runner:
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> StepOutput:
         """Compute a step's parts. samples: sample them too; otherwise they are `unsampled`."""
         staged.upload()
+        self.backend.deliver()
         output = StepOutput([self.backend.span()])
         with self._timed(phase, output) as timings:
             for work in works:
@@ -309,13 +332,14 @@ class Runner:
 
     def _finish(self, waiting: WaitingStep, chunk: Chunk | None) -> StepOutput:
         """Compute the rest of a step. chunk: of the host, if it computed any."""
-        span = self.backend.span()  # first, since a queue may release `queued` only then
+        self.backend.deliver()
+        span = self.backend.span()
         output = waiting.queued.wait()
         output.spans.append(span)
         if waiting.masks:
             waiting.masks.upload()
-        if waiting.on_host and chunk:
-            output.unsampled.append((waiting.on_host[0], chunk.upload()))
+        if waiting.host and chunk:
+            output.unsampled.append((waiting.host.work, chunk.upload()))
             output.timings += chunk.timings
         with self._timed(waiting.phase, output):
             for work, hidden in output.unsampled:
@@ -342,13 +366,14 @@ class Runner:
 
     def _compute(self, work: Work, output: StepOutput, timings: Timings | None) -> Tensor | None:
         """Return the hidden states of a part; None if its sampled ids are in `_last`."""
-        part = work.part
-        self._sampler.prepare(work.plan)
-        hidden = replay(work.captured, part, timings) if work.captured else None
-        if hidden is None:
-            return self._hidden(self._dispatch.batch(part, work.captured))[: part.tokens]
+        part, selection = work.part, work.selection
+        if isinstance(work.plan, FixedPlan):
+            self._sampler.prepare(work.plan)
+        hidden = replay(selection.captured, part, timings) if selection else None
+        if hidden is None or selection is None:
+            return self._forward.hidden(self._dispatch.batch(part, selection))[: part.tokens]
         output.captured = True
-        if work.whole:
+        if selection.chooses:
             output.captured_decodes += part.decodes
             output.prompt += self._prompt_logprobs(hidden, work.prompt)
             return None
@@ -361,46 +386,38 @@ class Runner:
         hidden: hidden states of all its tokens, or of its sampling tokens.
         waiting: the step, if its rows may have masks.
         """
-        part = work.part
+        part, plan = work.part, work.plan
         output.prompt += self._prompt_logprobs(hidden, work.prompt)
         if not (count := len(part.samples)):
             return
         sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
         masks = waiting.masks.of(work.first, count) if waiting and waiting.masks and part.constrained else None
-        if work.plan.argmax:
-            ids = self._model.argmax(sampling, masks)
-        elif work.plan.fixed:
-            ids = self._sampler.sample_fixed(
-                self._model.logits(sampling), self._buffers.sampling(count), work.plan.filters)
+        if isinstance(plan, ArgmaxPlan):
+            self._forward.choose_argmax(sampling, work.first, masks)
+        elif isinstance(plan, FixedPlan):
+            self._forward.choose_fixed(sampling, plan.filters, work.first)
         else:
             discarded = waiting.discarded if waiting else ()
-            counted = [row for row in work.plan.penalized if part.samples[row][0] not in discarded]
-            sampled = self._sampler.sample(self._model.logits(sampling), work.plan, masks, counted)
-            ids = sampled.ids
-            if sampled.logprobs:
-                output.reports.append(([part.samples[row][0] for row in work.plan.reported], sampled.logprobs))
-        self._kernels.keep_ids(ids, self._last[work.first : work.first + count])
+            counted = [row for row in plan.penalized if part.samples[row][0] not in discarded]
+            logprobs = self._forward.choose_planned(sampling, plan, work.first, masks, counted)
+            if logprobs and plan.reported:
+                output.reports.append(([part.samples[row][0] for row in plan.reported.rows], logprobs))
 
     @torch.inference_mode()
-    def _warm_up(self, most: int, dtype: torch.dtype) -> None:
+    def _warm_up(self, max_rows: int, dtype: torch.dtype) -> None:
         """Call LM head and sampler for each number of rows that is compiled separately, so that no request waits.
 
         Without captured samplers too: the first call of an operator loads it.
         """
-        hidden = self.backend.empty((most, self.config.hidden_size), dtype).zero_()
-        for rows in {most, *(1 << n for n in range(most.bit_length()))}:
-            self._model.argmax(hidden[:rows])
-            self._sampler.warm_up(self._model.logits(hidden[:rows]))
+        hidden = self.backend.empty((max_rows, self.config.hidden_size), dtype).zero_()
+        for rows in {max_rows, *(1 << n for n in range(max_rows.bit_length()))}:
+            self._forward.warm_up(hidden[:rows])
         self.backend.synchronize()
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        ids = self._kernels.take_ids(batch.ids, self._last)
-        return self._model.hidden(replace(batch, ids=ids), self._store)
-
     def _prompt_logprobs(self, hidden: Tensor, prompt: list[PromptRows]) -> list[tuple[int, Logprobs]]:
-        reports = []
+        reports: list[tuple[int, Logprobs]] = []
         for rows in prompt:
             predicting = hidden[rows.begin : rows.begin + len(rows.next_ids)]
-            for logits, ids in self._model.sliced_logits(predicting, rows.next_ids):
-                reports.append((rows.request_id, self._sampler.prompt_logprobs(logits, ids, rows.n)))
+            reports += [(rows.request_id, logprobs)
+                        for logprobs in self._forward.prompt_logprobs(predicting, rows.next_ids, rows.n)]
         return reports

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +81,7 @@ class SampledIds:
     """Sampled ids on the device.
 
     ids: [R, W] int64, W >= 1. Column 0 has the tokens; further columns are padding of the device.
-    logprobs: reports of the rows of `Plan.reported`; None if there are none.
+    logprobs: reports of the rows of `RowPlan.reported`; None if there are none.
     """
 
     ids: Tensor
@@ -97,37 +97,71 @@ class Edit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Plan for sampling R tokens. Row numbers on the host are lists; tensors are on the device when the step runs.
+class ArgmaxPlan:
+    """Plan of tokens of which each is the argmax of its allowed tokens, and for which nothing else is requested."""
 
-    argmax: every row takes the argmax of its allowed tokens, and nothing else is requested. The other fields are empty.
-    edited: rows whose logits are edited, other than by the masks of constrained rows.
-    penalized: rows with penalties.
-    penalties: (rows, repetition, presence, frequency) of the penalized rows.
 
-    chance: arguments of `sample` for the rows with a temperature above 0: temperature, top_k, top_p, min_p, uniform.
+@dataclass(frozen=True, slots=True)
+class FixedPlan:
+    """Plan of rows whose parameters are in `SamplingInputs`, where a captured step reads them.
+
+    penalized: states of the rows with penalties.
     filters: last argument of `sample`.
-    rows: (rows with a temperature above 0, other rows); None unless there are both.
-
-    reported: rows with logprobs, on the host.
-    report_counts: number of most likely tokens that each of them reports.
-    report_rows: the rows with logprobs, on the device.
-    fixed: the rows' parameters are in `SamplingInputs`. Only `states`, `filters` and `penalized` of the other fields
-        are used.
     """
 
-    argmax: bool
-    states: Sequence[RequestState] = ()
-    edited: Sequence[Edit] = ()
-    penalized: Sequence[int] = ()
-    penalties: tuple[Tensor, ...] = ()
-    chance: tuple[Tensor, ...] = ()
-    filters: Filters = Filters.NONE
-    rows: tuple[Tensor, Tensor] | None = None
-    reported: Sequence[int] = ()
-    report_counts: Sequence[int] = ()
-    report_rows: Tensor | None = None
-    fixed: bool = False
+    penalized: Sequence[RequestState]
+    filters: Filters
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """Sampling of the rows with a temperature above 0.
+
+    arguments: of the kernel `sample`: temperature, top_k, top_p, min_p, uniform.
+    filters: its last argument.
+    rows: (these rows, the other rows) on the device; None if there are no others.
+    """
+
+    arguments: tuple[Tensor, ...]
+    filters: Filters
+    rows: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Rows with logprobs.
+
+    rows, on_device: their numbers on the host and on the device.
+    counts: number of most likely tokens that each of them reports.
+    """
+
+    rows: Sequence[int]
+    on_device: Tensor
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Plan of rows with any parameters. Tensors are on the device when the step runs.
+
+    states: of all rows.
+    edited: rows whose logits are edited, other than by the masks of constrained rows.
+    penalized: rows with penalties.
+    penalties: (rows, repetition, presence, frequency) of the penalized rows; () if there are none.
+    chance: None if all rows take their argmax.
+    reported: None if no row has logprobs.
+    """
+
+    states: Sequence[RequestState]
+    edited: Sequence[Edit]
+    penalized: Sequence[int]
+    penalties: tuple[Tensor, ...]
+    chance: Chance | None
+    reported: Reported | None
+
+
+Plan = ArgmaxPlan | FixedPlan | RowPlan
+"""Plan for sampling R tokens, made on the host."""
 
 
 class Sampler:
@@ -218,7 +252,7 @@ class Sampler:
         states = [self._states[request_id] for request_id, _ in rows]
         edited = [r for r, s in enumerate(states) if s.edits(rows[r][1], r in constrained)]
         if not edited and all(s.sampling.temperature == 0 and s.sampling.logprobs is None for s in states):
-            return Plan(True)
+            return ArgmaxPlan()
         for state, (request_id, position) in zip(states, rows, strict=True):
             if state.sampling.penalized:
                 if position != state.next_position:
@@ -226,38 +260,35 @@ class Sampler:
                 state.next_position += 1
         if inputs and all(state.is_capturable(position) for state, (_, position) in zip(states, rows, strict=True)):
             return self._fixed_plan(rows, states, inputs)
-        plan = Plan(False, states, [
-            Edit(r, r not in constrained, r not in constrained and states[r].withholds_ending(rows[r][1]))
-            for r in edited])
+        edits = [Edit(r, r not in constrained, r not in constrained and states[r].withholds_ending(rows[r][1]))
+                 for r in edited]
         sampling = [state.sampling for state in states]
+        penalized = [r for r, params in enumerate(sampling) if params.penalized]
+        penalties = _penalties(penalized, sampling, put) if penalized else ()
+        return RowPlan(
+            states, edits, penalized, penalties, self._chance(rows, sampling, put), _reported(sampling, put))
 
-        if penalized := [r for r, p in enumerate(sampling) if p.penalized]:
-            params = [sampling[r] for r in penalized]
-            plan = replace(plan, penalized=penalized, penalties=(
-                put(np.array(penalized)),
-                put(_floats([p.repetition_penalty for p in params])),
-                put(_floats([p.presence_penalty for p in params])),
-                put(_floats([p.frequency_penalty for p in params]))))
-
-        if chance := [r for r, p in enumerate(sampling) if p.temperature > 0]:
-            params = [sampling[r] for r in chance]
-            greedy = [r for r, p in enumerate(sampling) if p.temperature == 0]
-            both = (put(np.array(chance)), put(np.array(greedy))) if greedy else None
-            plan = replace(plan, rows=both, filters=self._filters(params), chance=(
-                put(_floats([p.temperature for p in params])),
-                put(np.array([p.top_k for p in params])),
-                put(_floats([p.top_p for p in params])),
-                put(_floats([p.min_p for p in params])),
-                put(uniform([p.seed for p in params], [rows[r][1] for r in chance]))))
-
-        if reported := [r for r, p in enumerate(sampling) if p.logprobs is not None]:
-            counts = [sampling[r].logprobs or 0 for r in reported]
-            plan = replace(plan, reported=reported, report_counts=counts, report_rows=put(np.array(reported)))
-        return plan
+    def _chance(
+        self, rows: Sequence[tuple[int, int]], sampling: Sequence[SamplingParams], put: Put
+    ) -> Chance | None:
+        chance = [r for r, params in enumerate(sampling) if params.temperature > 0]
+        if not chance:
+            return None
+        params = [sampling[r] for r in chance]
+        greedy = [r for r, of_row in enumerate(sampling) if of_row.temperature == 0]
+        both = (put(np.array(chance)), put(np.array(greedy))) if greedy else None
+        arguments = (
+            put(_floats([p.temperature for p in params])),
+            put(np.array([p.top_k for p in params])),
+            put(_floats([p.top_p for p in params])),
+            put(_floats([p.min_p for p in params])),
+            put(uniform([p.seed for p in params], [rows[r][1] for r in chance])),
+        )
+        return Chance(arguments, self._filters(params), both)
 
     def _fixed_plan(
         self, rows: Sequence[tuple[int, int]], states: Sequence[RequestState], inputs: HostSampling
-    ) -> Plan:
+    ) -> FixedPlan:
         """Write the parameters of all rows where a captured step reads them."""
         inputs.clear()
         numbers = uniform([state.sampling.seed for state in states], [position for _, position in rows])
@@ -268,20 +299,18 @@ class Sampler:
             if params.penalized:
                 inputs.set_penalties(
                     row, state.slot, params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        penalized = [row for row, state in enumerate(states) if state.sampling.penalized]
-        filters = self._filters([state.sampling for state in states])
-        return Plan(False, fixed=True, states=states, filters=filters, penalized=penalized)
+        penalized = [state for state in states if state.sampling.penalized]
+        return FixedPlan(penalized, self._filters([state.sampling for state in states]))
 
     def _filters(self, parameters: Sequence[SamplingParams]) -> Filters:
         """Return the most that any row filters."""
         return max((Filters.of(p.top_k, p.top_p, self._vocabulary) for p in parameters if p.temperature > 0),
                    default=Filters.NONE)
 
-    def prepare(self, plan: Plan) -> None:
-        """Create the tensors that `sample_fixed` reads for a `fixed` plan. Call it within enqueued work."""
-        if plan.fixed:
-            for row in plan.penalized:
-                self._tensors(plan.states[row])
+    def prepare(self, plan: FixedPlan) -> None:
+        """Create the tensors that `sample_fixed` reads. Call it within enqueued work."""
+        for state in plan.penalized:
+            self._tensors(state)
 
     def sample_fixed(self, logits: Tensor, inputs: SamplingInputs, filters: Filters) -> Tensor:
         """Sample one token per row of logits [R, Vp]: ids [R, W]. Everything else that a plan decides is in `inputs`.
@@ -305,24 +334,25 @@ class Sampler:
             state.next_position -= state.sampling.penalized
 
     def sample(
-        self, logits: Tensor, plan: Plan, masks: RowMasks | None = None, counted: Sequence[int] | None = None
+        self, logits: Tensor, plan: RowPlan, masks: RowMasks | None = None, counted: Sequence[int] | None = None
     ) -> SampledIds:
         """Sample one token per row of logits [R, Vp], of which only those are modified that `masks` masks.
 
         counted: rows of `plan.penalized` whose tokens count from now on; None for all.
 
-        Call it within enqueued work, in the order in which the plans were made, and not for an `argmax` plan.
+        Call it within enqueued work, in the order in which the plans were made.
         """
-        reported = None if plan.report_rows is None else logits[plan.report_rows]
+        reported = plan.reported
+        unedited = logits[reported.on_device] if reported else None
         if masks is not None:
             self._k.mask_logits(logits, self._vocabulary, *masks)
         ids = self._choose(self._edit(logits, plan) if plan.edited else logits, plan)
         for row in plan.penalized if counted is None else counted:
             _, output_counts = self._counts(plan.states[row])
             output_counts[ids[row, :1]] += 1
-        if reported is None:
+        if reported is None or unedited is None:
             return SampledIds(ids)
-        return SampledIds(ids, self._logprobs(reported, ids[plan.report_rows, 0], list(plan.report_counts)))
+        return SampledIds(ids, self._logprobs(unedited, ids[reported.on_device, 0], reported.counts))
 
     def warm_up(self, logits: Tensor) -> None:
         """Call each kernel that `sample` may call for logits [R, Vp], so that it is compiled."""
@@ -347,37 +377,40 @@ class Sampler:
         """Return reports of prompt tokens next_ids [T] int64 predicted by logits [T, Vp], with n top tokens each."""
         return self._logprobs(logits, next_ids, [n] * len(next_ids))
 
-    def _choose(self, logits: Tensor, plan: Plan) -> Tensor:
+    def _choose(self, logits: Tensor, plan: RowPlan) -> Tensor:
         """Return sampled ids [R, W]."""
-        if not plan.chance:
+        if plan.chance is None:
             return self._k.greedy(logits, self._vocabulary)
-        if plan.rows is None:
-            return self._k.sample(logits, self._vocabulary, *plan.chance, plan.filters)
-        chance, greedy = plan.rows
+        arguments, filters = plan.chance.arguments, plan.chance.filters
+        if plan.chance.rows is None:
+            return self._k.sample(logits, self._vocabulary, *arguments, filters)
+        chance, greedy = plan.chance.rows
         ids = torch.empty(len(plan.states), 1, dtype=torch.int64, device=logits.device)
-        ids[chance] = self._k.sample(logits[chance], self._vocabulary, *plan.chance, plan.filters)[:, :1]
+        ids[chance] = self._k.sample(logits[chance], self._vocabulary, *arguments, filters)[:, :1]
         ids[greedy] = self._k.greedy(logits[greedy], self._vocabulary)[:, :1]
         return ids
 
-    def _edit(self, logits: Tensor, plan: Plan) -> Tensor:
+    def _edit(self, logits: Tensor, plan: RowPlan) -> Tensor:
         """Return a copy of the logits with all edits: [R, vocabulary] float32."""
         result = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for row, allowed, ending in plan.edited:
-            own, line = self._tensors(plan.states[row]), result[row]
-            if own.allowed_ids is not None and allowed:
+            tensors = self._tensors(plan.states[row])
+            line = result[row]
+            if tensors.allowed_ids is not None and allowed:
                 masked = torch.full_like(line, -torch.inf)
-                masked[own.allowed_ids] = line[own.allowed_ids]
+                masked[tensors.allowed_ids] = line[tensors.allowed_ids]
                 line.copy_(masked)
-            if own.bias is not None:
-                line[own.bias[0]] += own.bias[1]
-            if own.ending_ids is not None and ending:
-                line[own.ending_ids] = -torch.inf
+            if tensors.bias is not None:
+                ids, values = tensors.bias
+                line[ids] += values
+            if tensors.ending_ids is not None and ending:
+                line[tensors.ending_ids] = -torch.inf
         if plan.penalized:
-            where, *penalties = plan.penalties
+            rows, *penalties = plan.penalties
             in_prompt, output_counts = zip(*(self._counts(plan.states[r]) for r in plan.penalized), strict=True)
-            lines = result[where]
+            lines = result[rows]
             self._k.penalize(lines, torch.stack(in_prompt), torch.stack(output_counts), *penalties)
-            result[where] = lines
+            result[rows] = lines
         return result
 
     def _counts(self, state: RequestState) -> tuple[Tensor, Tensor]:
@@ -394,6 +427,23 @@ class Sampler:
         n = min(max(counts, default=0), self._vocabulary)
         logprob, rank, top_ids, top_logprobs = self._k.logprobs(logits, self._vocabulary, ids, n)
         return Logprobs(ids, logprob, rank, top_ids, top_logprobs, counts)
+
+
+def _penalties(penalized: Sequence[int], sampling: Sequence[SamplingParams], put: Put) -> tuple[Tensor, ...]:
+    params = [sampling[r] for r in penalized]
+    return (
+        put(np.array(penalized)),
+        put(_floats([p.repetition_penalty for p in params])),
+        put(_floats([p.presence_penalty for p in params])),
+        put(_floats([p.frequency_penalty for p in params])),
+    )
+
+
+def _reported(sampling: Sequence[SamplingParams], put: Put) -> Reported | None:
+    rows = [r for r, params in enumerate(sampling) if params.logprobs is not None]
+    if not rows:
+        return None
+    return Reported(rows, put(np.array(rows)), [sampling[r].logprobs or 0 for r in rows])
 
 
 def _floats(values: list[float]) -> Array:

@@ -160,20 +160,17 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
         scheme = matrix.float8.get(name)
-        scale = _tensor(files, f"{name}.{scheme.scale_name}") if scheme else None
-        if (scale is None) != (scheme is None):
+        scale = f"{name}.{scheme.scale_name}" if scheme else ""
+        if scheme and scale not in files:
             continue
         last = max(rows.size - LANES, 0)
         for first in sorted({rows.first + last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
             taken = min(LANES, rows.first + rows.size - first)
             if taken > 0:
                 sample = part[first : first + taken, columns.first : columns.first + columns.size]
-                yield converted(sample, scheme, scale, first, columns.first).bfloat16() if scheme else sample
-
-
-def _tensor(files: dict[str, Any], name: str) -> Tensor | None:
-    tensor: Tensor | None = files[name].get_tensor(name) if name in files else None
-    return tensor
+                if scheme:
+                    sample = converted(sample, scheme, files[scale].get_tensor(scale), first, columns.first).bfloat16()
+                yield sample
 
 
 def _open_files(paths: list[Path], stack: ExitStack) -> dict[str, Any]:

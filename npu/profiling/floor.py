@@ -81,7 +81,9 @@ class CostRecorder:
 
     def qk_norm_rope_kv_write(self, qkv: Tensor, *args: Any) -> Tensor:
         self._record("qk_norm_rope_kv_write", qkv, *args)
-        return meta(len(qkv), args[-1], args[3].shape[1], dtype=self.dtype)
+        *_, keys, _, heads = args
+        head_dim = (keys.values if isinstance(keys, Quantized) else keys).shape[-1]
+        return meta(len(qkv), heads, head_dim, dtype=self.dtype)
 
     def paged_attention(self, q: Tensor, *args: Any) -> Tensor:
         self._record("paged_attention", q, *args)

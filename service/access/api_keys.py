@@ -48,11 +48,12 @@ class Keys:
 
     def find(self, key: str) -> Caller | None:
         """Return the caller of the key, or None. Compares the key with every digest, each in constant time."""
-        digest, found = hash_key(key), None
+        digest = hash_key(key)
+        match = None
         for known, caller in self._callers:
             if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+                match = caller
+        return match
 
 
 def read(path: str) -> Keys:
@@ -77,8 +78,8 @@ def hash_key(key: str) -> bytes:
 
 def hashes(entry: dict[str, Any]) -> list[str]:
     """Return the hashes in a table, in hex."""
-    found = entry["sha256"]
-    return found if isinstance(found, list) else [found]
+    digests = entry["sha256"]
+    return digests if isinstance(digests, list) else [digests]
 
 
 def load_tables(path: str) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from npuserve.service.access.caller import CERTIFICATE, Caller, authenticated, certificate_names, get_caller
+from npuserve.service.access.caller import CERTIFICATE, Caller, certificate_names, current, get_caller
 from npuserve.service.errors import PermissionDenied, ServeError, Unauthenticated
 from npuserve.service.rpc.call import (
     VLLM_ENGINE,
@@ -75,19 +75,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if size > self._max_metadata_bytes:
             return self._large_metadata_handler(is_hostile=size > HOSTILE_METADATA * self._max_metadata_bytes)
         handler = await self._authenticated_handler(continuation, details)
-        inner = handler.stream_unary or handler.stream_stream
-        if inspect.isasyncgenfunction(inner):  # reflection, whose messages have a few bytes
-            return handler
-        refusal_throttle.set(self._throttle)
-
-        async def throttled(messages: object, context: Context) -> Any:
-            try:
-                return await inner(messages, context)
-            except DelayedRefusal as error:
-                refusal = error
-            await refuse_after_delay(context, refusal)
-
-        return handler._replace(**{"stream_unary" if handler.stream_unary else "stream_stream": throttled})
+        if not inspect.isasyncgenfunction(handler.stream_stream):  # not reflection, whose messages have a few bytes
+            refusal_throttle.set(self._throttle)
+        return handler
 
     async def _authenticated_handler(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -101,10 +91,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         rpc = rpc_name(service, name)
         if self._find_key:
             try:
-                found = _authenticate(self._find_key, details.invocation_metadata)  # type: ignore[attr-defined]
+                caller = _authenticate(self._find_key, details.invocation_metadata)  # type: ignore[attr-defined]
             except ServeError as error:
                 return _refusing_handler(rpc, error)
-            authenticated.set(found)
+            current.set(caller)
         if method == KV_EVENTS:
             return self._admin_handler(handler, rpc, name, with_anonymous=True)
         if not method.startswith(ADMIN):
@@ -145,6 +135,41 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return await inner(messages, context)
 
         kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
+        return kind(_delayed(authorized), None, handler.response_serializer)
+
+
+class GatewayInterceptor(AuthInterceptor):
+    """Interceptor of a port that one local process alone may use, whatever key its calls carry.
+
+    is_gateway: returns whether that process has the connection, given gRPC's name of its peer.
+    caller: the process as a caller. It has no admin right.
+    Others: see AuthInterceptor.
+    """
+
+    def __init__(
+        self, is_gateway: Callable[[str], bool], caller: Caller, throttle: RefusalThrottle, max_metadata_bytes: int,
+        on_hostile_metadata: Callable[[Context], None],
+    ):
+        super().__init__(None, (), throttle, max_metadata_bytes, on_hostile_metadata)
+        self._is_gateway = is_gateway
+        self._caller = caller
+
+    async def _authenticated_handler(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await super()._authenticated_handler(continuation, details)
+        inner = handler.stream_unary or handler.stream_stream
+        service, _, name = details.method[1:].rpartition("/")  # type: ignore[attr-defined]
+        rpc = rpc_name(service, name)
+
+        async def authorized(messages: object, context: Context) -> Any:
+            if not self._is_gateway(context.peer()):
+                async with call(context, rpc, logging.INFO):
+                    raise PermissionDenied("this port is for the server's own OpenAI API; call the port of gRPC")
+            current.set(self._caller)
+            return await inner(messages, context)
+
+        kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
         return kind(authorized, None, handler.response_serializer)
 
 
@@ -159,10 +184,10 @@ def _authenticate(find_key: Callable[[str], Caller | None], metadata: Any) -> Ca
     if not values:
         raise Unauthenticated("an API key is needed in the metadata: authorization: Bearer KEY")
     scheme, _, key = values[0].partition(" ")
-    found = find_key(key.strip()) if len(values) == 1 and scheme.lower() == "bearer" else None
-    if found is None:
+    caller = find_key(key.strip()) if len(values) == 1 and scheme.lower() == "bearer" else None
+    if caller is None:
         raise Unauthenticated("authorization: not a key of this server; the format is: Bearer KEY")
-    return found
+    return caller
 
 
 def _refusing_handler(rpc: str, error: ServeError) -> Any:
@@ -175,4 +200,17 @@ def _refusing_handler(rpc: str, error: ServeError) -> Any:
         async with call(context, rpc, logging.INFO):
             raise error
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(_delayed(refuse))
+
+
+def _delayed(handle: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:
+    """Return a handler that sends the throttled refusals of `handle`."""
+
+    async def delayed(messages: Any, context: Context) -> Any:
+        try:
+            return await handle(messages, context)
+        except DelayedRefusal as error:
+            refusal = error
+        await refuse_after_delay(context, refusal)
+
+    return delayed

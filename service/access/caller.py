@@ -66,17 +66,18 @@ class Caller:
         return f"{len(owner)}:{owner}:{salt}" if owner or salt else ""
 
 
-authenticated: ContextVar[Caller | None] = ContextVar("authenticated", default=None)
-"""Caller of the current task's call, if it has an API key. The interceptor sets it before the call's handler runs."""
+current: ContextVar[Caller | None] = ContextVar("current", default=None)
+"""Caller of the current task's call. The interceptor sets it for a call with an API key, before the handler runs."""
 
 
 def get_caller(context: Context) -> Caller:
     """Return the caller of a call. Call it from the call's own task."""
-    known = authenticated.get()
-    if known is not None:
-        return known
-    names = certificate_names(context)
-    return Caller(names[0]) if names else Caller(peer_name(context.peer()), is_authenticated=False)
+    caller = current.get()
+    if caller is None:
+        names = certificate_names(context)
+        caller = Caller(names[0]) if names else Caller(peer_name(context.peer()), is_authenticated=False)
+        current.set(caller)
+    return caller
 
 
 def certificate_names(context: Context) -> list[str]:

@@ -25,11 +25,11 @@ def names(pem: bytes) -> tuple[str, ...]:
     The fingerprint is also the name of a certificate with a name that is malformed or has unprintable characters.
     """
     try:
-        found = _names(x509.load_pem_x509_certificate(pem))
+        listed = _names(x509.load_pem_x509_certificate(pem))
     except (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
-        found = []
-    if found and all(name.isprintable() for name in found):
-        return tuple(found)
+        listed = []
+    if listed and all(name.isprintable() for name in listed):
+        return tuple(listed)
     return ("sha256:" + hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode())).hexdigest(),)
 
 
@@ -39,6 +39,6 @@ def _names(certificate: x509.Certificate) -> list[str]:
     alternatives: Iterable[x509.GeneralName] = ()
     with contextlib.suppress(x509.ExtensionNotFound):
         alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    found = [str(name.value) for name in alternatives if isinstance(name, kinds)]
+    subjects = [str(name.value) for name in alternatives if isinstance(name, kinds)]
     common = [str(name.value) for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    return list(filter(None, found)) or list(filter(None, common))[:1]
+    return list(filter(None, subjects)) or list(filter(None, common))[:1]

@@ -43,7 +43,8 @@ class FileReloader(Generic[Value]):
                 advice = "; npuserve keys add FILE NAME makes it" if makes else ""
                 raise error if isinstance(error, ConfigError) else ConfigError(
                     f"{setting}: {error.filename} cannot be read: {error.strerror}{advice}") from None
-            self.value, self._failure = copied, error
+            self.value = copied
+            self._failure = error
             self._report("not read, the last good one stays", error)
 
     def reload_if_changed(self) -> bool:
@@ -51,7 +52,8 @@ class FileReloader(Generic[Value]):
         version = self._stat()  # before the read, so that a change during the read is found at the next check
         if version == self._version and not isinstance(self._failure, OSError):
             return False
-        is_changed, self._version = version != self._version, version
+        is_changed = version != self._version
+        self._version = version
         try:
             self.value = self._read()
         except (ConfigError, OSError) as error:
@@ -78,7 +80,7 @@ def _stat(name: str) -> tuple[int, int, int] | None:
     A change of the mode or the owner changes ctime, not mtime.
     """
     try:
-        found = os.stat(name)
+        status = os.stat(name)
     except OSError:
         return None
-    return found.st_ctime_ns, found.st_ino, found.st_size
+    return status.st_ctime_ns, status.st_ino, status.st_size

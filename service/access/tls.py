@@ -85,14 +85,17 @@ class Tls:
             self._report_expiry()
 
     def _read(self) -> Certificates:
-        cert, key = Path(self._config.tls_cert), Path(self._config.tls_key)
-        chain, secret = cert.read_bytes(), key.read_bytes()
+        cert = Path(self._config.tls_cert)
+        key = Path(self._config.tls_key)
+        chain = cert.read_bytes()
+        secret = key.read_bytes()
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
                 f"tls_key: {key} is not the key, in PEM and not encrypted, of {cert}: {_reason(error)}") from None
-        expiry, authorities = {"server": _earliest_expiry("tls_cert", cert, chain)}, None
+        expiry = {"server": _earliest_expiry("tls_cert", cert, chain)}
+        authorities = None
         if key_type_of(chain) not in KEY_TYPES:
             raise ConfigError(
                 f"tls_cert: {cert} has a key of a type that gRPC cannot use; use RSA, not RSA-PSS, or ECDSA on P-256 "

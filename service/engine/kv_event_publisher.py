@@ -9,24 +9,25 @@ A number has 8 bytes, big-endian. Numbers begin at 0 with each engine, as vLLM's
 restart. The first batch is a snapshot, which begins with AllBlocksCleared. A replay from a number that is not kept is a
 snapshot: its first number shows the gap.
 
-The publisher is a thread of the engine process and a subscriber of the engine's local socket (kv_event_stream.py), so
-it gets the same encoding, order and bounds as other subscribers. It subscribes only while it has a subscriber itself.
+The publisher is a thread of the engine process and a subscriber of the stream of KV events (kv_event_stream.py), so it
+gets the same order and bounds as other subscribers. It subscribes only while it has a subscriber itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from npuserve.service import logs
 from npuserve.service.config import ConfigError
-from npuserve.service.ipc import framing, messages
 from npuserve.service.ipc.kv_events import (
     WINDOW_BYTES,
     KvEvents,
@@ -54,8 +55,11 @@ REPLAY_SECONDS = 10.0
 """Time after which a replay ends whose client takes nothing."""
 RETRY_SECONDS = 0.01
 """Interval at which a full socket of a replay's client is tried again."""
-RECONNECT_SECONDS = 1.0
-READ_BYTES = 1 << 16
+MAX_POLL_SECONDS = 1.0
+"""Interval at which the thread checks whether it is to end, also its pause after a bug."""
+MAX_ORDERS = 64
+"""Messages to the stream that wait for the engine's loop. At this number the thread waits."""
+READ_BYTES = 1 << 12
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -70,7 +74,7 @@ class _Replay:
     """A replay for one client.
 
     start: number of the first batch; 0 once a snapshot replaces it.
-    last: number of the last batch to send; None until the engine has replied.
+    last: number of the last batch to send; None until the stream has replied.
     unsent: frames that did not fit the client's socket.
     progress: time of the last frame that did.
     """
@@ -83,7 +87,7 @@ class _Replay:
 
 
 class KvEventPublisher:
-    """Publisher of the events of the engine at `address`. It binds its sockets now; `start` starts the thread.
+    """Publisher of the events of this process's engine. It binds its sockets now; `start` starts the thread.
 
     endpoint: to bind if its host is a wildcard or it is a path (ipc://), else to connect to.
     replay_endpoint: to bind; "" for no replays.
@@ -91,8 +95,7 @@ class KvEventPublisher:
     Raises ConfigError if a socket cannot be bound.
     """
 
-    def __init__(self, address: str, endpoint: str, replay_endpoint: str, topic: bytes):
-        self._address = address
+    def __init__(self, endpoint: str, replay_endpoint: str, topic: bytes):
         self._topic = topic
         self._context = zmq.Context()
         self._publisher = self._context.socket(zmq.XPUB)
@@ -114,20 +117,44 @@ class KvEventPublisher:
         self._live_read = 0  # bytes that were published and not reported as read
         self._replays: dict[int, _Replay] = {}  # by call
         self._last_call = 0
-        self._engine: socket.socket | None = None
-        self._received = framing.Splitter()
+        self._orders: queue.Queue[ToEngineKv] = queue.Queue(MAX_ORDERS)
+        self._delivered: deque[ToSubscriber] = deque()  # WINDOW_BYTES bounds it for each subscription
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
         self._is_closing = False
 
-    def start(self, first: int) -> None:
-        """Start publishing. first: number of the engine's first batch, which becomes 0."""
+    def start(self, first: int, wake_engine: Callable[[], None]) -> None:
+        """Start publishing.
+
+        first: number of the engine's first batch, which becomes 0.
+        wake_engine: makes the engine's loop take the orders, also from this thread.
+        """
         self._first = first
+        self._wake_engine = wake_engine
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread, and close the sockets."""
         self._is_closing = True
-        self._thread.join(10 * RECONNECT_SECONDS)
+        self._wake()
+        self._thread.join(10 * MAX_POLL_SECONDS)
+
+    def take_orders(self) -> Iterator[ToEngineKv]:
+        """Yield the messages to the stream, in order. For the engine's loop."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._orders.get_nowait()
+
+    def deliver(self, message: ToSubscriber) -> None:
+        """Hand a message of the stream to the thread. For the engine's loop."""
+        self._delivered.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of wakes that the thread has not read, or closed
+            self._waker.send(b"w")
 
     def _open(self, setting: str, open_socket: Callable[[str], object], endpoint: str) -> None:
         try:
@@ -140,57 +167,55 @@ class KvEventPublisher:
         while not self._is_closing:
             try:
                 self._serve()
-            except OSError as error:
-                logs.event(log, "KV events: no connection to the engine", level=logging.WARNING, error=str(error))
             except Exception as error:
                 logs.bug(log, "KV events: failed, starting again", error)
+                time.sleep(MAX_POLL_SECONDS)
             finally:
                 self._forget()
-            if not self._is_closing:
-                time.sleep(RECONNECT_SECONDS)
         self._context.destroy(linger=0)
+        self._woken.close()
+        self._waker.close()
 
     def _serve(self) -> None:
-        """Connect to the engine, and serve subscribers and replays until the connection is lost. Raises OSError."""
-        engine = self._engine = socket.socket(socket.AF_UNIX)
-        engine.connect(self._address)
+        """Serve subscribers and replays until `close`."""
         self._update_live()
         poller = zmq.Poller()
-        poller.register(engine, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
         poller.register(self._publisher, zmq.POLLIN)
         while not self._is_closing:
             is_blocked = any(replay.unsent for replay in self._replays.values())
             poller.register(self._router, zmq.POLLIN if len(self._replays) < MAX_REPLAYS else 0)
-            ready = dict(poller.poll(int(1000 * (RETRY_SECONDS if is_blocked else RECONNECT_SECONDS))))
+            ready = dict(poller.poll(int(1000 * (RETRY_SECONDS if is_blocked else MAX_POLL_SECONDS))))
             if self._publisher in ready:
                 self._receive_subscriptions()
             if self._router in ready:
                 self._receive_requests()
-            if engine.fileno() in ready:
-                data = engine.recv(READ_BYTES)
-                if not data:
-                    raise ConnectionError("closed by the engine")
-                for message in map(messages.decode_to_frontend, self._received.feed(data)):
-                    self._handle(message)  # type: ignore[arg-type]
+            if self._woken.fileno() in ready:
+                self._woken.recv(READ_BYTES)
+                while self._delivered:
+                    self._handle(self._delivered.popleft())
             if is_blocked:
                 self._continue_replays()
 
     def _forget(self) -> None:
-        """Forget the connection to the engine, and what was subscribed to on it."""
-        if self._engine:
-            self._engine.close()
-        self._engine = None
+        """End all subscriptions to the stream. Their messages that still arrive are ignored."""
+        calls = [*self._replays, *([self._live] if self._live is not None else [])]
         self._live = None
         self._live_read = 0
-        self._received = framing.Splitter()
         self._replays.clear()
+        for call in calls:
+            self._send(UnsubscribeKvEvents(call))
 
     def _send(self, message: ToEngineKv) -> None:
-        assert self._engine
-        self._engine.sendall(messages.encode(message))
+        """Send a message to the stream. Wait for the engine's loop while MAX_ORDERS wait for it."""
+        while not self._is_closing:
+            with contextlib.suppress(queue.Full):
+                self._orders.put(message, timeout=MAX_POLL_SECONDS)
+                self._wake_engine()
+                return
 
     def _subscribe(self, start: int) -> int:
-        """Subscribe to the engine's batches and return the call."""
+        """Subscribe to the stream's batches and return the call."""
         self._last_call += 1
         self._send(SubscribeKvEvents(self._last_call, start))
         return self._last_call
@@ -207,7 +232,7 @@ class KvEventPublisher:
         self._update_live()
 
     def _update_live(self) -> None:
-        """Subscribe to the engine while this publisher has a subscriber."""
+        """Subscribe to the stream while this publisher has a subscriber."""
         if self._prefixes and self._live is None:
             self._live = self._subscribe(0)
         elif not self._prefixes and self._live is not None:
@@ -226,7 +251,7 @@ class KvEventPublisher:
             self._replays[self._subscribe(start)] = _Replay(frames[0], start)
 
     def _handle(self, message: ToSubscriber) -> None:
-        """Handle a message of the engine. Messages of ended subscriptions are ignored."""
+        """Handle a message of the stream. Messages of ended subscriptions are ignored."""
         if message.call == self._live:
             self._handle_live(message)
         elif replay := self._replays.get(message.call):

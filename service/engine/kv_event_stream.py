@@ -10,6 +10,7 @@ LINGER_SECONDS without subscribers, so that one that reconnects misses nothing.
 
 A subscriber is a cursor into the batches that are kept. It gets at most WINDOW_BYTES ahead of what it has read, and
 holds up nobody: when the batch at its cursor is dropped, its subscription ends with KvEventsLost, which names the gap.
+Subscribers are front ends, and the publisher over ZeroMQ, a thread of this process (kv_event_publisher.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from npuserve.service.clock import unix_time
 from npuserve.service.engine.kv_event_log import KvEventLog
@@ -38,6 +39,9 @@ from npuserve.service.ipc.kv_events import (
     encode_batch,
 )
 
+if TYPE_CHECKING:
+    from npuserve.service.engine.kv_event_publisher import KvEventPublisher
+
 MAX_KEPT_BYTES = 64 << 20
 """Maximum payload of the batches that are kept. Both bounds hold: this one and the number of batches."""
 MAX_BATCH_BLOCKS = 512
@@ -48,6 +52,9 @@ LINGER_SECONDS = 30.0
 SEND_BYTES = 256 << 10
 """Payload that a subscriber is sent in one iteration of the engine's loop, so that a replay does not delay a step. A
 batch may exceed it."""
+
+PUBLISHER = b"publisher"
+"""Name of the publisher in place of a connection's."""
 
 Send = Callable[[bytes, ToSubscriber], None]
 
@@ -77,6 +84,7 @@ class KvEventStream:
     max_batches: number of batches that are kept.
     first: number of the first batch.
     clock: returns monotonic seconds.
+    publisher: publisher over ZeroMQ; None for none.
     """
 
     def __init__(
@@ -87,12 +95,14 @@ class KvEventStream:
         max_batches: int,
         first: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        publisher: KvEventPublisher | None = None,
     ):
         self.first = first_number(unix_time()) if first is None else first
         self._log = log
         self._max_blocks = max(1, min(MAX_BATCH_BLOCKS, MAX_BATCH_TOKENS // block_size))
         self._epoch = epoch
         self._max_batches = max_batches
+        self._publisher = publisher
         self._clock = clock
         self._kept: deque[KeptBatch] = deque()
         self._kept_bytes = 0
@@ -134,6 +144,9 @@ class KvEventStream:
 
     def publish(self, send: Send) -> None:
         """Make batches of the changes so far, and send what the subscribers may have. Call it once a step."""
+        if self._publisher:
+            for message in self._publisher.take_orders():
+                self.handle(PUBLISHER, message, self._deliver)
         if not self._log.is_recording:
             return
         if not self._subscribers and self._clock() - self._idle_since >= LINGER_SECONDS:
@@ -145,7 +158,12 @@ class KvEventStream:
             self._keep_changes()
         for key, subscriber in list(self._subscribers.items()):
             if key in self._subscribers:  # the connection of one subscriber may be lost while another is sent to
-                self._send_next(key, subscriber, send)
+                self._send_next(key, subscriber, self._deliver if key[0] == PUBLISHER else send)
+
+    def _deliver(self, sender: bytes, message: ToSubscriber) -> None:
+        """Send a message to the publisher."""
+        assert self._publisher
+        self._publisher.deliver(message)
 
     @property
     def _oldest(self) -> int:

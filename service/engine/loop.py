@@ -30,11 +30,10 @@ from typing import TYPE_CHECKING
 
 from npuserve.npu.step import Step
 from npuserve.service.engine.crash_tracker import CrashTracker
-from npuserve.service.engine.grammars import BuiltCompiler, Grammars
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
-from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, Runner, StepPipeline
+from npuserve.service.engine.pipeline import Runner, StepPipeline
 from npuserve.service.engine.profiles import Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import QueueFull, ServeError
@@ -66,6 +65,7 @@ from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.streams.records import Records
+from npuserve.service.structured_output.manager import MASK_WAIT_SECONDS, BuiltCompiler, StructuredOutputManager
 
 if TYPE_CHECKING:
     from npuserve.npu.profiling.session import Profiler
@@ -97,7 +97,7 @@ class Engine:
     frontends: number of front ends that restore the requests of an earlier engine.
     crashes: requests of the steps that crashed earlier engines; None for no search.
     kv_events: stream of the prefix cache's changes; None for none.
-    build_compiler: see Grammars; None refuses constraints.
+    build_compiler: see StructuredOutputManager; None refuses constraints.
     profiler: makes profiles; None refuses them.
     on_idle: called about every HEARTBEAT_SECONDS while nothing runs; None for nothing.
     """
@@ -124,16 +124,16 @@ class Engine:
         self._socket = socket
         self.model = model
         self._epoch = epoch
+        self.structured_output = StructuredOutputManager(
+            build_compiler, socket.wake, model.vocabulary_size, MASK_WAIT_SECONDS)
         self._pipeline = StepPipeline(
-            scheduler, runner, 2 if double_buffering else 1, time.monotonic, model.vocabulary_size, MASK_WAIT_SECONDS,
-            socket.wake)
+            scheduler, runner, 2 if double_buffering else 1, time.monotonic, self.structured_output)
         self._heartbeat = heartbeat or Heartbeat(is_enabled=False)
         self._metrics = EngineMetrics(scheduler)
         self._crashes = crashes or CrashTracker()
         self._kv_events = kv_events
         self.profiles = Profiles(profiler, epoch)
-        self.grammars = Grammars(scheduler, build_compiler, socket.wake)
-        self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.grammars)
+        self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.structured_output)
         self._outbox = Outbox(self.registry, self._metrics, epoch, self._send)
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
@@ -214,7 +214,7 @@ class Engine:
                 self._on_disconnect(frontend)
             else:
                 self._handle(frontend, message)
-        if self.grammars:
+        if self.structured_output:
             self._report_compiled()
         now = time.monotonic()
         self._outbox.drop(self._scheduler.expire(now), now)
@@ -375,13 +375,15 @@ class Engine:
 
     def _report_compiled(self) -> None:
         """Reply to the requests whose constraints were compiled or refused."""
-        for sequence, error in self.grammars.poll():
-            if error:
-                self._scheduler.cancel(sequence.id)
-                self._outbox.fail(sequence, error, time.monotonic())
+        for sequence_id, result in self.structured_output.poll():
+            sequence = self._scheduler.sequence(sequence_id)
+            if isinstance(result, ServeError):
+                self._scheduler.cancel(sequence_id)
+                self._outbox.fail(sequence, result, time.monotonic())
                 continue
+            self.registry.constrain(sequence, result)
             self._outbox.accept(sequence.origin)
-            if sequence.matcher and sequence.matcher.has_ended:  # in an earlier engine
+            if result.has_ended:  # in an earlier engine
                 self._end(sequence, sequence.finish("eos"))
 
     def _accept_compiled(self, origin: Origin) -> None:

@@ -6,19 +6,18 @@ The device computes the forward pass meanwhile. At most one step, the last, is n
 
     host     plan 2, launch 2 │ collect 1, apply 1, masks, sample 2 │ plan 3, launch 3 │ collect 2 …
 
-A step waits a limited time for its masks (mask_threads.py): MASK_WAIT_SECONDS, and longer if its forward pass takes
-longer. A row whose mask is not there by then is deferred: its token is discarded, and it gets no row until the mask is
+A step waits a limited time for its masks (`StructuredOutputManager.prepare`), longer if its forward pass takes longer.
+A row whose mask is not there by then is deferred: its token is discarded, and it gets no row until the mask is
 there. The rows of the same grammar are deferred with it, since the loop must not use the grammar meanwhile. Others
 continue. The tokens are the same, since a mask depends on the text alone.
 
-Forced tokens a, b, c (answer_matcher.py) that follow the token of step 1 are appended after it is applied. Step 2
-computes the token of step 1, and would sample a: its row gets no mask, and its token is discarded. Step 3 computes a, b
-and c as a chunk, and samples the token after c. Otherwise step 5 would.
+Forced tokens a, b, c (structured_output/answer_matcher.py) that follow the token of step 1 are appended after it is
+applied. Step 2 computes the token of step 1, and would sample a: its row gets no mask, and its token is discarded.
+Step 3 computes a, b and c as a chunk, and samples the token after c. Otherwise step 5 would.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -29,17 +28,10 @@ import numpy.typing as npt
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
-from npuserve.service.grammar.mask_threads import MaskThreads
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan
-
-MASK_WAIT_SECONDS = 0.01
-"""Time that a short step waits for its masks. Most masks take less."""
-MAX_MASK_WAITS = 3
-"""Most times MASK_WAIT_SECONDS that a step waits: for half of its duration, in which the device computes its forward
-pass. A deferred row is computed in vain."""
-MASK_SECONDS = metrics.tally(metrics.mask_seconds)
+from npuserve.service.structured_output.manager import StructuredOutputManager
 
 Mask = npt.NDArray[np.int32]
 """One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)]."""
@@ -94,9 +86,7 @@ class StepPipeline:
     depth: maximum number of steps in flight. With 2, a step is planned and launched while the device computes the one
         before it; with 1, a step is planned after the one before it was applied.
     clock: seconds, of the clock of Request.arrival.
-    vocabulary: number of the model's token ids; 0 if no request has a constraint.
-    mask_seconds: wait of a short step for its masks; infinite to defer no row.
-    wake: called in another thread when a deferred row can be planned again; None for none.
+    structured_output: fills the masks; None if no request has a constraint.
     """
 
     def __init__(
@@ -105,17 +95,14 @@ class StepPipeline:
         runner: Runner,
         depth: int,
         clock: Callable[[], float] = time.monotonic,
-        vocabulary: int = 0,
-        mask_seconds: float = math.inf,
-        wake: Callable[[], None] | None = None,
+        structured_output: StructuredOutputManager | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._depth = depth
         self._clock = clock
         self._steps: deque[StepInFlight] = deque()  # the oldest first
-        self._masks = MaskThreads(vocabulary, wake)
-        self._mask_seconds = mask_seconds
+        self._structured_output = StructuredOutputManager() if structured_output is None else structured_output
         self._constrained: list[Sequence] = []  # of the step that was planned last, until it is sampled
         self._planned = 0.0
         self._ended = 0.0  # end of the last collected step on the device, as the host estimates it
@@ -152,7 +139,7 @@ class StepPipeline:
 
     def wait_for_masks(self) -> None:
         """Wait until each deferred row can be planned again. For loops that have nothing else to do."""
-        self._masks.wait()
+        self._structured_output.wait_for_masks()
 
     def plan(self) -> Plan:
         """Plan the next step. `launch` it if it has rows; otherwise there is nothing to compute."""
@@ -202,17 +189,14 @@ class StepPipeline:
 
     def _prepare(self, sequences: Iterable[Sequence]) -> None:
         """Prepare what follows in constrained answers, and wait for it within the limit."""
-        began = time.perf_counter()
-        waits = min(max(1.0, self._scheduler.expected_seconds / (2 * MASK_WAIT_SECONDS)), MAX_MASK_WAITS)
-        self._masks.prepare(
+        self._structured_output.prepare(
             [sequence.matcher for sequence in sequences if sequence.state is not State.ENDED and sequence.matcher],
-            waits * self._mask_seconds)
-        MASK_SECONDS.observe(time.perf_counter() - began)
+            self._scheduler.expected_seconds)
 
     def _with_forced(self, progress: Progress) -> Progress:
         """Append the forced tokens that follow a request's progress, if they are known."""
         matcher = progress.sequence.matcher
-        if matcher is None or matcher.lexer.in_use or not matcher.forced_run or not progress.token_ids:
+        if matcher is None or not matcher.has_forced or not progress.token_ids:
             return progress
         return self._scheduler.append_forced(progress)
 

@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,11 +27,9 @@ from npuserve.npu.model.layers.shard import Shard
 from npuserve.service import clock, logs, metrics
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine.crash_tracker import CrashTracker
-from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
-from npuserve.service.grammar.errors import UnsupportedVocabulary
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.processes import child, process_control
@@ -43,6 +41,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.streams.records import Records
+from npuserve.service.structured_output.manager import build_compiler
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
@@ -179,7 +178,8 @@ def build_engine(
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(
-        kv_log, runner.block_size, args.epoch, config.kv_events_buffer, first_number(args.date)) if kv_log else None
+        kv_log, runner.block_size, args.epoch, config.kv_events_buffer, first_number(args.date),
+        publisher=publisher) if kv_log else None
     socket = EngineSocket(args.address)
     lead = LeadRunner(runner, ranks.group) if ranks else runner
     profiler = open_profiler(args, runner, socket)
@@ -191,7 +191,7 @@ def build_engine(
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
                     profiler=profiler, on_idle=ranks.check if ranks else None)
     if publisher and kv_events:
-        publisher.start(kv_events.first)
+        publisher.start(kv_events.first, socket.wake)
     seconds = time.monotonic() - began
     logs.event(log, "engine ready", level=logging.DEBUG, seconds=round(seconds, 3), epoch=args.epoch)
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
@@ -228,30 +228,14 @@ def open_profiler(args: EngineArgs, runner: Runner, socket: EngineSocket) -> Pro
     return Profiler(runner, folder, socket.wake)
 
 
-def build_compiler(folder: Path, vocabulary_size: int, on_done: Callable[[], None] | None = None) -> BuiltCompiler:
-    """Load the tokenizer and the grammar library for the first constraint. on_done: see GrammarCompiler.
-
-    Raises UnsupportedVocabulary for a folder without a usable tokenizer, and ConfigError.
-    """
-    from npuserve.service.grammar.compiler import GrammarCompiler
-    from npuserve.service.grammar.vocabulary import Vocabulary
-    from npuserve.service.text.model_folder import open_folder
-
-    model = open_folder(folder, str(folder), "")
-    if model.tokenizer is None:
-        raise UnsupportedVocabulary("the model's folder has no tokenizer")
-    vocabulary = Vocabulary.from_tokenizer(model.tokenizer, vocabulary_size, model.eos_token_ids)
-    return BuiltCompiler(GrammarCompiler(vocabulary, on_done=on_done), vocabulary.end_ids)
-
-
 def open_publisher(args: EngineArgs) -> KvEventPublisher | None:
     """Bind the sockets of KV events over ZeroMQ; None if they are off. Raises ConfigError, also without pyzmq."""
     if args.config.kv_events != "zmq":
         return None
     from npuserve.service.engine.kv_event_publisher import KvEventPublisher, topic_of
 
-    return KvEventPublisher(args.address, args.config.kv_events_endpoint, args.config.kv_events_replay_endpoint,
-                            topic_of(args.served_name))
+    return KvEventPublisher(
+        args.config.kv_events_endpoint, args.config.kv_events_replay_endpoint, topic_of(args.served_name))
 
 
 def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -262,7 +246,8 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
     chosen = runner.cpu_kernels
     if chosen is None:
         return None
-    from npuserve.kernels.native.choice import describe
+    from npuserve.kernels.native import library
+    from npuserve.kernels.native.choice import describe, missing_text
 
     kernels = dataclasses.asdict(chosen)
     metrics.cpu_kernels_info.labels(chosen.isa, chosen.gemm, chosen.weights).set(1)
@@ -271,6 +256,8 @@ def cpu_kernels(runner: Runner, kept: Mapping[str, Any] | None) -> dict[str, Any
             metrics.cpu_peak_flops.labels(isa, numbers).set(1e9 * rate)
     said, *measured = describe(chosen)
     logs.event(log, said, kept=kernels == kept, measured="; ".join(measured))
+    if missing := library().missing_isas:
+        logs.event(log, missing_text(missing), level=logging.WARNING)
     return kernels
 
 
@@ -307,7 +294,7 @@ def serve(args: EngineArgs, stop_order: StopOrder) -> int:
     if ranks:
         ranks.stop()
     engine.profiles.close()
-    engine.grammars.close()
+    engine.structured_output.close()
     return 0
 
 

@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from npuserve.service.engine.crash_tracker import CrashTracker
-from npuserve.service.engine.grammars import Grammars
+from npuserve.service.engine.crash_tracker import CrashRecord, CrashTracker
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.streams.records import Records
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.manager import StructuredOutputManager
 
 Origin = tuple[bytes, int]
 """A front end's identity and its key for a request."""
@@ -43,13 +44,20 @@ class Resumption(NamedTuple):
 class RequestRegistry:
     """All live sequences of the scheduler, and the records of the streams. `now` is time.monotonic() seconds."""
 
-    def __init__(self, scheduler: Scheduler, records: Records, crashes: CrashTracker, grammars: Grammars):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        records: Records,
+        crashes: CrashTracker,
+        structured_output: StructuredOutputManager,
+    ):
         self.records = records
         self.live: dict[Origin, Sequence] = {}
         self._calls: dict[Name, dict[int, Origin]] = {}  # the live samples of each call, by index
         self._scheduler = scheduler
         self._crashes = crashes
-        self._grammars = grammars
+        self._structured_output = structured_output
+        self._quarantines: dict[int, CrashRecord] = {}  # which begin when the grammar of a sequence is compiled
 
     def add(self, request: Request, origin: Origin, now: float, record: Record | None = None) -> DroppedRequest | None:
         """Queue a request, or let it wait for its grammar. Return the request that was displaced from the full queue.
@@ -66,18 +74,26 @@ class RequestRegistry:
         except EngineKiller:
             self.records.drop(request.resume_token)
             raise
-        grammar = self._grammars.pending(request)
+        grammar = self._structured_output.pending(request, request.prior.accepted)
         sequence, displaced = self._scheduler.add(request, origin, now, grammar.submit if grammar else None)
         self.live[origin] = sequence
-        isolation = (crashes.crashes, crashes.quarantine_tokens) if crashes else None
         if grammar:
-            self._grammars.watch(sequence, grammar, isolation)
-        elif isolation:
-            self._scheduler.isolate(sequence, *isolation)
+            self._structured_output.watch(sequence.id, grammar)
+            if crashes:
+                self._quarantines[sequence.id] = crashes
+        elif crashes:
+            self._scheduler.isolate(sequence, crashes.crashes, crashes.quarantine_tokens)
         self._calls.setdefault(_name(request), {})[request.index] = origin
         if request.resume_token:
             self.records.begin(record or Record(request))
         return displaced
+
+    def constrain(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
+        """Queue a request whose grammar is compiled."""
+        self._scheduler.constrain(sequence, matcher)
+        crashes = self._quarantines.pop(sequence.id, None)
+        if crashes and not sequence.is_paused:
+            self._scheduler.isolate(sequence, crashes.crashes, crashes.quarantine_tokens)
 
     def find(self, request_id: str, client: str = "", service: str | None = None) -> list[list[Sequence]]:
         """Return the live samples of each call with that id. client, service: see messages.Abort."""
@@ -176,6 +192,8 @@ class RequestRegistry:
 
     def _forget(self, sequence: Sequence, record: Record | None, now: float) -> None:
         del self.live[sequence.origin]
+        self._structured_output.cancel(sequence.id)
+        self._quarantines.pop(sequence.id, None)
         samples = self._calls[_name(sequence.request)]
         del samples[sequence.request.index]
         if not samples:

@@ -35,11 +35,11 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         async with call(context, "Abort"):
             if not request.request_id:
                 raise InvalidField("request_id", "must not be empty")
-            found = await self._engine.abort(request.request_id, request.client)
-            if not found:
+            aborted = await self._engine.abort(request.request_id, request.client)
+            if not aborted:
                 raise RequestNotFound("request_id: no live request has this id")
-            if found > 1:
-                raise InvalidField("client", f"must be set: {found} clients have a live request with this id")
+            if aborted > 1:
+                raise InvalidField("client", f"must be set: {aborted} clients have a live request with this id")
         return pb.AbortResponse()
 
     async def FlushPrefixCache(
@@ -78,7 +78,8 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
             if request.HasField("max_duration"):
                 seconds = _seconds("max_duration", request.max_duration)
             name = check_profile_name("name", request.name) if request.HasField("name") else ""
-            fields["profile_steps"], fields["profile_seconds"] = steps, seconds
+            fields["profile_steps"] = steps
+            fields["profile_seconds"] = seconds
             steps = check_profile_steps("steps", steps)
             seconds = check_profile_seconds("max_duration", seconds)
             started = await self._engine.profiles.start(name, steps, seconds)
@@ -86,15 +87,15 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
         async with call(context, "StopProfile", logging.INFO):
-            made = await self._engine.profiles.stop(request.wait)
+            profile = await self._engine.profiles.stop(request.wait)
         response = pb.StopProfileResponse(
-            name=made.name, path=made.path, bytes=made.nbytes, steps=made.steps, layers=made.layers,
-            has_times=made.has_times, recorder=made.device,
-            ending=pb.ProfileEnding.Value(f"PROFILE_ENDING_{made.ended.upper()}"),
+            name=profile.name, path=profile.path, bytes=profile.nbytes, steps=profile.steps, layers=profile.layers,
+            has_times=profile.has_times, recorder=profile.device,
+            ending=pb.ProfileEnding.Value(f"PROFILE_ENDING_{profile.ended.upper()}"),
             kernels=[pb.ProfiledKernel(kernel=row.kernel, calls=row.calls, seconds=row.seconds,
-                                       floor_bytes=row.floor_bytes) for row in made.kernels])
-        response.duration.FromNanoseconds(int(made.seconds * 1e9))
-        response.step_time.FromNanoseconds(int(made.step_seconds * 1e9))
+                                       floor_bytes=row.floor_bytes) for row in profile.kernels])
+        response.duration.FromNanoseconds(int(profile.seconds * 1e9))
+        response.step_time.FromNanoseconds(int(profile.step_seconds * 1e9))
         return response
 
 

@@ -41,28 +41,29 @@ class CallSummary:
 
     def finished(self, finish: pb.Finish, timing: messages.Timing, stream: Stream) -> None:
         """Record the end of an answer. timing: the engine's."""
-        usage, index, fields = finish.usage, stream.request.index, self._fields
-        self._reasons[index] = REASON_NAMES[finish.reason]
+        usage = finish.usage
+        index = stream.request.index
+        fields = self._fields
+        reason = REASON_NAMES[finish.reason]
+        self._reasons[index] = reason
         fields["reason"] = ",".join(self._reasons[i] for i in sorted(self._reasons))
         if index == 0:
             fields["cached_tokens"] = usage.cached_tokens
         fields["generated_tokens"] = fields.get("generated_tokens", 0) + usage.generated_tokens
-        self._observe(finish, timing)
+        metrics.request_finish_total.labels(reason).inc()
+        metrics.request_prompt_tokens.observe(usage.prompt_tokens)
+        metrics.request_generation_tokens.observe(usage.generated_tokens)
+        metrics.prefill_time_seconds.observe(sum(timing.prefill_chunks))
+        metrics.decode_time_seconds.observe(timing.decode)
         if stream.first_token is not None and stream.last_token is not None:
             self._observe_latency(usage.generated_tokens, stream.first_token, stream.last_token, stream.request.arrival)
         if self._trace and len(self._reasons) == self._samples:
             self._trace.finished(timing, self._model, self._first_token)
 
-    def _observe(self, finish: pb.Finish, timing: messages.Timing) -> None:
-        metrics.request_finish_total.labels(REASON_NAMES[finish.reason]).inc()
-        metrics.request_prompt_tokens.observe(finish.usage.prompt_tokens)
-        metrics.request_generation_tokens.observe(finish.usage.generated_tokens)
-        metrics.prefill_time_seconds.observe(sum(timing.prefill_chunks))
-        metrics.decode_time_seconds.observe(timing.decode)
-
     def _observe_latency(self, generated: int, first_token: float, last_token: float, arrival: float) -> None:
         """Record times of the first and the last token. The times are time.monotonic() seconds."""
-        ttft, e2e = first_token - arrival, last_token - arrival
+        ttft = first_token - arrival
+        e2e = last_token - arrival
         tpot = (e2e - ttft) / (generated - 1) if generated > 1 else 0.0
         metrics.e2e_request_latency_seconds.observe(e2e)
         if generated > 1:

@@ -28,7 +28,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -119,7 +119,8 @@ class Generation:
         fields["client"] = caller.name
         name = fields["id"] = validation.request_id(message, max_request_id_characters)
         context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
-        folder, info = self.require_folder(), self._engine.require()
+        folder = self.require_folder()
+        info = self._engine.require()
         if message.ByteSize() > INLINE_BYTES:
             check_prompt_size(message, folder.tokenizer, info.max_model_len)
         limit, priorities = caller.limits.within(self._config)
@@ -148,7 +149,8 @@ class Generation:
         that encodes in other processes.
         """
         has_prompt = "prompt" in message.DESCRIPTOR.oneofs_by_name
-        size, is_chat = message.ByteSize(), has_prompt and message.WhichOneof("prompt") == "chat"
+        size = message.ByteSize()
+        is_chat = has_prompt and message.WhichOneof("prompt") == "chat"
         is_isolated = has_prompt and self.tokenizer is not None and self.tokenizer.is_isolated
         if size <= INLINE_BYTES and not is_chat and not is_isolated:
             return function(*args, **kwargs)
@@ -189,17 +191,22 @@ class Generation:
         """Send the messages of one answer, the last one with the finish."""
         assert self.folder
         summary = CallSummary(self._config, self.folder.name, 1, fields, trace)
-        with _resume_token_on_error(context, stream):
+        try:
             await stream.wait_until_accepted()
             await _send_metadata(context, stream.request)
             await _send_outputs(builder, stream, summary, send)
+        except Unavailable:  # this server cannot continue the stream
+            if stream.is_accepted and stream.request.resume_token:
+                context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
+            raise
 
     async def _answer_samples(
         self, checked: CheckedRequest, context: Context, fields: dict[str, Any], trace: Trace | None, send: Send
     ) -> None:
         """Generate all samples of a request, and send their messages one at a time."""
         assert self.folder
-        parts, order = samples.split(checked), samples.SendOrder(send)
+        parts = samples.split(checked)
+        order = samples.SendOrder(send)
         summary = CallSummary(self._config, self.folder.name, len(parts), fields, trace)
         with contextlib.ExitStack() as closing:
             streams = [closing.enter_context(contextlib.closing(self._engine.submit(part.request))) for part in parts]
@@ -219,12 +226,13 @@ class Generation:
 
 async def _send_outputs(builder: ResponseBuilder, stream: Stream, summary: CallSummary, send: Send) -> None:
     """Send the messages of an accepted request, the last one with the finish. Raises the error that ends the stream."""
-    with _slow_reader_error(stream):
+    has_prompt_messages = stream.request.sampling.prompt_logprobs is not None
+    try:
         async for outputs in stream:
             finish = builder.add(outputs)
             if builder.keep is not None and finish is None:
                 finish = await stream.stop(builder.keep)
-            for prompt_part in builder.prompt_messages():
+            for prompt_part in builder.prompt_messages() if has_prompt_messages else ():
                 await send(prompt_part)
                 await asyncio.sleep(0)  # let other streams run between the parts of a long prompt
             if finish:
@@ -235,6 +243,10 @@ async def _send_outputs(builder: ResponseBuilder, stream: Stream, summary: CallS
             part = builder.next_message(time.monotonic())
             if part:
                 await send(part)
+    except asyncio.CancelledError:
+        if stream.slow:  # for the client that resumes reading
+            raise stream.slow from None
+        raise
 
 
 async def _send_metadata(context: Context, request: messages.Request) -> None:
@@ -248,25 +260,3 @@ def _deadline(context: Context) -> float | None:
     """Return the call's deadline in time.monotonic() seconds; None if it has none."""
     left = context.time_remaining()
     return None if left is None else time.monotonic() + left
-
-
-@contextlib.contextmanager
-def _slow_reader_error(stream: Stream) -> Iterator[None]:
-    """Replace the cancel of a slow reader by the SlowReader error, for the client that resumes reading."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        if stream.slow:
-            raise stream.slow from None
-        raise
-
-
-@contextlib.contextmanager
-def _resume_token_on_error(context: Context, stream: Stream) -> Iterator[None]:
-    """Add the resume token to the trailing metadata of an accepted stream that this server cannot continue."""
-    try:
-        yield
-    except Unavailable:
-        if stream.is_accepted and stream.request.resume_token:
-            context.set_trailing_metadata(((RESUME_TOKEN, stream.request.resume_token),))
-        raise

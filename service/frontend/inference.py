@@ -126,7 +126,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: model_pb2.GetModelInfoRequest, context: Context
     ) -> model_pb2.GetModelInfoResponse:
         async with call(context, "GetModelInfo"):
-            folder, info = self._generation.require_folder(), self._engine.require_model_info()
+            folder = self._generation.require_folder()
+            info = self._engine.require_model_info()
             tokenizer = folder.tokenizer
             response = model_pb2.GetModelInfoResponse(
                 name=folder.name, family=info.family, vocabulary_size=info.vocabulary_size,
@@ -145,7 +146,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
 
     async def GetLoad(self, request: model_pb2.GetLoadRequest, context: Context) -> model_pb2.GetLoadResponse:
         async with call(context, "GetLoad"):
-            info, load = self._engine.require(), self._engine.load
+            info = self._engine.require()
+            load = self._engine.load
             response = model_pb2.GetLoadResponse(
                 running=load.running, waiting=load.waiting, free_kv_ratio=load.free_kv_ratio,
                 tokens_per_second=load.tokens_per_second, max_num_seqs=info.max_num_seqs, max_queue=info.max_queue,

@@ -41,6 +41,7 @@ from npuserve.service.rpc import poller
 from npuserve.service.rpc.connection_guard import strangers_share
 from npuserve.service.rpc.health import HealthServicer
 from npuserve.service.streams.engine_client import EngineClient
+from npuserve.service.text.answer_format import PLAIN
 from npuserve.service.text.model_folder import ModelFolder, open_folder
 
 if TYPE_CHECKING:  # imported at run time only if configured, since the process must start in under a second
@@ -80,6 +81,8 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     last_good: private folder for copies of valid settings files; "": no copies.
     start_date: Unix time of the server's start, in seconds; 0: now.
     started: time.monotonic() seconds of the server's start; 0: now.
+    gateway_port: port on 127.0.0.1 for the process of the OpenAI API; 0: a free port; -1: none.
+    gateway_pid: id of that process; 0: it does not run yet: an order with the id follows.
     """
 
     config: ServerConfig
@@ -91,6 +94,8 @@ class FrontendArgs(msgspec.Struct, frozen=True):
     last_good: str = ""
     start_date: float = 0.0
     started: float = 0.0
+    gateway_port: int = -1
+    gateway_pid: int = 0
 
 
 class Frontend:
@@ -122,7 +127,18 @@ class Frontend:
             Servicers(InferenceServicer(config, self._engine, self._generation, start_date, self._tracing),
                       AdminServicer(config, self._engine, args.started or time.monotonic()), self._health, vllm_engine),
             MessageLimit(config, args.folder, self._engine, self._generation), self._preparation,
-            (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None)
+            (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None,
+            args.gateway_port)
+        self.admit_gateway(args.gateway_pid)
+
+    @property
+    def gateway_port(self) -> int:
+        """Return the port for the process of the OpenAI API; -1: there is none."""
+        return self._servers.gateway_port
+
+    def admit_gateway(self, pid: int) -> None:
+        """Accept calls of this process on `gateway_port`, and of no other."""
+        self._servers.gateway_process.pid = pid
 
     async def start(self) -> int:
         """Listen; return the port. Raises ConfigError if a port is not available."""
@@ -193,8 +209,11 @@ class Frontend:
         """Set readiness from the states of the engine and the tokenizer."""
         ready = self._engine.state == "ready" and self._generation.folder is not None
         self._health.set_ready(ready)
-        if ready:
-            child.report("ready")
+        if ready and self._generation.folder:
+            chat = self._generation.folder.tokenizer and self._generation.folder.tokenizer.chat
+            answers = chat.format if chat else PLAIN
+            child.report("ready", reasoning=answers.has_reasoning, tool_calls=answers.has_tool_calls,
+                         tagged_arguments=answers.has_tagged_arguments)
 
 
 def _open_tls(config: ServerConfig) -> Tls | None:
@@ -241,17 +260,18 @@ def _open_vllm_engine(
 ) -> VllmEngineServicer | None:
     """Return None, without an import, if the extra `gateway` is not installed; also if its stubs cannot be used.
 
-    Raises ConfigError in both cases if KV events need it: only VllmEngine offers them over gRPC.
+    Raises ConfigError in both cases if a setting needs it: KV events over gRPC, or the OpenAI API.
     """
+    needed_by = "kv_events: grpc" if config.kv_events == "grpc" else "openai_port" if config.openai_port else ""
     if importlib.util.find_spec("smg_grpc_proto") is None:
-        if config.kv_events == "grpc":
-            raise ConfigError("kv_events: grpc needs smg-grpc-proto; pip install 'npuserve[gateway]'")
+        if needed_by:
+            raise ConfigError(f"{needed_by} needs smg-grpc-proto; pip install 'npuserve[gateway]'")
         return None
     try:
         from npuserve.service.gateway.servicer import VllmEngineServicer
     except Exception as error:  # generated code raises several classes for the versions of grpcio and protobuf
-        if config.kv_events == "grpc":
-            reason = f"kv_events: grpc needs smg-grpc-proto, and the installed one cannot be used: {error}"
+        if needed_by:
+            reason = f"{needed_by} needs smg-grpc-proto, and the installed one cannot be used: {error}"
             raise ConfigError(reason) from None
         logs.event(log, "VllmEngine is off: the installed smg-grpc-proto cannot be used", level=logging.WARNING,
                    error=str(error))
@@ -278,6 +298,8 @@ async def serve(args: FrontendArgs) -> None:
             drain(order["drain"])
         elif "engine_failed" in order:
             frontend.end_streams()
+        elif "gateway_pid" in order:
+            frontend.admit_gateway(order["gateway_pid"])
         elif not folder.done():
             folder.set_result(Path(order["folder"]))
 
@@ -291,7 +313,8 @@ async def serve(args: FrontendArgs) -> None:
     child.listen(handle_in_loop)
     poller.start()
     frontend = Frontend(args)
-    child.report("listening", port=await frontend.start())
+    port = await frontend.start()
+    child.report("listening", port=port, gateway_port=frontend.gateway_port)
 
     async def load() -> None:
         await frontend.load(await folder)

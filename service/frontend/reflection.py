@@ -31,7 +31,8 @@ def add_reflection(services: tuple[str, ...], server: ParsingServer) -> None:
 def _add_v1_descriptor() -> None:
     """Add grpc/reflection/v1/reflection.proto to the descriptor pool, derived from v1alpha's file."""
     pool = descriptor_pool.Default()
-    alpha, file = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
+    alpha = descriptor_pb2.FileDescriptorProto()
+    file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
     text_format.Parse(str(alpha).replace("v1alpha", "v1"), file)
     try:

@@ -136,12 +136,15 @@ class ResponseBuilder:
             first = self._checked.request.prompt_ids[0]
             token = pb.TokenLogprob(token_id=first, text=self._text_of(first))
             self._prompt_part.prompt_logprobs.add().chosen.MergeFrom(token)
-        reports, self._prompt_logprobs = self._prompt_logprobs, []
+        reports = self._prompt_logprobs
+        self._prompt_logprobs = []
         for report in reports:
             position = self._position(report)
             size = position.ByteSize()
             if self._prompt_part_bytes + size > MAX_PROMPT_LOGPROBS_BYTES:
-                full, self._prompt_part, self._prompt_part_bytes = self._prompt_part, pb.StreamGenerateResponse(), 0
+                full = self._prompt_part
+                self._prompt_part = pb.StreamGenerateResponse()
+                self._prompt_part_bytes = 0
                 yield full
             self._prompt_part.prompt_logprobs.append(position)
             self._prompt_part_bytes += size
@@ -197,7 +200,8 @@ class ResponseBuilder:
         if delta is None:
             return
         if delta.matched_stop is not None:
-            self.matched_stop, self.keep = delta.matched_stop, delta.keep
+            self.matched_stop = delta.matched_stop
+            self.keep = delta.keep
         if self._parser:
             self._add_parsed(self._parser.push(delta))
             return
@@ -216,7 +220,8 @@ class ResponseBuilder:
         """Remove from the first outputs the tokens that the client has, and their text of this many characters."""
         if not self._skip_tokens:
             return
-        tokens, self._skip_tokens = self._skip_tokens, 0
+        tokens = self._skip_tokens
+        self._skip_tokens = 0
         self._skip_characters = max(0, characters - len(self._text))
         self._text = self._text[characters:]
         del self._ids[:tokens], self._logprobs[:tokens]
@@ -239,7 +244,9 @@ class ResponseBuilder:
             self._prompt_logprobs = None
         del self._ids[:count], self._logprobs[:count]
         self._sent += count
-        self._text, self._parts = "", Parts()
+        self._text = ""
+        if self._parser:
+            self._parts = Parts()
         return message
 
     def _position(self, report: TokenLogprobs) -> pb.PositionLogprobs:

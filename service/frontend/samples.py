@@ -29,7 +29,8 @@ def split(checked: CheckedRequest) -> list[CheckedRequest]:
     Sample i has seed + i, so that it equals the answer to a request with one sample and that seed. Only the first
     sample has prompt_logprobs, which are the same for all.
     """
-    replace, request = msgspec.structs.replace, checked.request
+    replace = msgspec.structs.replace
+    request = checked.request
     samples = [checked]
     for index in range(1, request.samples):
         sampling = replace(request.sampling, seed=(request.sampling.seed + index) % SEEDS, prompt_logprobs=None)

@@ -9,6 +9,7 @@ import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -17,8 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.service import probe
-from npuserve.service.access.auth import AuthInterceptor
+from npuserve.service.access.auth import AuthInterceptor, GatewayInterceptor
 from npuserve.service.access.caller import Caller
+from npuserve.service.access.peer_process import LOOPBACK, PeerProcess
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
 from npuserve.service.frontend import reflection
 from npuserve.service.frontend.admin import AdminServicer
@@ -50,6 +52,8 @@ MAX_SMALL_INTAKE_BYTES = 8 << 20
 """Memory of incomplete messages of health and of reflection, which have at most a few KiB each."""
 MAX_METADATA_BYTES = 2 * METADATA_BYTES
 LISTEN_RETRY_SECONDS = 0.02
+GATEWAY_CALLER = "openai:"
+"""Name of the process of the OpenAI API as a caller. Names of API keys have no colon."""
 
 SERVICES: tuple[str, ...] = (
     inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -86,7 +90,8 @@ class MessageLimit:
 
     def bytes_for(self, kind: Descriptor) -> int:
         """Return the bytes that a request message of this type may have now."""
-        info, folder = self._engine.model_info, self._generation.folder
+        info = self._engine.model_info
+        folder = self._generation.folder
         if self._is_fixed or info is None or folder is None:
             return self.max_bytes
         token_bytes = folder.tokenizer.max_token_bytes if folder.tokenizer else 1
@@ -94,31 +99,40 @@ class MessageLimit:
 
 
 class Servers:
-    """gRPC servers of one front end: all services on `port`, and health alone on the setting `health_port`.
+    """gRPC servers of one front end: all services on `port`, health alone on the setting `health_port`, and VllmEngine
+    for the process of the OpenAI API on `gateway_port` of 127.0.0.1.
 
     A drain replaces the server of `port` by a second one with the same services.
 
     port: port to listen on; 0: a free port, known after `start`.
     find_key: see AuthInterceptor.
     make_credentials: returns credentials for one attempt to listen on `port`; None: no TLS.
+    gateway_port: 0: a free port, known after `start`; -1: none.
+
+    gateway_process: the process of the OpenAI API.
     """
 
     def __init__(
         self, config: ServerConfig, port: int, servicers: Servicers, limit: MessageLimit, preparation: Preparation,
         find_key: Callable[[str], Caller | None] | None, make_credentials: Callable[[], grpc.ServerCredentials] | None,
+        gateway_port: int = -1,
     ):
         self.port = port
+        self.gateway_port = gateway_port
         self.connections = Connections()
+        self.gateway_process = PeerProcess(lambda: self.gateway_port)
         self.guard = ConnectionGuard(
-            self.connections, config.max_connections, lambda: (self.port, config.health_port))
+            self.connections, config.max_connections, lambda: (self.port, config.health_port, self.gateway_port))
         self._config = config
         self._servicers = servicers
         self._limit = limit
         self._preparation = preparation
         self._make_credentials = make_credentials
-        self._interceptor = AuthInterceptor(
+        self._interceptor: AuthInterceptor = AuthInterceptor(
             find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second), MAX_METADATA_BYTES,
             self.guard.close_for_metadata)
+        # A tenant of its own where callers have keys.
+        self._gateway_caller = Caller(GATEWAY_CALLER, is_authenticated=find_key is not None)
         # Each intake has its own reader, so that its messages do not wait for messages of other services.
         self._intake = self._make_intake(limit.max_bytes)
         self._health_intake, self._reflection_intake = (
@@ -134,6 +148,15 @@ class Servers:
             server = self._make_health_server()
             address = endpoint(self._config.host, self._config.health_port)
             _add_port("health_port", address, server.add_insecure_port)
+            await server.start()
+            self._servers.append(server)
+        if self.gateway_port >= 0:
+            server = self._make_gateway_server()
+            try:
+                self.gateway_port = _add_port(
+                    "openai_port", endpoint(LOOPBACK, self.gateway_port), server.add_insecure_port)
+            except ConfigError:  # another process has taken it since the last front end
+                self.gateway_port = _add_port("openai_port", endpoint(LOOPBACK, 0), server.add_insecure_port)
             await server.start()
             self._servers.append(server)
         self.guard.start()
@@ -172,17 +195,30 @@ class Servers:
     def _make_server(self) -> grpc.aio.Server:
         """Return a server of all services, which does not listen yet."""
         server = aio_server.server([self._interceptor], _channel_options(self._config, self._limit.max_bytes))
-        parsing = ParsingServer(server, self._intake.message, self.connections.begin_accepted)
+        parsing = ParsingServer(server, self._intake.message, self.connections.begin)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicers.inference, parsing)
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(self._servicers.admin, parsing)
         health_pb2_grpc.add_HealthServicer_to_server(
-            self._servicers.health, ParsingServer(server, self._health_intake.message, self.connections.begin))
+            self._servicers.health, ParsingServer(
+                server, self._health_intake.message, partial(self.connections.begin, is_accepted=False)))
         services = SERVICES
         if self._servicers.vllm_engine:
             self._servicers.vllm_engine.add_to(parsing)
             services = (*services, self._servicers.vllm_engine.NAME)
         # A drain does not wait for a reflection stream, which a client may keep open.
         reflection.add_reflection(services, ParsingServer(server, self._reflection_intake.message))
+        return server
+
+    def _make_gateway_server(self) -> grpc.aio.Server:
+        """Return a server of VllmEngine for the process of the OpenAI API, which does not listen yet."""
+        assert self._servicers.vllm_engine is not None
+        interceptor = GatewayInterceptor(
+            self.gateway_process.holds, self._gateway_caller, RefusalThrottle(self._config.max_refusals_per_second),
+            MAX_METADATA_BYTES, self.guard.close_for_metadata)
+        server = aio_server.server(
+            [interceptor], [*_channel_options(self._config, self._limit.max_bytes), ("grpc.so_reuseport", 0)])
+        self._servicers.vllm_engine.add_to(
+            ParsingServer(server, self._intake.message, self.connections.begin))
         return server
 
     def _make_health_server(self) -> grpc.aio.Server:

@@ -78,36 +78,36 @@ class AnswerTranslator:
 
 def _complete(finish: pb.Finish, index: int, sample: _Sample) -> vllm.GenerateComplete:
     usage = finish.usage
-    made = vllm.GenerateComplete(
+    complete = vllm.GenerateComplete(
         output_ids=sample.token_ids, finish_reason=FINISH_REASONS[finish.reason], prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.generated_tokens, cached_tokens=usage.cached_tokens, index=index)
     if sample.logprobs.token_ids:
-        made.output_logprobs.CopyFrom(sample.logprobs)
+        complete.output_logprobs.CopyFrom(sample.logprobs)
     if sample.prompt_logprobs.token_ids:
-        made.input_logprobs.CopyFrom(sample.prompt_logprobs)
+        complete.input_logprobs.CopyFrom(sample.prompt_logprobs)
     match finish.reason:
         case pb.FINISH_REASON_STOP_TOKEN:
-            made.matched_token_id = finish.matched_stop_token_id
+            complete.matched_token_id = finish.matched_stop_token_id
         case pb.FINISH_REASON_STOP_STRING:
-            made.matched_stop_str = finish.matched_stop
-    return made
+            complete.matched_stop_str = finish.matched_stop
+    return complete
 
 
-def _add_logprobs(made: vllm.OutputLogProbs, positions: Sequence[pb.PositionLogprobs], has_top: bool) -> None:
-    made.token_logprobs.extend(position.chosen.logprob for position in positions)
-    made.token_ids.extend(position.chosen.token_id for position in positions)
+def _add_logprobs(target: vllm.OutputLogProbs, positions: Sequence[pb.PositionLogprobs], has_top: bool) -> None:
+    target.token_logprobs.extend(position.chosen.logprob for position in positions)
+    target.token_ids.extend(position.chosen.token_id for position in positions)
     if has_top:
-        made.top_logprobs.extend(map(_top, positions))
+        target.top_logprobs.extend(map(_top, positions))
 
 
-def _add_prompt_logprobs(made: vllm.InputLogProbs, positions: Sequence[pb.PositionLogprobs], has_top: bool) -> None:
+def _add_prompt_logprobs(target: vllm.InputLogProbs, positions: Sequence[pb.PositionLogprobs], has_top: bool) -> None:
     """Add positions of the prompt. The prompt's first token has no probability."""
     for position in positions:
-        value = position.chosen.logprob if made.token_ids else None
-        made.token_logprobs.append(vllm.InputTokenLogProb(value=value))
-        made.token_ids.append(position.chosen.token_id)
+        value = position.chosen.logprob if target.token_ids else None
+        target.token_logprobs.append(vllm.InputTokenLogProb(value=value))
+        target.token_ids.append(position.chosen.token_id)
     if has_top:
-        made.top_logprobs.extend(map(_top, positions))
+        target.top_logprobs.extend(map(_top, positions))
 
 
 def _top(position: pb.PositionLogprobs) -> vllm.TopLogProbs:

@@ -26,7 +26,8 @@ def model_info(folder: ModelFolder, info: ModelInfo) -> vllm.GetModelInfoRespons
     Both paths are the path of the model's folder on this machine. A gateway that does not find the folder calls
     GetTokenizer. A name on the hub would let the gateway load another revision's tokenizer.
     """
-    path, config = str(folder.path), folder.config
+    path = str(folder.path)
+    config = folder.config
     defaults = json.dumps(folder.defaults, separators=(",", ":")) if folder.defaults else ""
     return vllm.GetModelInfoResponse(
         model_path=path, tokenizer_path=path if folder.tokenizer else "", served_model_name=folder.name,
@@ -44,16 +45,17 @@ def server_info(
     started: time.monotonic() seconds of the front end's start.
     last_request: Unix time of the front end's last Generate, in seconds; 0: none yet.
     """
-    load, info = engine.load, engine.model_info
-    made = vllm.GetServerInfoResponse(
+    load = engine.load
+    info = engine.model_info
+    response = vllm.GetServerInfoResponse(
         active_requests=load.running + load.waiting, uptime_seconds=time.monotonic() - started, server_type=SERVER_TYPE,
         last_receive_timestamp=last_request, data_parallel_size=1, block_size=config.block_size,
         constrained_decoding_start=CONSTRAINT_START)
     if info is not None:
-        made.kv_cache_dtype = info.kv_cache_dtype
-        made.model_dtype = f"torch.{info.dtype}"
-        made.max_num_seqs = info.max_num_seqs
-    return made
+        response.kv_cache_dtype = info.kv_cache_dtype
+        response.model_dtype = f"torch.{info.dtype}"
+        response.max_num_seqs = info.max_num_seqs
+    return response
 
 
 def loads(engine: EngineClient, info: ModelInfo, dp_rank: int) -> vllm.GetLoadsResponse:

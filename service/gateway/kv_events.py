@@ -66,11 +66,15 @@ class _LoadRecords:
 
     def next(self, alone: bool = False) -> common_pb2.EngineLoad:
         """Return the current record. alone: it is sent without events, and includes the size of the cache."""
-        engine, load, now = self._engine, self._engine.load, time.monotonic()
+        engine = self._engine
+        load = self._engine.load
+        now = time.monotonic()
         with_sizes = alone or self._sent is None
         self._sample += 1
-        self._sent, self._sent_at = load, now
-        info, usage = engine.model_info, load.used_kv_ratio
+        self._sent = load
+        self._sent_at = now
+        info = engine.model_info
+        usage = load.used_kv_ratio
         record = common_pb2.EngineLoad(
             running_requests=load.running, waiting_requests=load.waiting, token_usage=usage, active_token_usage=usage,
             gen_throughput=load.tokens_per_second, max_running_requests=info.max_num_seqs if info else 0,
@@ -107,8 +111,10 @@ class _Batches:
 def _add_event(message: common_pb2.KvCacheEvent, event: kv_events.Event) -> None:
     match event:
         case BlockStored():
-            stored, size = message.stored, event.block_size
-            stored.tier, stored.medium = common_pb2.KV_CACHE_TIER_DEVICE, kv_events.MEDIUM
+            stored = message.stored
+            size = event.block_size
+            stored.tier = common_pb2.KV_CACHE_TIER_DEVICE
+            stored.medium = kv_events.MEDIUM
             stored.locality = common_pb2.KV_CACHE_LOCALITY_LOCAL
             if event.parent_block_hash is not None:
                 stored.parent_block_hash = _signed(event.parent_block_hash)
@@ -117,7 +123,8 @@ def _add_event(message: common_pb2.KvCacheEvent, event: kv_events.Event) -> None
                                   token_ids=event.token_ids[index * size : (index + 1) * size])
         case BlockRemoved():
             message.removed.block_hashes.extend(map(_signed, event.block_hashes))
-            message.removed.tier, message.removed.medium = common_pb2.KV_CACHE_TIER_DEVICE, kv_events.MEDIUM
+            message.removed.tier = common_pb2.KV_CACHE_TIER_DEVICE
+            message.removed.medium = kv_events.MEDIUM
             message.removed.locality = common_pb2.KV_CACHE_LOCALITY_LOCAL
         case AllBlocksCleared():
             message.cleared.SetInParent()

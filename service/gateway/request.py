@@ -48,19 +48,19 @@ def translate(request: vllm.GenerateRequest, info: ModelInfo) -> pb.GenerateRequ
     _check_known(params, SAMPLING_FIELDS, "sampling_params.")
     bad = Violations()
     check_number("data_parallel_rank", request.data_parallel_rank, Range(-1, 0), bad)
-    made = pb.GenerateRequest()
+    translated = pb.GenerateRequest()
     if request.request_id:
-        made.request_id = request.request_id
+        translated.request_id = request.request_id
     if params.n:
-        made.n = params.n
+        translated.n = params.n
     with bad.collect():
-        _set_prompt(made, request, info.max_model_len)
-    _set_sampling(made.sampling, params, info.vocabulary_size, bad)
-    _set_stopping(made.stopping, params)
-    _set_output(made.output, params, info.vocabulary_size, bad)
-    _set_constraint(made, params)
+        _set_prompt(translated, request, info.max_model_len)
+    _set_sampling(translated.sampling, params, info.vocabulary_size, bad)
+    _set_stopping(translated.stopping, params)
+    _set_output(translated.output, params, info.vocabulary_size, bad)
+    _set_constraint(translated, params)
     bad.check()
-    return made
+    return translated
 
 
 def translate_profile(request: common_pb2.StartProfileRequest) -> tuple[str, int]:
@@ -88,74 +88,74 @@ def _check_known(message: Message, known: frozenset[str], path: str) -> None:
             raise Reserved(path + field.name)
 
 
-def _set_prompt(made: pb.GenerateRequest, request: vllm.GenerateRequest, max_model_len: int) -> None:
+def _set_prompt(translated: pb.GenerateRequest, request: vllm.GenerateRequest, max_model_len: int) -> None:
     match request.WhichOneof("input"):
         case "text":
-            made.text = request.text
+            translated.text = request.text
         case "tokenized":
             ids = request.tokenized.input_ids
             if len(ids) >= max_model_len:  # before they are copied
                 raise InvalidField("tokenized.input_ids", too_many_tokens(len(ids), max_model_len))
-            made.token_ids.SetInParent()
-            made.token_ids.ids.extend(ids)
+            translated.token_ids.SetInParent()
+            translated.token_ids.ids.extend(ids)
         case _:
             raise InvalidField("input", "one of tokenized and text is needed")
 
 
-def _set_sampling(made: pb.SamplingParams, params: Any, vocabulary_size: int, bad: Violations) -> None:
+def _set_sampling(sampling: pb.SamplingParams, params: Any, vocabulary_size: int, bad: Violations) -> None:
     """Set the parameters of sampling.
 
     top_p, top_k and min_p belong together: a client that sets a top_p has set all three, so their zeros mean "off".
     Without a top_p they mean the model's defaults.
     """
     if params.HasField("temperature"):
-        made.temperature = params.temperature
+        sampling.temperature = params.temperature
     if params.top_p:
-        made.top_p = params.top_p
+        sampling.top_p = params.top_p
     if params.top_k > _TOP_K.high:
         check_number("sampling_params.top_k", params.top_k, _TOP_K, bad)
     elif params.top_k or params.top_p:
-        made.top_k = params.top_k
+        sampling.top_k = params.top_k
     if params.min_p or params.top_p:
-        made.min_p = params.min_p
+        sampling.min_p = params.min_p
     if params.repetition_penalty:
-        made.repetition_penalty = params.repetition_penalty
-    made.presence_penalty = params.presence_penalty
-    made.frequency_penalty = params.frequency_penalty
+        sampling.repetition_penalty = params.repetition_penalty
+    sampling.presence_penalty = params.presence_penalty
+    sampling.frequency_penalty = params.frequency_penalty
     if params.HasField("seed"):
-        made.seed = params.seed & _MAX_SEED
+        sampling.seed = params.seed & _MAX_SEED
     for token, bias in params.logit_bias.items():
         if token < 0:
             path = f"sampling_params.logit_bias[{token}]"
             bad.add(path, f"token id must be in [0, {vocabulary_size - 1}], got {token}")
         else:
-            made.logit_bias[token] = bias
+            sampling.logit_bias[token] = bias
 
 
-def _set_stopping(made: pb.StoppingParams, params: Any) -> None:
+def _set_stopping(stopping: pb.StoppingParams, params: Any) -> None:
     if params.HasField("max_tokens"):
-        made.max_tokens = params.max_tokens
-    made.min_tokens = params.min_tokens
-    made.stop.extend(params.stop)
-    made.stop_token_ids.extend(params.stop_token_ids)
-    made.ignore_eos = params.ignore_eos
+        stopping.max_tokens = params.max_tokens
+    stopping.min_tokens = params.min_tokens
+    stopping.stop.extend(params.stop)
+    stopping.stop_token_ids.extend(params.stop_token_ids)
+    stopping.ignore_eos = params.ignore_eos
 
 
-def _set_output(made: pb.OutputParams, params: Any, vocabulary_size: int, bad: Violations) -> None:
-    made.return_token_ids = True
-    made.skip_special_tokens = params.skip_special_tokens
+def _set_output(output: pb.OutputParams, params: Any, vocabulary_size: int, bad: Violations) -> None:
+    output.return_token_ids = True
+    output.skip_special_tokens = params.skip_special_tokens
     allowed = Range(0, min(MAX_LOGPROBS, vocabulary_size))
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name) and check_number(f"sampling_params.{name}", getattr(params, name), allowed, bad) >= 0:
-            setattr(made, name, getattr(params, name))
+            setattr(output, name, getattr(params, name))
 
 
-def _set_constraint(made: pb.GenerateRequest, params: Any) -> None:
+def _set_constraint(translated: pb.GenerateRequest, params: Any) -> None:
     match params.WhichOneof("constraint"):
         case None:
             return
         case "choice":
-            made.choices.choices.extend(params.choice.choices)
-            made.choices.SetInParent()
+            translated.choices.choices.extend(params.choice.choices)
+            translated.choices.SetInParent()
         case kind:
-            setattr(made, kind, getattr(params, kind))
+            setattr(translated, kind, getattr(params, kind))

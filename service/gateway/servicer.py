@@ -180,7 +180,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 if not self._live_requests or time.monotonic() >= end:
                     break
                 await asyncio.sleep(POLL_SECONDS)
-            blocks, live = await self._engine.flush_prefix_cache(), self._live_requests
+            blocks = await self._engine.flush_prefix_cache()
+            live = self._live_requests
             rest = f"; the blocks of {live} requests in progress stay" if live else ""
             response = common_pb2.FlushCacheResponse(success=not live, message=f"{blocks} blocks freed{rest}")
         return response
@@ -195,8 +196,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
         async with call(context, _rpc("StopProfile"), logging.INFO):
-            made = await self._engine.profiles.stop(wait=False)
-        return common_pb2.ProfileResponse(success=True, message=f"{made.path or 'no trace'}: {made.steps} steps")
+            profile = await self._engine.profiles.stop(wait=False)
+        return common_pb2.ProfileResponse(success=True, message=f"{profile.path or 'no trace'}: {profile.steps} steps")
 
     @property
     def _live_requests(self) -> int:

@@ -70,10 +70,10 @@ class TokenizerBundle:
         if making is None:
             making = self._making = asyncio.ensure_future(self._make(folder))
         await asyncio.wait((making,))  # a cancel of this call does not cancel the task
-        made = making.result()
-        if isinstance(made, ServeError):
-            raise copy.copy(made)  # the traceback of each refers to the frames of one call
-        return made
+        outcome = making.result()
+        if isinstance(outcome, ServeError):
+            raise copy.copy(outcome)  # the traceback of each refers to the frames of one call
+        return outcome
 
     async def _make(self, folder: Path) -> Bundle | ServeError:
         """Return the archive, or why there is none: all its callers may have left."""
@@ -92,7 +92,7 @@ def _bundle(folder: Path, kept: Bundle | None) -> Bundle:
         check_links(folder)
         files = sorted({path.name: path for name in FILES for path in folder.glob(name) if path.is_file()}.items())
         stats = [(name, path.stat()) for name, path in files]
-        stamp = tuple((name, found.st_size, found.st_mtime_ns, found.st_ino) for name, found in stats)
+        stamp = tuple((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in stats)
         if kept is not None and kept.stamp == stamp:
             return kept
         if sum(size for _, size, *_ in stamp) > MAX_BYTES or len(stamp) > MAX_FILES:

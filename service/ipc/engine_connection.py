@@ -39,10 +39,11 @@ class EngineConnection(asyncio.BufferedProtocol):
 
     def send(self, message: messages.ToEngine) -> None:
         """Write a message without waiting; after `defer` with `write_deferred`."""
+        data = messages.encode(message)
         if self._deferred is None:
-            self.write(message)
+            self._transport.write(data)
         else:
-            self._deferred += messages.encode(message)
+            self._deferred += data
 
     def defer(self) -> None:
         """Defer the messages of `send`."""

@@ -18,6 +18,7 @@ from npuserve.service.errors import WireError
 from npuserve.service.ipc.framing import LENGTH_BYTES, Wire
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 from npuserve.service.ipc.profile_messages import ProfileReply, ToEngineProfile
+from npuserve.service.structured_output.constraint import Constraint
 
 FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
 
@@ -46,24 +47,6 @@ class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
     timing: Timing | None = None
     accepted: bool = False
-
-
-class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """Rule that the text of an answer follows.
-
-    text: JSON schema, regular expression, grammar, or structural tag; for choices a JSON list of strings; for
-        json_object "".
-    source: path of the client's field that the constraint was made from; "" for the field of its kind.
-    """
-
-    kind: Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
-    text: str
-    source: str = ""
-
-    @property
-    def field(self) -> str:
-        """Return the path of the client's field, for errors."""
-        return self.source or self.kind
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

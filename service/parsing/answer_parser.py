@@ -115,8 +115,9 @@ class AnswerParser:
 
     def take(self) -> Parts:
         """Return the parts that became known since the last call."""
-        found, self._parts = self._parts, Parts()
-        return found
+        parts = self._parts
+        self._parts = Parts()
+        return parts
 
     # States: each reads at least one character of text[at:], or enters another state, and returns the next position.
 
@@ -181,7 +182,8 @@ class AnswerParser:
         self._emit_call()
         if call.status == OPEN:
             return end
-        block, self._call_text = self._call_text, ""
+        block = self._call_text
+        self._call_text = ""
         if call.status == MALFORMED:
             self._emit(block.removesuffix(call.rest))
             self._expects_end = call.is_call
@@ -217,7 +219,9 @@ class AnswerParser:
 
     def _enter(self, tag: str) -> None:
         """Change the state at a tag."""
-        held, self._held, self._tag = self._held, "", ""
+        held = self._held
+        self._held = ""
+        self._tag = ""
         if tag == THINK_BEGIN:
             self._state = self._reasoning
         elif tag == CALL_BEGIN:
@@ -228,7 +232,8 @@ class AnswerParser:
 
     def _begin_call(self, text: str) -> None:
         """Begin a block. text: of its tag, and the white space before it."""
-        self._call, self._call_text = self._scanner(), text
+        self._call = self._scanner()
+        self._call_text = text
         self._is_named = self._expects_end = False
         self._state = self._tool_call
 
@@ -249,9 +254,12 @@ class AnswerParser:
         """Emit the new text of the call's arguments, the first time with its name."""
         if not self._call.is_call:
             return
-        arguments, name = self._call.take_arguments(), ""
+        arguments = self._call.take_arguments()
+        name = ""
         if not self._is_named:
-            self._is_named, self._call_text, name = True, "", self._call.name
+            self._is_named = True
+            self._call_text = ""
+            name = self._call.name
             self._count += 1
         if name or arguments:
             self._parts.add_call(CallDelta(self._count - 1, name, arguments))
@@ -259,5 +267,5 @@ class AnswerParser:
 
 def _end_of_run(text: str, at: int) -> int:
     """Return the position of the next character from `at` on that may begin a tag."""
-    found = _SPECIAL.search(text, at)
-    return found.start() if found else len(text)
+    special = _SPECIAL.search(text, at)
+    return special.start() if special else len(text)

@@ -49,7 +49,9 @@ class ParsedStream:
 
     def push(self, delta: Delta) -> ParsedDelta:
         """Parse the next delta. Its tokens that are not returned are returned later."""
-        parts, known, start = Parts(), self._returned, 0
+        parts = Parts()
+        known = self._returned
+        start = 0
         for end, tokens in (*delta.boundaries, (len(delta.text), delta.num_tokens)):
             self._parser.feed(delta.text[start:end])
             start = end
@@ -68,12 +70,13 @@ class ParsedStream:
 
     def _take(self, parts: Parts, tokens: int) -> None:
         """Add the parser's new parts unless the client has them. tokens: number of tokens up to their end."""
-        found = self._parser.take()
+        new_parts = self._parser.take()
         if tokens > self._client_tokens:
-            parts.add(found)
+            parts.add(new_parts)
 
     def _delta(self, parts: Parts, known: int) -> ParsedDelta:
-        count, self._returned = known - self._returned, known
+        count = known - self._returned
+        self._returned = known
         return ParsedDelta(parts, count)
 
 

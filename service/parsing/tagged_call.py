@@ -77,7 +77,8 @@ class TaggedCallScanner:
 
     def take_arguments(self) -> str:
         """Return the new text of the arguments, and remove it."""
-        taken, self.arguments = self.arguments, ""
+        taken = self.arguments
+        self.arguments = ""
         return taken
 
     def feed(self, text: str, at: int) -> int:
@@ -97,14 +98,16 @@ class TaggedCallScanner:
         """End the text. A value that was cut has the text up to there, and its JSON is not closed."""
         if self._step != self._read_value:
             return
-        held, self._tag = self._tag, ""
+        held = self._tag
+        self._tag = ""
         if PARAMETER_END in held:
             self._keep(held[:held.index(PARAMETER_END)].removesuffix("\n"))
             self._end_value()
             return
         self._keep(held)
         if self._buffer is not None:
-            value, self._buffer = "".join(self._buffer), None
+            value = "".join(self._buffer)
+            self._buffer = None
             self.arguments += '"' + _escaped(value) if "string" in self._key_types else value
 
     # Steps: each takes one character.
@@ -130,7 +133,8 @@ class TaggedCallScanner:
     def _before_parameter(self, c: str) -> bool:
         tag = self._read_tag(c, PARAMETER_BEGIN, FUNCTION_END, CALL_BEGIN, CALL_END)
         if tag == PARAMETER_BEGIN:
-            self._step, self._key = self._read_key, ""
+            self._step = self._read_key
+            self._key = ""
         elif tag == FUNCTION_END:
             self._end_arguments()
             self._step = self._after_function
@@ -181,11 +185,13 @@ class TaggedCallScanner:
             return ""
         self._tag += c
         if self._tag in tags:
-            tag, self._tag = self._tag, ""
+            tag = self._tag
+            self._tag = ""
             return tag
         if any(tag.startswith(self._tag) for tag in tags):
             return ""
-        self.rest, self._tag = self._tag, ""
+        self.rest = self._tag
+        self._tag = ""
         return None
 
     def _find_end(self) -> int:
@@ -235,7 +241,8 @@ class TaggedCallScanner:
         if self._buffer is None:
             self.arguments += '"'
             return
-        value, self._buffer = "".join(self._buffer), None
+        value = "".join(self._buffer)
+        self._buffer = None
         self.arguments += json_text(value, self._key_types)
 
     def _end_arguments(self) -> None:

@@ -53,8 +53,9 @@ class ToolCallScanner:
 
     def take_arguments(self) -> str:
         """Return the new text of the arguments, and remove it."""
-        found, self.arguments = self.arguments, ""
-        return found
+        arguments = self.arguments
+        self.arguments = ""
+        return arguments
 
     def feed(self, text: str, at: int) -> int:
         """Scan text[at:], until its end or until the status changes. Return the position after the scanned text."""
@@ -72,7 +73,8 @@ class ToolCallScanner:
 
     def finish(self) -> None:
         """End the text: a part of a tag that is not complete belongs to the arguments."""
-        held, self._tag = self._tag, ""
+        held = self._tag
+        self._tag = ""
         if self._step == self._value and self._key == "arguments":
             self.arguments += held
 
@@ -86,15 +88,18 @@ class ToolCallScanner:
             if any(end.startswith(candidate) for end in _ENDS):
                 self._tag = candidate
                 return
-        held, self._tag = self._tag, ""
+        held = self._tag
+        self._tag = ""
         for i, character in enumerate(held):
             if not self._step(character):
-                self.status, self.rest = MALFORMED, held[i:] + c
+                self.status = MALFORMED
+                self.rest = held[i:] + c
                 return
         if held:
             self._feed_character(c)  # it may be the beginning of another end
         elif not self._step(c):
-            self.status, self.rest = MALFORMED, c
+            self.status = MALFORMED
+            self.rest = c
 
     # Steps: each takes one character.
 
@@ -105,7 +110,8 @@ class ToolCallScanner:
 
     def _key_begin(self, c: str) -> bool:
         if c == '"':
-            self._step, self._string = self._key_text, c
+            self._step = self._key_text
+            self._string = c
         elif c == "}":
             self._end_object()
         return c in '"}' or c in _SPACE
@@ -117,7 +123,8 @@ class ToolCallScanner:
         elif c == "\\":
             self._is_escaped = True
         elif c == '"':
-            self._key, self._step = _decoded(self._string), self._colon
+            self._key = _decoded(self._string)
+            self._step = self._colon
         return True
 
     def _colon(self, c: str) -> bool:
@@ -172,7 +179,9 @@ class ToolCallScanner:
             self._string += text
 
     def _end_value(self) -> bool:
-        self._step, self._is_scalar, self._in_string = self._after_value, False, False
+        self._step = self._after_value
+        self._is_scalar = False
+        self._in_string = False
         if self._key == "name":
             self.name = _decoded(self._string)
             self.is_call = self._has_arguments and bool(self.name)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.service.config import MAX_CONSTRAINT_BYTES
 from npuserve.service.errors import InvalidField, UnknownAnswerFormat, Violations, quoted
-from npuserve.service.ipc.messages import Constraint
 from npuserve.service.parsing.answer_parser import Reasoning
 from npuserve.service.parsing.parameter_types import FunctionTypes, read_types
 from npuserve.service.parsing.parsed_stream import reasoning_state
+from npuserve.service.structured_output.constraint import Constraint
 from npuserve.service.text.answer_format import (
     CALL_BEGIN,
     CALL_END,
@@ -50,7 +50,8 @@ def check_tools(chat: prompt_pb2.Chat, tools: Sequence[Mapping[str, Any]], bad: 
     """
     names: dict[str, int] = {}
     for index, tool in enumerate(tools):
-        path, function = f"chat.tools[{index}].function", tool.get("function")
+        path = f"chat.tools[{index}].function"
+        function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or not name:
             bad.add(f"{path}.name", "must be a text that is not empty")
@@ -83,7 +84,8 @@ def check_parsing(message: pb.GenerateRequest, tokenizer: Tokenizer | None, bad:
     Raises InvalidField for a tool choice together with a constraint, and UnknownAnswerFormat if the request needs a
     format of the model that the server does not know.
     """
-    is_chat, choice = message.WhichOneof("prompt") == "chat", message.chat.tool_choice
+    is_chat = message.WhichOneof("prompt") == "chat"
+    choice = message.chat.tool_choice
     must_call = is_chat and needs_call(choice)
     constraint = message.WhichOneof("constraint")
     if must_call and constraint:
@@ -161,22 +163,23 @@ def structural_tag(chat: prompt_pb2.Chat, form: AnswerFormat, reasoning: Reasoni
     The format is that of xgrammar, which vLLM also accepts:
     https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html
     """
-    choice, tools = chat.tool_choice, dict(enumerate(json.loads(tool)["function"] for tool in chat.tools))
+    choice = chat.tool_choice
+    tools = dict(enumerate(json.loads(tool)["function"] for tool in chat.tools))
     if choice.WhichOneof("choice") == "name":
         tools = {index: tool for index, tool in tools.items() if tool["name"] == choice.name}
     tag = _tagged_call_tag if form.has_tagged_arguments else _call_tag
     calls = {
         "type": "tags_with_separator", "tags": [tag(*tool) for tool in tools.items()], "separator": "\n",
         "at_least_one": True, "stop_after_first": choice.WhichOneof("choice") == "name"}
-    found: dict[str, Any] = calls
+    answer: dict[str, Any] = calls
     if form.has_reasoning and reasoning != "ended":
         begin = "" if reasoning == "begun" else THINK_BEGIN
         thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": THINK_END}
         first: dict[str, Any] = {"type": "sequence", "elements": [thought, {"type": "const_string", "value": "\n\n"}]}
         if reasoning == "possible":
             first = {"type": "optional", "content": first}
-        found = {"type": "sequence", "elements": [first, calls]}
-    return json.dumps({"type": "structural_tag", "format": found}, ensure_ascii=False)
+        answer = {"type": "sequence", "elements": [first, calls]}
+    return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
 
 
 def call_types(chat: prompt_pb2.Chat, form: AnswerFormat) -> dict[str, FunctionTypes]:

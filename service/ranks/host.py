@@ -67,7 +67,7 @@ class Host:
         def handle(number: int, _: object = None) -> None:
             # SIGHUP is not counted, see the supervisor. Python handles it before a SIGTERM of the same moment.
             received.append(number)
-            is_second = sum(one != signal.SIGHUP for one in received) > 1
+            is_second = sum(number != signal.SIGHUP for number in received) > 1
             if is_second or len(received) == 1:
                 signals.put(None)  # no lock that the interrupted code may have
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import struct_pb2
 
 from npuserve.service.errors import InvalidField, NoChatTemplate, NoTokenizer, Violations, quoted
+from npuserve.service.json_text import check_unicode, parse_json
 from npuserve.service.parsing.tool_choice import check_tools, forbids_calls
-from npuserve.service.requests.fields import check_unicode, parse_json
 from npuserve.service.requests.message_limits import MAX_CHAT_MESSAGES, MAX_TOOLS
 from npuserve.service.text.plain_text import Prompt
 from npuserve.v1 import prompt_pb2

@@ -21,7 +21,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from npuserve.service.access.caller import get_caller
 from npuserve.service.errors import InvalidField, MalformedRequest, ServeError
 from npuserve.service.requests.message_limits import MAX_DEPTH
-from npuserve.service.rpc.call import Context, call, record_arrival, rpc_name
+from npuserve.service.rpc.call import (
+    Context,
+    DelayedRefusal,
+    call,
+    record_arrival,
+    refuse_after_delay,
+    rpc_name,
+)
 
 _LENGTH_DELIMITED = 2
 
@@ -113,19 +120,23 @@ def _parsing(rpc: str, handler: Any, read: Read, on_call: Callable[[Context], No
         record_arrival()
         on_call(context)
         try:
-            request = await read(deserializer, context)
-            if request is None:
-                raise MalformedRequest("the call has no message")
-        except (ServeError, MemoryError) as error:
-            return await _refuse(rpc, context, error)
-        try:
+            try:
+                request = await read(deserializer, context)
+                if request is None:
+                    raise MalformedRequest("the call has no message")
+            except (ServeError, MemoryError) as error:
+                return await _refuse(rpc, context, error)
             return await method(request, context)
+        except DelayedRefusal as error:
+            refusal = error
         except grpc.aio.AbortError as error:
             # The traceback is in a reference cycle, which keeps the message in memory until a garbage collection.
             request = None
             for chained in (error, error.__context__):
                 traceback.clear_frames(chained.__traceback__ if chained else None)
             raise
+        request = None  # not kept in memory during the delay
+        await refuse_after_delay(context, refusal)
 
     kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     return kind(parsed, None, handler.response_serializer)

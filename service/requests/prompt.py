@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from npuserve.service.errors import InvalidField, NoTokenizer, TokenizerLimit, Violations
@@ -92,17 +90,10 @@ def encode(prompt: Prompt, field: str, tokenizer: Tokenizer | None, add_special_
     """
     if tokenizer is None:
         raise NoTokenizer(f"{field}: the served model has no tokenizer; send token_ids")
-    with _refused_beyond_limits(field):
+    try:
         if prompt.renamed is None:
             return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
         return tokenizer.plain_text.encode(prompt, field, add_special_tokens)
-
-
-@contextlib.contextmanager
-def _refused_beyond_limits(field: str) -> Iterator[None]:
-    """Raise InvalidField, naming `field`, for a text beyond the limits of the tokenizer."""
-    try:
-        yield
     except TokenizerLimit as error:
         raise InvalidField(field, str(error)) from None
 
@@ -144,8 +135,7 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
     count = 0
     for start in range(0, len(text), MAX_PIECE_CHARACTERS):
         piece = text[start : start + MAX_PIECE_CHARACTERS]
-        with _refused_beyond_limits(field):
-            count += len(tokenizer.encode(piece, add_special_tokens=False)) - MAX_EXCESS_PIECE_TOKENS
+        count += len(encode(Prompt(piece, None), field, tokenizer, False)) - MAX_EXCESS_PIECE_TOKENS
         if count > max_model_len:
             raise InvalidField(field, (
                 f"the first {start + MAX_PIECE_CHARACTERS} characters alone have more tokens than max_model_len, "

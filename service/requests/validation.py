@@ -16,11 +16,11 @@ from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Vi
 from npuserve.service.ipc.messages import ModelInfo, Request
 from npuserve.service.parsing.parameter_types import FunctionTypes
 from npuserve.service.parsing.tool_choice import call_types, check_parsing, constrained_format, tool_constraint
-from npuserve.service.requests.constraint import check_constraint
 from npuserve.service.requests.fields import check_number, check_token_ids
 from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
 from npuserve.service.requests.sampling import check_logprobs, check_sampling
 from npuserve.service.requests.stopping import check_lengths, check_stopping
+from npuserve.service.structured_output.validation import check_constraint
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.model_folder import ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
@@ -130,8 +130,9 @@ def check(
     prompt_ids: list[int] = []
     with bad.collect():
         prompt_ids = prompt_token_ids(message, folder.tokenizer, info, policy.plain_content)
-    answer_format = constrained_format(answer_format, constraint, folder.tokenizer, prompt_ids)
-    constraint = constraint or tool_constraint(message, folder.tokenizer, prompt_ids, bad)
+    if message.WhichOneof("prompt") == "chat":  # other prompts have neither reasoning nor tools
+        answer_format = constrained_format(answer_format, constraint, folder.tokenizer, prompt_ids)
+        constraint = constraint or tool_constraint(message, folder.tokenizer, prompt_ids, bad)
     max_tokens, min_tokens = check_lengths(message.stopping, len(prompt_ids), info.max_model_len, bad)
     bad.check()
     request = Request(

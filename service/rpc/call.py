@@ -40,7 +40,7 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 """Full name of the service of service/gateway, some of whose methods have the names of ours."""
 
 refusal_throttle: ContextVar[RefusalThrottle | None] = ContextVar("refusal_throttle", default=None)
-"""Throttle of the current task's call. The interceptor of access/auth.py sets it, and sends delayed refusals."""
+"""Throttle of the current task's call. The interceptor of access/auth.py sets it; handlers send delayed refusals."""
 
 _arrival: ContextVar[float | None] = ContextVar("arrival", default=None)
 
@@ -138,7 +138,8 @@ async def refuse_after_delay(context: Context, refusal: DelayedRefusal) -> None:
     for error in (refusal, refusal.error):
         while error is not None:
             traceback.clear_frames(error.__traceback__)
-            error.__traceback__, error = None, error.__context__  # type: ignore[assignment]
+            error.__traceback__ = None
+            error = error.__context__  # type: ignore[assignment]
     await asyncio.sleep(refusal.seconds)
     await _abort(context, refusal.error)
 

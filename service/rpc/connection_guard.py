@@ -172,10 +172,10 @@ class ConnectionGuard:
         open_sockets = self._scan()
         self._is_crowded = False
         self._crowded_descriptors = sys.maxsize
-        self._connections.keep_callers({one.peer for one in open_sockets})
+        self._connections.keep_callers({accepted.peer for accepted in open_sockets})
         self._block.expire()
         for port in self._ports():
-            self._make_room([one for one in open_sockets if one.local_port == port])
+            self._make_room([accepted for accepted in open_sockets if accepted.local_port == port])
         latest = time.monotonic() - MAX_HEADER_SECONDS
         self._close_attackers([
             stranger for stranger in self._strangers(open_sockets)
@@ -189,7 +189,8 @@ class ConnectionGuard:
         address = peer_address(context.peer())
         with self._lock:
             self._close_attackers([
-                one for one in self._scan() if one.peer == address and one.local_port in self._ports()])
+                accepted for accepted in self._scan()
+                if accepted.peer == address and accepted.local_port in self._ports()])
 
     def _make_room(self, open_sockets: list[AcceptedSocket]) -> None:
         """Close connections of one port until `max_connections` are left and descriptors are free, or until all others
@@ -208,7 +209,7 @@ class ConnectionGuard:
             return
         strangers = by_share(self._strangers(open_sockets))
         kept = min(len(strangers), strangers_share(places))
-        idle = by_share(one for one in open_sockets if self._connections.is_idle_caller(one.peer))
+        idle = by_share(accepted for accepted in open_sockets if self._connections.is_idle_caller(accepted.peer))
         # Strangers beyond their share, then idle callers, then all strangers.
         order = strangers[: len(strangers) - kept] + idle + strangers[len(strangers) - kept :]
         for closed in order[:excess]:
@@ -218,11 +219,13 @@ class ConnectionGuard:
         """Return the sockets of all connections, without those that the guard has closed."""
         scanned = list(self._sockets.scan())
         self._shut_down.intersection_update(scanned)
-        return [one for one in scanned if one not in self._shut_down]
+        return [accepted for accepted in scanned if accepted not in self._shut_down]
 
     def _strangers(self, open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:
         ports = set(self._ports())
-        return [one for one in open_sockets if one.local_port in ports and not self._connections.is_caller(one.peer)]
+        return [
+            accepted for accepted in open_sockets
+            if accepted.local_port in ports and not self._connections.is_caller(accepted.peer)]
 
     def _received_by_strangers(self) -> dict[AcceptedSocket, int]:
         strangers = self._strangers(self._scan())
@@ -269,11 +272,11 @@ def by_share(open_sockets: Iterable[AcceptedSocket]) -> list[AcceptedSocket]:
     """
     by_address: defaultdict[str, list[AcceptedSocket]] = defaultdict(list)
     # The system numbers the sockets that were found at the same time roughly in their order.
-    for one in sorted(open_sockets, key=lambda one: (-one.first_seen, -one.inode)):
-        by_address[one.peer[0]].append(one)
-    ranked = [(rank, one) for newest_first in by_address.values() for rank, one in enumerate(newest_first)]
+    for accepted in sorted(open_sockets, key=lambda accepted: (-accepted.first_seen, -accepted.inode)):
+        by_address[accepted.peer[0]].append(accepted)
+    ranked = [(rank, accepted) for newest_first in by_address.values() for rank, accepted in enumerate(newest_first)]
     ranked.sort(key=lambda entry: (-entry[0], entry[1].first_seen))
-    return [one for _, one in ranked]
+    return [accepted for _, accepted in ranked]
 
 
 class ResidentMemory:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import ipaddress
 import os
 import resource
@@ -26,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -163,7 +163,7 @@ class SocketTable:
         return len(self._by_descriptor) + len(self._others)
 
     def _open_sockets(self, address: Address) -> list[AcceptedSocket]:
-        return [one for one in self._by_peer.get(address, ()) if one.is_open]
+        return [accepted for accepted in self._by_peer.get(address, ()) if accepted.is_open]
 
     def _update(self, descriptor: int, now: float) -> None:
         """Bring the table's entry of a descriptor up to date."""
@@ -204,19 +204,18 @@ class Connections:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def begin(self, context: Context) -> None:
-        """Count a call as active until its status is sent, or its client has left."""
+    def begin(self, context: Context, is_accepted: bool = True) -> None:
+        """Count a call as active until its status is sent, or its client has left.
+
+        is_accepted: its connection is a caller's.
+        """
         peer = context.peer()
         self._calls[peer] += 1
+        if is_accepted:
+            self._accepted[peer_address(peer)] += 1
         self._idle.clear()
-        context.add_done_callback(lambda _: self._end(peer))  # type: ignore[arg-type]  # the stub names a class
-
-    def begin_accepted(self, context: Context) -> None:
-        """Count a call like `begin`, and its connection as a caller's."""
-        self.begin(context)
-        address = peer_address(context.peer())
-        self._accepted[address] += 1
-        context.add_done_callback(lambda _: self._accepted.subtract((address,)))  # type: ignore[arg-type]  # as above
+        end = functools.partial(self._end, peer, is_accepted)
+        context.add_done_callback(end)  # type: ignore[arg-type]  # the stub names a class
 
     def is_caller(self, address: Address) -> bool:
         """Return whether a call of this peer is or was accepted."""
@@ -232,7 +231,9 @@ class Connections:
             if not active and address not in connected:
                 self._accepted.pop(address, None)
 
-    def _end(self, peer: str) -> None:
+    def _end(self, peer: str, is_accepted: bool, context: object) -> None:
+        if is_accepted:
+            self._accepted[peer_address(peer)] -= 1
         self._calls[peer] -= 1
         if not self._calls[peer]:
             del self._calls[peer]
@@ -248,7 +249,8 @@ class Connections:
     def idle_sockets(self, port: int) -> list[AcceptedSocket]:
         """Return the sockets accepted on this process's own `port` that have no active call."""
         busy = {peer_address(peer) for peer in self._calls}
-        return [one for one in self.sockets.scan() if one.local_port == port and one.peer not in busy]
+        return [
+            accepted for accepted in self.sockets.scan() if accepted.local_port == port and accepted.peer not in busy]
 
     def close_idle(self, port: int) -> None:
         """Close this process's connections to its own `port` that have no active call.
@@ -311,7 +313,7 @@ def _accepted_socket(descriptor: int, now: float) -> AcceptedSocket | None:
     return AcceptedSocket(descriptor, status.st_ino, (str(mapped or address), port), local_port, now)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def peer_address(peer: str) -> Address:
     """Return host and port of `ipv4:127.0.0.1:1234` or `ipv6:%5B::1%5D:1234`; ("", 0) for any other peer.
 

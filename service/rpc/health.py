@@ -54,7 +54,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def drain(self) -> None:
         """Set readiness to NOT_SERVING for good. Each Watch sends its last status and ends."""
-        self._ready, self._draining = False, True
+        self._ready = False
+        self._draining = True
         self._notify()
 
     async def Check(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
@@ -74,7 +75,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         last = None
         while True:
             # Read these three together: a drain that begins during the write below must send its own last status.
-            changed, status, draining = self._changed, self._status(request.service), self._draining
+            changed = self._changed
+            status = self._status(request.service)
+            draining = self._draining
             if status != last:
                 await context.write(pb.HealthCheckResponse(status=status))
                 last = status

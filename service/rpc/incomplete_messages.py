@@ -170,9 +170,11 @@ class IncompleteMessages:
             if now - connection.rate_began >= RATE_SECONDS:
                 minimum = MIN_BYTES_PER_SECOND * (now - connection.rate_began)
                 connection.is_stalled = received - connection.rate_bytes < minimum
-                connection.rate_began, connection.rate_bytes = now, received
+                connection.rate_began = now
+                connection.rate_bytes = received
             if received - connection.progress_bytes >= MIN_PROGRESS_BYTES:
-                connection.progress, connection.progress_bytes = now, received
+                connection.progress = now
+                connection.progress_bytes = received
             late += [read for read in connection.reads
                      if now - max(read.began, connection.progress) >= MAX_SILENT_SECONDS]
             self._update(connection, now)
@@ -234,7 +236,7 @@ class IncompleteMessages:
 
     def _received_bytes(self, peer: str) -> int | None:
         traffic = [accepted.traffic() for accepted in self._sockets.find(peer)]
-        return sum(one.received_bytes for one in traffic if one) if any(traffic) else None
+        return sum(counted.received_bytes for counted in traffic if counted) if any(traffic) else None
 
     def _update(self, connection: _Connection, now: float) -> None:
         """Compute what a connection holds and reserves."""

@@ -44,7 +44,8 @@ def _batch_thread() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    policy = os.sched_getscheduler(0)
+    parameters = os.sched_getparam(0)
     process_control.request_slice(SLICE_SECONDS)  # kept when the policy changes
     with contextlib.suppress(OSError):  # forbidden in a sandbox
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

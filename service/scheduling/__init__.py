@@ -1,6 +1,7 @@
 """Decisions of the engine about requests: which are admitted, which run, which blocks they hold, when they end.
 
-Plain Python without I/O, torch and clocks. Imports of `service`: top level, `ipc`, errors and types of `grammar`.
+Plain Python without I/O, torch and clocks. Imports of `service`: top level, `ipc`, and the matchers of
+`structured_output`.
 
 The life of a request (states: sequence.py):
 
@@ -14,8 +15,8 @@ The life of a request (states: sequence.py):
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
    next one.
 4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
-   `append_forced` appends the forced tokens that follow (answer_matcher.py). A constrained request whose next mask is
-   not there yet (`Sequence.is_preparing`) gets no row until it is.
+   `append_forced` appends the forced tokens that follow (structured_output/answer_matcher.py). A constrained request
+   whose next mask is not there yet (`Sequence.is_preparing`) gets no row until it is.
 5. If blocks run out, or another client's request waits, the request may be preempted: its blocks are freed, its tokens
    stay, and it returns to step 2, first in the queue of its client, to compute them again. Its prefix may still be in
    the cache then.

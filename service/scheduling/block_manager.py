@@ -70,7 +70,7 @@ class BlockTable:
     scope: only tables of the same salt and scope share its blocks; 0 for tables without a scope.
     """
 
-    __slots__ = ("_digests", "_salt", "block_ids", "num_registered", "scope", "version")
+    __slots__ = ("_digests", "_prefix", "_salt", "block_ids", "num_registered", "scope", "version")
 
     def __init__(self, salt: str = "", scope: int = 0) -> None:
         self.block_ids: list[int] = []
@@ -79,6 +79,20 @@ class BlockTable:
         self.scope = scope
         self._salt = salt
         self._digests: list[bytes] = []  # of the leading full blocks, constant because the tokens are
+        self._prefix: _FoundPrefix | None = None  # result of the last look-up
+
+
+class _FoundPrefix(NamedTuple):
+    """Result of a look-up.
+
+    index_version: version of the manager's index. The result is valid while it is the same.
+    max_blocks: number of blocks that were looked up at most.
+    block_ids: the cached prefix.
+    """
+
+    index_version: int
+    max_blocks: int
+    block_ids: list[int]
 
 
 class BlockManager:
@@ -101,6 +115,7 @@ class BlockManager:
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}  # the block that is shared
+        self._index_version = 0  # increases with each change of _by_digest
         self._duplicates: dict[bytes, dict[int, None]] = {}  # used blocks of equal content that are not shared
         self._scopes: dict[int, set[bytes]] = {}  # digests that were registered under each scope; some may be evicted
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -125,15 +140,22 @@ class BlockManager:
     def find_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> list[int]:
         """Return the blocks of the longest cached prefix, of at most len(token_ids) - 1 tokens: one must be computed.
 
-        Allocates nothing. Pass the result to `allocate` before any other call.
+        Allocates nothing. Pass the result to `allocate` before any other call, and do not change it: the next look-up
+        returns it again unless the prefix cache has changed.
         """
+        if not self.is_shared(table):
+            return []
+        max_blocks = (len(token_ids) - 1) // self.block_size
+        last = table._prefix
+        if last is not None and last.index_version == self._index_version and last.max_blocks == max_blocks:
+            return last.block_ids
         prefix: list[int] = []
-        if self.prefix_cache or table.scope:
-            for digest in self._compute_digests(table, token_ids, (len(token_ids) - 1) // self.block_size):
-                block = self._by_digest.get(digest)
-                if block is None:
-                    break
-                prefix.append(block)
+        for digest in self.digests(table, token_ids, max_blocks):
+            block = self._by_digest.get(digest)
+            if block is None:
+                break
+            prefix.append(block)
+        table._prefix = _FoundPrefix(self._index_version, max_blocks, prefix)
         return prefix
 
     def digests(self, table: BlockTable, token_ids: Sequence[int], count: int) -> list[bytes]:
@@ -164,12 +186,11 @@ class BlockManager:
 
         kept: blocks that are not counted.
         """
-        held: Counter[int] = Counter()
-        for table in tables:
-            held.update(table.block_ids)
-        for block in kept:
-            del held[block]
-        return sum(self._refs[block] == count for block, count in held.items())
+        held = Counter(itertools.chain.from_iterable(table.block_ids for table in tables))
+        if not held:
+            return 0
+        not_counted = set(kept)
+        return sum(1 for block, count in held.items() if self._refs[block] == count and block not in not_counted)
 
     def allocate(self, table: BlockTable, num_tokens: int, prefix: Sequence[int] = (), spare: int = 0) -> bool:
         """Extend `table` to hold positions [0, num_tokens). Return False, and change nothing, if that is impossible.
@@ -205,6 +226,7 @@ class BlockManager:
             return
         digests = self._compute_digests(table, token_ids, full)
         events = None if table._salt else self._events
+        self._index_version += 1
         for index in range(table.num_registered, full):
             digest = digests[index]
             block = table.block_ids[index]
@@ -222,6 +244,7 @@ class BlockManager:
                 events.stored(digest, digests[index - 1] if index else None,
                               token_ids[start : start + self.block_size])
         table.num_registered = full
+        table._prefix = None
 
     def free(self, table: BlockTable) -> None:
         """Release all blocks of a table, the last first, so that a prefix is evicted from its end."""
@@ -235,6 +258,7 @@ class BlockManager:
 
     def forget(self, scope: int) -> None:
         """Free the cached blocks of a scope whose tables are empty. Nothing for 0."""
+        self._index_version += 1
         for digest in self._scopes.pop(scope, ()):
             block = self._by_digest.pop(digest, None)
             if block is not None:
@@ -312,7 +336,7 @@ class BlockManager:
         deque(self.audit(holders), maxlen=0)
 
     def _count_unused(self, blocks: Sequence[int]) -> int:
-        return sum(1 for block in blocks if not self._refs[block])
+        return list(map(self._refs.__getitem__, blocks)).count(0)
 
     def _release(self, block: int) -> None:
         """Cache a block without references, or free it: if its content is not registered, or a duplicate is in use."""
@@ -324,6 +348,7 @@ class BlockManager:
                 return
             if self._by_digest[digest] == block:
                 self._by_digest[digest], _ = duplicates.popitem()
+                self._index_version += 1
             else:
                 del duplicates[block]
             if not duplicates:
@@ -337,6 +362,7 @@ class BlockManager:
         digest = self._digest[block]
         assert digest is not None
         del self._by_digest[digest]
+        self._index_version += 1
         self._digest[block] = None
         if self._events is not None:
             self._events.removed(digest)

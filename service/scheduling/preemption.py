@@ -157,6 +157,7 @@ class Preemption:
         client = head.account
         slots = Counter({account: account.running for account in (client, *candidates)})
         blocks_needed = self._blocks.missing(head.blocks, head.num_tokens)
+        takes_few_blocks = lack.blocks <= 0 or is_small_newcomer(head)
         chosen: list[Sequence] = []
         while True:
             lacks_slot = lack.slots > len(chosen)
@@ -170,7 +171,7 @@ class Preemption:
                 amount = 1 if lacks_slot else len(sequences[-1].block_ids)
                 is_balanced = usage[account] - amount >= usage[client] + need
                 if (is_balanced or not client.running) and _lead(account, head) >= _min_lead(
-                        account, head, self._num_recomputed(head, lack, sequences[-1])):
+                        account, head, self._num_recomputed(sequences[-1], takes_few_blocks)):
                     allowed.append(account)
             if not allowed:
                 return []
@@ -181,11 +182,13 @@ class Preemption:
             slots[account] -= 1
             held[account] -= len(sequence.block_ids)
 
-    def _num_recomputed(self, head: Sequence, lack: _Lack, sequence: Sequence) -> int:
-        """Return the tokens of a running request that count as computed again if it yields to the head."""
-        is_cached = self._blocks.is_shared(sequence.blocks) and sequence.uses_prefix_cache
-        takes_few_blocks = lack.blocks <= 0 or is_small_newcomer(head)
-        return 0 if is_cached and takes_few_blocks else sequence.num_computed_tokens
+    def _num_recomputed(self, sequence: Sequence, takes_few_blocks: bool) -> int:
+        """Return the tokens of a running request that count as computed again if it yields to the head.
+
+        takes_few_blocks: the head needs no blocks, or few.
+        """
+        is_cached = takes_few_blocks and self._blocks.is_shared(sequence.blocks) and sequence.uses_prefix_cache
+        return 0 if is_cached else sequence.num_computed_tokens
 
     def share(self, account: Account) -> Share:
         """Return what others are expected to yield to a client: what they have above an equal share.
@@ -229,8 +232,10 @@ class Preemption:
         """Return whether the head can be admitted after these requests have yielded."""
         if len(chosen) < lack.slots:
             return False
-        released = self._blocks.released((s.blocks for s in chosen), lack.prefix)
-        return lack.blocks <= released + len(chosen)  # each running request needs a spare block less
+        missing = lack.blocks - len(chosen)  # each running request needs a spare block less
+        if missing > sum(len(s.block_ids) for s in chosen):
+            return False
+        return missing <= 0 or missing <= self._blocks.released((s.blocks for s in chosen), lack.prefix)
 
     def _without_superfluous(self, lack: _Lack, chosen: list[Sequence]) -> list[Sequence]:
         for sequence in tuple(chosen):

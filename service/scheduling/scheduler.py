@@ -2,7 +2,7 @@
 
 States of a request: sequence.py. Its life and preemption: the package's docstring. Overlapping steps: step_plan.py.
 
-Plan. Decode rows come first, then chunks of forced tokens (answer_matcher.py), prefill chunks that have begun, and
+Plan. Decode rows come first, then chunks of forced tokens (`AnswerMatcher`), prefill chunks that have begun, and
 admissions. Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of
 the prefill chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one
 ahead of it. At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks
@@ -30,7 +30,6 @@ from npuserve.npu.step import Step, StepResult
 from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import check_size
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.fair_queue import FairQueue, start
@@ -41,6 +40,7 @@ from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
 from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
 from npuserve.service.scheduling.step_plan import Plan, StepBuilder
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 
 _age_key = attrgetter("age_key")
 
@@ -525,12 +525,12 @@ class Scheduler:
         """
         blocks = self.blocks
         for sequence in running:
-            uncomputed = 0 if sequence.is_preparing else sequence.num_uncomputed_tokens
-            if uncomputed > 1 or (uncomputed == 1 and sequence.can_sample):
-                tokens = sequence.num_tokens
-                has_blocks = blocks.covers(sequence.blocks, tokens) or blocks.allocate(sequence.blocks, tokens)
-                if has_blocks and uncomputed == 1:
-                    plan.add_row(sequence, 1)
+            if not sequence.needs_row:
+                continue
+            num_tokens = sequence.num_tokens
+            has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
+            if has_blocks and num_tokens == sequence.num_computed_tokens + 1:
+                plan.add_row(sequence, 1)
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of

@@ -11,10 +11,10 @@ import msgspec
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import Finish, FinishReason, Request
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 from npuserve.service.scheduling.state_slots import SlotTable
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 
 
 class State(Enum):
@@ -187,8 +187,10 @@ class Sequence:
     @property
     def needs_row(self) -> bool:
         """True if the next step may compute tokens of the running request."""
-        uncomputed = 0 if self.is_preparing else self.num_uncomputed_tokens
-        return uncomputed > 1 or (uncomputed == 1 and self.can_sample)
+        if self.is_preparing:
+            return False
+        num_uncomputed_tokens = self.num_uncomputed_tokens
+        return num_uncomputed_tokens > 1 or (num_uncomputed_tokens == 1 and self.can_sample)
 
     @property
     def is_prefilling(self) -> bool:
@@ -221,7 +223,7 @@ class Sequence:
     @property
     def is_preparing(self) -> bool:
         """True while another thread uses the grammar, so that no token may be sampled or applied."""
-        return self.matcher is not None and self.matcher.lexer.in_use
+        return self.matcher is not None and self.matcher.is_busy
 
     @property
     def uses_prefix_cache(self) -> bool:

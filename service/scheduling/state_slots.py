@@ -63,7 +63,8 @@ class SlotTable:
     def plan_row(self, start: int, *, is_retractable: bool) -> tuple[int, int]:
         """Return the slots that a row from position `start` on reads and writes; NO_SLOT to read none or in place."""
         self._before = (self.current, self.spare, self.source, start) if is_retractable else None
-        source, self.source = self.source, NO_SLOT
+        source = self.source
+        self.source = NO_SLOT
         if start == 0:
             return NO_SLOT, self.current
         if source != NO_SLOT:

@@ -62,11 +62,11 @@ class StepBuilder:
         start = sequence.num_computed_tokens
         tokens = sequence.token_ids
         planned = len(tokens) + sequence.num_pending_tokens
-        end = min(start + max_tokens, planned)
-        while sequence.checkpoint_positions and sequence.checkpoint_positions[0] <= start:
-            del sequence.checkpoint_positions[0]
+        end = start + max_tokens
+        if end > planned:
+            end = planned
         if sequence.checkpoint_positions:
-            end = min(end, sequence.checkpoint_positions[0])
+            end = _end_at_checkpoint(sequence, end)
         samples = end == planned
         is_constrained = False
         if samples:
@@ -82,7 +82,7 @@ class StepBuilder:
         block_ids = sequence.blocks.block_ids
         if len(block_ids) > num_blocks:
             block_ids = block_ids[:num_blocks]
-        state_source, state_slot = NO_SLOT, NO_SLOT
+        state_source = state_slot = NO_SLOT
         if self._slots is not None:
             state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
             is_boundary = not samples and end in sequence.checkpoint_positions[:1]
@@ -106,3 +106,11 @@ class StepBuilder:
         """Announce a sequence to the runner."""
         request = sequence.request
         self.new.append(NewRequest(sequence.id, request.prompt_ids, request.output_ids, request.sampling))
+
+
+def _end_at_checkpoint(sequence: Sequence, end: int) -> int:
+    """Return the end of a row that would end at `end`: a checkpoint if one is to be taken within the row."""
+    positions = sequence.checkpoint_positions
+    while positions and positions[0] <= sequence.num_computed_tokens:
+        del positions[0]
+    return min(end, positions[0]) if positions else end

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -115,7 +116,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[int]] = {}
         self._last_load = Load()
         self._unanswered: dict[int, float] = {}  # key of a request -> when it was sent, time.monotonic() seconds
-        self._last_key = 0
+        self._keys = itertools.count(1)
         self._silent_seconds = 0
         self._published = 0.0
         self._tasks: list[asyncio.Task[None]] = []
@@ -208,11 +209,11 @@ class EngineClient:
 
         client, service: client and service of the call, see `Abort`.
         """
-        return await self._call(Abort(self._next_key(), request_id, client, service))
+        return await self._call(Abort(next(self._keys), request_id, client, service))
 
     async def flush_prefix_cache(self) -> int:
         """Flush the prefix cache and return the number of freed blocks."""
-        return await self._call(FlushPrefixCache(self._next_key()))
+        return await self._call(FlushPrefixCache(next(self._keys)))
 
     def send(self, message: messages.ToEngine) -> bool:
         """Send a message without waiting. Return False if no engine is connected."""
@@ -236,13 +237,9 @@ class EngineClient:
     def _limited_key(self, client: str) -> int:
         """Return the key of a further stream of a client. Raises Unavailable, and QueueFull at a limit."""
         info = self.require()
-        key = self._next_key()
+        key = next(self._keys)
         self._limit.add(key, client, info)
         return key
-
-    def _next_key(self) -> int:
-        self._last_key += 1
-        return self._last_key
 
     async def _call(self, message: Abort | FlushPrefixCache) -> int:
         self.require()

@@ -143,7 +143,7 @@ class Stream:
                 raise self._error
             if self._state is State.FINISHED:
                 raise StopAsyncIteration
-            await self._wait()
+            await self._change()
         outputs = self._outputs
         self._outputs = []
         self._processing = 0.0
@@ -160,7 +160,7 @@ class Stream:
         while not self.is_accepted:
             if self._error:
                 raise self._error
-            await self._wait()
+            await self._change()
 
     def check_reader(self, every: float, seconds: float) -> None:
         """Cancel the reader's task if it has processed its last outputs for `seconds` or longer.
@@ -174,7 +174,8 @@ class Stream:
             self._processing += every
             return
         self.slow = SlowReader(f"the client took nothing for {seconds:g} s (slow_reader_seconds)")
-        self._cancel(self.slow)
+        if self.is_live:
+            self._cancel(self.slow)
         self._reader.cancel()
 
     def suspend_check(self) -> None:
@@ -201,7 +202,8 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Call it when nobody reads the stream any more."""
-        self._cancel(Unavailable("the request was closed"))
+        if self.is_live:
+            self._cancel(Unavailable("the request was closed"))
         self._client.remove(self)
 
     def fail(self, error: ServeError) -> None:
@@ -268,10 +270,9 @@ class Stream:
         self._first_step = self._first_arrival = None
 
     def _cancel(self, error: ServeError) -> None:
-        """Cancel the request unless it has ended."""
-        if self.is_live:
-            self._client.send(Cancel(self.key))
-            self._end(State.CLOSED, error)
+        """Cancel the request, which has not ended."""
+        self._client.send(Cancel(self.key))
+        self._end(State.CLOSED, error)
 
     def _end(self, state: State, error: ServeError | None = None) -> None:
         self._state = state
@@ -303,9 +304,10 @@ class Stream:
         return (self.buffered >= self._enough or self._state is not State.RUNNING or self._last_read is None
                 or now - self._last_read >= MAX_INTERVAL_SECONDS)
 
-    async def _wait(self) -> None:
+    def _change(self) -> asyncio.Future[None]:
+        """Return a future that is done at the next `_wake`."""
         self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        return self._waiter
 
     def _wake(self) -> None:
         if self._waiter and not self._waiter.done():

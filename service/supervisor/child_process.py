@@ -237,7 +237,8 @@ class _Output(asyncio.SubprocessProtocol):
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         *lines, rest = (self._rest[fd] + data).split(b"\n")
         if len(rest) > MAX_LINE_BYTES:
-            lines, rest = [*lines, rest], b""
+            lines = [*lines, rest]
+            rest = b""
         self._rest[fd] = rest
         for line in lines:
             self._sinks[fd](line)

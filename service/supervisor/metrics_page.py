@@ -57,11 +57,13 @@ class MetricsPage:
     folder: folder of the metrics files. It must not change while this process runs, because prometheus_client reads its
         environment variable at import.
     processes: returns name -> pid of the server's other live processes.
+    more: returns a page of other programs' metrics, which is appended; None: there is none.
 
     Raises ConfigError if the port is not available, or the disk has no space.
     """
 
-    def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict):
+    def __init__(self, folder: Path, config: ServerConfig, processes: Callable[[], Mapping[str, int]] = dict,
+                 more: Callable[[], str] | None = None):
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
         # Creates this process's files, in which every metric without labels is 0.
         from npuserve.service import metrics, metrics_file
@@ -78,6 +80,7 @@ class MetricsPage:
         if no_space := metrics_file.store():
             raise ConfigError(f"TMPDIR: {folder} cannot hold the metrics files: {no_space.strerror}")
         self._processes = processes
+        self._more = more
         self._measured: set[str] = set()  # names of processes with a sample of their memory
         self._metrics = metrics
         self._model = ""
@@ -89,14 +92,17 @@ class MetricsPage:
         self._text = PageText(folder, _declared(), self._skip)
         self._changed: set[str] = set()  # names of metrics that have changed since the last page
         self._aliases = Aliases(self._text.families, config.metrics_vllm_aliases)
-        host, port = config.metrics_host or config.host, config.metrics_port
+        host = config.metrics_host or config.host
+        port = config.metrics_port
         try:
             with probe.malformed_name_error():
                 self._server = MetricsServer(host.strip("[]"), port, self.page)
         except OSError as error:
-            setting, name = "metrics_port", endpoint(host, port)
+            setting = "metrics_port"
+            name = endpoint(host, port)
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                setting, name = "metrics_host" if config.metrics_host else "host", host
+                setting = "metrics_host" if config.metrics_host else "host"
+                name = host
             raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}") from None
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
@@ -106,18 +112,21 @@ class MetricsPage:
 
         from npuserve.service.supervisor.page_text import header
 
+        more = self._more() if self._more else ""
         self._measure_memory()
         self._metrics.flush()
         if self._dead:
             self._merge_dead()
         with self._files_lock:
             self._refresh()
-            changed, self._changed = self._changed, set()
+            changed = self._changed
+            self._changed = set()
             age = max(0.0, time.monotonic() - self._last_beat)
             return "".join((
                 self._aliases.text(changed, self._model) if self._model else "",
                 *(family.text for name, family in self._text.families.items() if name != HEARTBEAT),
-                header(AGE, "gauge", "Time since the engine's last heartbeat"), f"{AGE} {floatToGoString(age)}\n"))
+                header(AGE, "gauge", "Time since the engine's last heartbeat"), f"{AGE} {floatToGoString(age)}\n",
+                more))
 
     def engine_restarted(self) -> None:
         """Count a restart of the engine."""
@@ -199,6 +208,6 @@ def _declared() -> list[tuple[str, str, str]]:
 
     from npuserve.service import metrics
 
-    found = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
+    declared = [metric for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)
              for metric in value.describe()]
-    return [(metric.name, metric.type, metric.documentation) for metric in found]
+    return [(metric.name, metric.type, metric.documentation) for metric in declared]

@@ -51,7 +51,8 @@ class Group:
 
     def update(self) -> None:
         """Read the values of all files, and format them."""
-        combine, values = self.family.combine, dict(self.kept)
+        combine = self.family.combine
+        values = dict(self.kept)
         for part in self.parts:
             if not values:
                 values = dict(zip(part.slots, part.values(), strict=True))
@@ -85,7 +86,8 @@ class _Part:
 
     def __init__(self, file: _File, group: Group, slots: list[Slot], offsets: list[int]):
         self.slots = slots
-        self.start, self.end = offsets[0], offsets[-1] + 8
+        self.start = offsets[0]
+        self.end = offsets[-1] + 8
         self.group = group
         self._file = file
         # The values are doubles with other bytes between them.
@@ -117,7 +119,8 @@ class _File:
 
         Raises OSError, and other exceptions if the file is broken.
         """
-        first, before = os.pread(self._descriptor, LENGTH.size, 0), self.data
+        first = os.pread(self._descriptor, LENGTH.size, 0)
+        before = self.data
         used = LENGTH.unpack(first)[0] if first else 0  # empty until its process has set its size
         if not len(before) <= used <= os.fstat(self._descriptor).st_size:
             raise ValueError(f"it uses {used} bytes, after {len(before)}, which is not possible")
@@ -144,7 +147,8 @@ class _File:
             group, slot = group_of(self, json.loads(key))
             if group is not last and last is not None:
                 yield _Part(self, last, slots, offsets)
-                slots, offsets = [], []
+                slots = []
+                offsets = []
             last = group
             slots.append(slot)
             offsets.append(offset)
@@ -171,10 +175,10 @@ class PageText:
     def refresh(self) -> set[str]:
         """Read what has changed. Return the names of the metrics whose text has changed. Raises OSError."""
         with os.scandir(self._folder) as entries:
-            found = {entry.name: entry.inode() for entry in entries if entry.name.endswith(".db")}
-        for name in [name for name, file in self._files.items() if found.get(name) != file.inode]:
+            inodes = {entry.name: entry.inode() for entry in entries if entry.name.endswith(".db")}
+        for name in [name for name, file in self._files.items() if inodes.get(name) != file.inode]:
             self._changed |= self._drop(name)
-        for name, inode in sorted(found.items()):
+        for name, inode in sorted(inodes.items()):
             file = self._files.get(name)
             if file is None:
                 with contextlib.suppress(FileNotFoundError):
@@ -254,10 +258,10 @@ class PageText:
             raise ValueError(f"{name} is a {family.kind}, not a {file.kind}")
         family.combine = {"livemax": max, "livemin": min}.get(file.mode, float.__add__)
         bound = labels.pop("le", None)
-        own = tuple(sorted(labels.items()))
-        group = family.groups.get(own)
+        group_labels = tuple(sorted(labels.items()))
+        group = family.groups.get(group_labels)
         if group is None:
-            group = family.groups[own] = Group(family, own)
+            group = family.groups[group_labels] = Group(family, group_labels)
         return group, None if bound is None else float(bound)
 
 
@@ -269,7 +273,8 @@ class _Lines:
         self._is_histogram = kind == "histogram"
         plain = _labels_text(labels)
         self._value = f"{name}_total{plain} " if kind == "counter" else f"{name}{plain} "
-        self._sum, self._count = f"{name}_sum{plain} ", f"{name}_count{plain} "
+        self._sum = f"{name}_sum{plain} "
+        self._count = f"{name}_count{plain} "
         self._buckets = [
             f"{name}_bucket{_labels_text(tuple(sorted((*labels, ('le', floatToGoString(bound))))))} "
             for bound in self._bounds]
@@ -277,7 +282,8 @@ class _Lines:
     def format(self, values: Mapping[Slot, float]) -> str:
         if not self._is_histogram:
             return f"{self._value}{_number(values[None])}\n" if None in values else ""
-        total, lines = 0.0, []
+        total = 0.0
+        lines = []
         for start, bound in zip(self._buckets, self._bounds, strict=True):
             total += values[bound]
             lines.append(f"{start}{_number(total)}\n")

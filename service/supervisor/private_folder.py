@@ -69,20 +69,20 @@ def _lock_new(folder: Path) -> int:
 
     The lock file appears under its final name only once it is locked.
     """
-    made = folder / f"{LOCK}.new"
-    descriptor = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    new = folder / f"{LOCK}.new"
+    descriptor = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     if not _try_lock(descriptor):
         os.close(descriptor)
         return -1
-    made.rename(folder / LOCK)
+    new.rename(folder / LOCK)
     return descriptor
 
 
 def _remove_if_abandoned(folder: Path) -> None:
     """Remove a folder of this user whose lock nobody holds."""
     try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

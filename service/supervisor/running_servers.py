@@ -56,10 +56,10 @@ def write_description(folder: Path, config: ServerConfig, address: str, metrics:
 
 def running_servers() -> Iterator[RunningServer]:
     """Yield the servers whose folder under TMPDIR this process may read, in order of their start."""
-    found: list[RunningServer] = []
+    servers: list[RunningServer] = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             if is_held(folder):
                 with (folder / FILE).open("rb") as file:
-                    found.append(msgspec.json.decode(file.read(MAX_FILE_BYTES), type=RunningServer))
-    yield from sorted(found, key=lambda server: server.started)
+                    servers.append(msgspec.json.decode(file.read(MAX_FILE_BYTES), type=RunningServer))
+    yield from sorted(servers, key=lambda server: server.started)

@@ -12,7 +12,8 @@
    restarted engine reuses the weights in shared memory if possible (npu/execution/load.py). Exit code 4 is a
    device fault that no restart cures: the server stops. It also stops at exit code 2, an unusable configuration or
    model, before it was ready for the first time. Later it retries until the cause is repaired.
-4. SIGTERM, Ctrl-C or AdminService.Drain starts a drain: the front ends finish their requests, then the engine stops. A
+4. SIGTERM, Ctrl-C or AdminService.Drain starts a drain: the OpenAI API (openai_gateway.py), then the front ends finish
+   their requests, then the engine stops. A
    second signal kills the children. SIGHUP, which a closed terminal sends, drains too, but never as a second signal: a
    terminal may send it twice, and systemd after SIGTERM. It is ignored under nohup. If the engine fails for good during
    a drain, the front ends end their requests at once.
@@ -41,6 +42,7 @@ from npuserve.service.ranks.processes import create_shared_memory
 from npuserve.service.ranks.world import join_seconds, local_ranks, read_world
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
+from npuserve.service.supervisor.openai_gateway import OpenAIGateway
 from npuserve.service.supervisor.private_folder import SOCKET, check_folder, private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
 from npuserve.service.supervisor.running_servers import write_description
@@ -82,6 +84,7 @@ class Supervisor:
 
     listening: set when `address` is known and answers health checks.
     ready: set when the server accepts requests.
+    openai: the OpenAI API; None without the setting `openai_port`.
 
     Raises ConfigError if the model does not exist.
     """
@@ -96,6 +99,7 @@ class Supervisor:
     ):
         self.listening = asyncio.Event()
         self.ready = asyncio.Event()
+        self.openai: OpenAIGateway | None = None
         self._config = config
         self._join_seconds = join_seconds(config) if read_world(config, os.environ) else 0.0  # 0: no other hosts
         self._model = local(config.model)  # None until it is downloaded
@@ -103,7 +107,7 @@ class Supervisor:
         self._name = ""  # name of the model for clients; known once it is downloaded
         self._commands = (frontend, engine)
         self._restarts = restarts
-        self._tasks: dict[ChildProcess, asyncio.Task[int]] = {}  # of the children that were started
+        self._tasks: dict[ChildProcess, asyncio.Task[Any]] = {}  # of the children that were started
         self._shared_weights: dict[str, Any] | None = None  # reported by the last engine that was ready
         self._kernels: dict[str, Any] | None = None  # chosen by the first engine that was ready; later ones keep it
         self._capture_failed = ""  # why an engine could not use captured steps
@@ -180,9 +184,14 @@ class Supervisor:
         self._folder = folder
         socket = f"{folder}/{SOCKET}"
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
+        if self._config.openai_port:
+            self.openai = OpenAIGateway(self._config, environment, self._restarts, self._admit_gateway,
+                                        lambda why: self._page.failed("openai", why))
 
         def frontend(index: int) -> ChildProcess:
             return ChildProcess(f"frontend-{index}", self._commands[0], environment, lambda: {
+                "gateway_pid": self.openai.child.pid if self.openai else 0,
+                "gateway_port": self.openai.port_of(f"frontend-{index}") if self.openai else -1,
                 "config": self._config, "index": index, "engine_address": socket, "port": self._port,
                 "heartbeat": True, "folder": self._model and str(self._model), "last_good": str(folder),
                 "start_date": self._start_date, "started": self._started,
@@ -200,11 +209,18 @@ class Supervisor:
         }, self._on_event, [memory, *others] if memory >= 0 else [], defers_sigterm=True)
         self._watchdog = Watchdog(
             self._config, self._engine, self._tasks.keys, self._join_seconds or MIN_LOAD_SECONDS)
-        self._page = MetricsPage(folder, self._config, self._processes)
+        self._page = MetricsPage(
+            folder, self._config, self._processes, self.openai.metrics if self.openai else None)
 
     def _processes(self) -> dict[str, int]:
         """Return name -> pid of the running children. Called by the thread of the metrics page."""
-        return {child.name: child.pid for child in [*self._frontends, self._engine] if child.is_running}
+        gateway = [self.openai.child] if self.openai else []
+        return {child.name: child.pid for child in [*self._frontends, self._engine, *gateway] if child.is_running}
+
+    def _admit_gateway(self, pid: int) -> None:
+        """Let a process call the front ends as the OpenAI API."""
+        for child in self._frontends:
+            child.order(gateway_pid=pid)
 
     async def _start_engine(self) -> None:
         """Download the model if needed, send its folder to the front ends, and start the engine."""
@@ -230,6 +246,8 @@ class Supervisor:
         ready: the child is ready. The server is ready when all children are.
         """
         name = event.get("event")
+        if name == "listening" and self.openai:
+            self.openai.frontend_listens(child.name, event["gateway_port"])
         if name == "listening" and not self.listening.is_set():
             self._port = event["port"]
             self.listening.set()
@@ -261,8 +279,12 @@ class Supervisor:
             self._watchdog.engine_ready()
         if (facts := self._engine.ready_event) and all(frontend.ready_event for frontend in self._frontends):
             self._page.built(facts["backend"], self._name)
+            if self.openai and not self.ready.is_set() and not self._exit_code.done():
+                self.openai.answers_have(self._frontends[0].ready_event or {})
+                self._tasks[self.openai.child] = asyncio.create_task(self.openai.run())
             self.ready.set()
-            seconds, tokens = time.monotonic() - self._start_began, facts["kv_cache_tokens"]
+            seconds = time.monotonic() - self._start_began
+            tokens = facts["kv_cache_tokens"]
             logs.event(log, f"ready in {seconds:.1f} s", seconds=seconds, kv_cache_tokens=tokens)
 
     def _start(self, child: ChildProcess) -> None:
@@ -312,7 +334,8 @@ class Supervisor:
         end = time.monotonic() - silence
         was_ready = child.ready_event is not None
         ready_seconds = end - child.ready_at if was_ready else 0.0
-        is_killer_found, child.is_killer_found = child.is_killer_found, False
+        is_killer_found = child.is_killer_found
+        child.is_killer_found = False
         return RunEnd(code, end - child.started_at, child.is_hung, was_ready, ready_seconds, is_killer_found)
 
     def _give_up(self, child: ChildProcess, end: RunEnd, policy: RestartPolicy) -> int:
@@ -357,6 +380,10 @@ class Supervisor:
     async def _drain(self, seconds: float) -> bool:
         """Drain the front ends, then stop the engine. Return False if a child had to be killed."""
         clean = True
+        end = time.monotonic() + seconds
+        if self.openai:
+            clean = await self.openai.drain(seconds) and clean
+            seconds = max(0.0, end - time.monotonic())
         for children, patience in (
             (self._frontends, seconds + FRONTEND_STOP_SECONDS), ([self._engine], ENGINE_STOP_SECONDS)
         ):
@@ -394,6 +421,9 @@ def _check_addresses(config: ServerConfig) -> None:
 
     Several front ends share the port, and could share it with another server without an error.
     """
-    for setting, port, name in (("host", 0, config.host), ("port", config.port, endpoint(config.host, config.port))):
+    for setting, port, name in (
+        ("host", 0, config.host), ("port", config.port, endpoint(config.host, config.port)),
+        ("openai_port", config.openai_port, endpoint(config.host, config.openai_port)),
+    ):
         if error := probe.cannot_listen(config.host, port):
             raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}")

@@ -94,10 +94,10 @@ def _lines(family: Family, name: str, model: str) -> Iterator[str]:
                 labels["finished_reason"] = REASONS[value]
             elif label in LABELS:
                 labels[LABELS[label]] = value
-        one = sums[tuple(sorted(labels.items()))]
+        total = sums[tuple(sorted(labels.items()))]
         for slot, number in group.values.items():
-            one[slot] += number
+            total[slot] += number
     if sums:
         yield header(name, family.kind, family.documentation)
-    for own, values in sums.items():
-        yield samples(family.kind, name, own, values)
+    for shown_labels, values in sums.items():
+        yield samples(family.kind, name, shown_labels, values)

@@ -86,11 +86,14 @@ class Watchdog:
     def _kill_if_hung(self, child: ChildProcess) -> None:
         is_loading = child is self._engine and child.ready_event is None
         if child.silence >= self._config.hang_seconds:
-            what, seconds = "hangs", child.silence
+            what = "hangs"
+            seconds = child.silence
         elif is_loading and child.age >= self.load_limit:
-            what, seconds = "hangs while loading", child.age
+            what = "hangs while loading"
+            seconds = child.age
         elif child is not self._engine and not child.has_beaten and child.age >= self.start_limit:
-            what, seconds = "hangs while starting", child.age
+            what = "hangs while starting"
+            seconds = child.age
         else:
             return
         logs.event(log, f"{child.name} {what}, killing it", level=logging.ERROR, seconds=seconds)

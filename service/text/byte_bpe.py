@@ -93,8 +93,8 @@ def build(
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[*(["head"] if head else []), "$A", *(["tail"] if tail else [])],
             special_tokens=[
-                {"id": name, "ids": list(found), "tokens": [added[i].content for i in found]}
-                for name, found in around.items() if found])
+                {"id": name, "ids": list(around_ids), "tokens": [added[i].content for i in around_ids]}
+                for name, around_ids in around.items() if around_ids])
     return tokenizer
 
 

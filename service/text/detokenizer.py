@@ -95,7 +95,8 @@ class Detokenizer:
             return None
         for token_id in ids:
             pieces = self._stream.feed(token_id)
-            if len(ids) == len(pieces) == 1 and pieces[0].is_complete and self._holds_nothing:
+            is_usual = len(ids) == len(pieces) == 1 and pieces[0].is_complete
+            if is_usual and not (self._text or self._matcher or self._num_tokens < self._client_tokens):
                 return self._send_directly(pieces[0].text)
             for piece in pieces:
                 self._add(piece)
@@ -130,10 +131,6 @@ class Detokenizer:
         self._is_finished = True
         boundaries = self._boundaries_within(len(self._text))
         return Delta(self._text, self._num_tokens - self._num_sent, boundaries=tuple(boundaries))
-
-    @property
-    def _holds_nothing(self) -> bool:
-        return not (self._text or self._matcher or self._num_tokens < self._client_tokens)
 
     def _send_directly(self, text: str) -> Delta:
         """Add a complete piece and send it at once: the fast path for usual tokens."""
@@ -176,11 +173,11 @@ class Detokenizer:
 
     def _boundaries_within(self, characters: int) -> list[tuple[int, int]]:
         """Remove and return the boundaries in the first characters of _text, as (characters, tokens) of _text."""
-        found = []
+        boundaries = []
         while self._boundaries and self._boundaries[0][0] <= self._offset + characters:
             end, tokens = self._boundaries.popleft()
-            found.append((end - self._offset, tokens - self._num_sent))
-        return found
+            boundaries.append((end - self._offset, tokens - self._num_sent))
+        return boundaries
 
 
 class _StopMatcher:

@@ -126,15 +126,16 @@ class RenamedTokenizer(FastTokenizer):
                 text, single_word=added[i].single_word, lstrip=added[i].lstrip, rstrip=added[i].rstrip,
                 normalized=added[i].normalized, special=False)
             for i, text in texts.items()]
-        own = _copy(other, tokens)
-        if _has_ambiguous_ids(own, other, texts):
+        renamed = _copy(other, tokens)
+        if _has_ambiguous_ids(renamed, other, texts):
             # The library numbers new tokens from the size of the vocabulary on. That may be the id of another token: of
             # the vocabulary, if its ids have gaps, or of an added token, which the post-processor adds by its id.
             # Unused tokens raise the first number.
-            size, ids = own.get_vocab_size(with_added_tokens=False), other.get_vocab(with_added_tokens=True).values()
-            own = _copy(other, [secrets.token_hex(16) for _ in range(size, max(ids) + 1)] + tokens)
-        super().__init__(own)
-        self._original_ids = {own.token_to_id(text): i for i, text in texts.items()}
+            size = renamed.get_vocab_size(with_added_tokens=False)
+            ids = other.get_vocab(with_added_tokens=True).values()
+            renamed = _copy(other, [secrets.token_hex(16) for _ in range(size, max(ids) + 1)] + tokens)
+        super().__init__(renamed)
+        self._original_ids = {renamed.token_to_id(text): i for i, text in texts.items()}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [self._original_ids.get(i, i) for i in super().encode(text, add_special_tokens)]
@@ -247,20 +248,20 @@ def _max_seconds(text: str) -> float:
 
 def _copy(other: tokenizers.Tokenizer, tokens: Sequence[str | tokenizers.AddedToken]) -> tokenizers.Tokenizer:
     """Return a tokenizer with the model of another one, but with `tokens` as its added tokens."""
-    own = tokenizers.Tokenizer(other.model)
+    copied = tokenizers.Tokenizer(other.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if (value := getattr(other, part)) is not None:
-            setattr(own, part, value)
-    own.add_tokens(list(tokens))
-    return own
+            setattr(copied, part, value)
+    copied.add_tokens(list(tokens))
+    return copied
 
 
 def _has_ambiguous_ids(
     tokenizer: tokenizers.Tokenizer, other: tokenizers.Tokenizer, texts: Mapping[int, str]
 ) -> bool:
     """Return whether the tokenizer gives one of the added tokens `texts` the id of another token of `other`."""
-    own = ((i, tokenizer.token_to_id(text)) for i, text in texts.items())
-    return any(found not in (None, i) and other.id_to_token(found) is not None for i, found in own)
+    ids = ((i, tokenizer.token_to_id(text)) for i, text in texts.items())
+    return any(given not in (None, i) and other.id_to_token(given) is not None for i, given in ids)
 
 
 def main() -> int:

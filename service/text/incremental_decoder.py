@@ -56,15 +56,17 @@ class ByteLevelStream:
     """Incremental decoder of byte-level BPE: tokens are bytes of UTF-8.
 
     token_bytes: returns the bytes of an id, b"" for no text.
+    skipped: ids that have no text here.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]):
+    def __init__(self, token_bytes: Callable[[int], bytes], skipped: frozenset[int] = frozenset()):
         self._token_bytes = token_bytes
+        self._skipped = skipped
         self._decoder = _utf8("replace")
         self._is_inside_character = False  # the decoder holds the first bytes of a character
 
     def feed(self, token_id: int) -> list[Piece]:
-        data = self._token_bytes(token_id)
+        data = b"" if token_id in self._skipped else self._token_bytes(token_id)
         if not self._is_inside_character:
             try:
                 return [Piece(data.decode(), True)]
@@ -104,7 +106,8 @@ class ByteFallbackStream:
 
     def __init__(self, token_text: Callable[[int], tuple[str, int | None]], stripped: str, strip: int):
         self._token_text = token_text
-        self._stripped, self._strip = stripped, strip
+        self._stripped = stripped
+        self._strip = strip
         self._run: list[bytes] = []  # one item for each token that is held back; b"" for a token without text
         self._open: codecs.IncrementalDecoder | None = None  # of a run beyond MAX_RUN_BYTES
 
@@ -167,7 +170,8 @@ class WindowStream:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], has_text: Callable[[int], bool], prompt: Sequence[int]):
-        self._decode, self._has_text = decode, has_text
+        self._decode = decode
+        self._has_text = has_text
         self._window = list(filter(has_text, prompt))[1 - 2 * WINDOW :]
         self._done = self._shorten()
         self._held = 0

@@ -102,7 +102,7 @@ def served_as(folder: Path, model: str, served_name: str) -> str:
 
 def _read(path: Path, required: bool = False) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if required:
             if other := content_of(path.parent):
@@ -112,9 +112,9 @@ def _read(path: Path, required: bool = False) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
-    return found
+    return content
 
 
 def _eos_ids(data: dict[str, Any], file: str) -> list[int]:
@@ -131,10 +131,10 @@ def _defaults(generation: dict[str, Any]) -> dict[str, float]:
 
     As in transformers, "do_sample": false is temperature 0, and only the repetition penalty applies then.
     """
-    found: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     names = tuple(DEFAULT_RANGES)
     if generation.get("do_sample") is False:
-        found["temperature"] = 0.0
+        defaults["temperature"] = 0.0
         names = ("repetition_penalty",)
     for name in names:
         allowed = DEFAULT_RANGES[name]
@@ -147,5 +147,5 @@ def _defaults(generation: dict[str, Any]) -> dict[str, float]:
             if value != int(value):
                 raise ConfigError(f"model: top_k in generation_config.json is {value!r}, not a whole number")
             value = int(value)
-        found[name] = value
-    return found
+        defaults[name] = value
+    return defaults

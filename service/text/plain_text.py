@@ -104,9 +104,9 @@ class PlainText:
             if marked.translate(back) == text:
                 return Prompt(text, self._text.sub(lambda match: self._names[match.group()], marked).translate(back))
         # The template escapes private code points. Without special tokens in the client's strings that is harmless.
-        own = len(self._text.findall(marked))
+        template_count = len(self._text.findall(marked))
         if self._fast.normalizes_special_tokens or any(map(self._text.search, strings)) or (
-                len(self._text.findall(text)) != own):
+                len(self._text.findall(text)) != template_count):
             raise self._refusal("chat", "the model's chat template changes")
         return Prompt(text)
 
@@ -142,9 +142,9 @@ def _part_patterns(texts: Sequence[str]) -> Iterator[str]:
     """
     uncommon = set()
     for text in texts:
-        found = next((c for c in text if not (c.isalnum() or c.isspace() or c in COMMON)), None)
-        if found:
-            uncommon.add(found)
+        mark = next((c for c in text if not (c.isalnum() or c.isspace() or c in COMMON)), None)
+        if mark:
+            uncommon.add(mark)
         else:
             rests = [re.escape(text[1:end]) + (r"\Z" if end < len(text) else "") for end in range(len(text), 0, -1)]
             yield f"{re.escape(text[0])}(?={'|'.join(rests)})"

@@ -80,7 +80,7 @@ class Tokenizer:
         return self._token_text(token_id)
 
     def _uncached_token_text(self, token_id: int) -> str:
-        stream = self._stream(frozenset(), [token_id])
+        stream = self.text_stream([token_id], skip_special_tokens=False)
         pieces = stream.feed(token_id)
         rest, tail = stream.flush()
         return "".join(piece.text for piece in [*pieces, *rest]) + tail
@@ -108,8 +108,8 @@ class Tokenizer:
         token_text = self._fallback_text(frozenset())
         if token_text is None:
             return None
-        found = map(token_text, range(self.vocabulary_size))
-        return [text.encode(errors="replace") if byte is None else bytes([byte]) for text, byte in found]
+        contents = map(token_text, range(self.vocabulary_size))
+        return [text.encode(errors="replace") if byte is None else bytes([byte]) for text, byte in contents]
 
     def text_stream(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()
@@ -122,11 +122,9 @@ class Tokenizer:
         There the text is what the ids add to the prompt's, so its first space is kept if the prompt has text. Bytes at
         the end of the prompt and at the beginning of the answer never form one character.
         """
-        return self._stream(self.special_ids - kept_ids if skip_special_tokens else frozenset(), prompt_ids)
-
-    def _stream(self, skipped: frozenset[int], prompt_ids: Sequence[int]) -> TextStream:
+        skipped = self.special_ids - kept_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
-            return ByteLevelStream(lambda i: b"" if i in skipped else self._token_bytes(i))
+            return ByteLevelStream(self._token_bytes, skipped)
         token_text = self._fallback_text(skipped)
         if token_text is None or self._byte_fallback is None:
             return WindowStream(
@@ -170,11 +168,15 @@ def _byte_fallback(decoder: Mapping[str, Any]) -> tuple[tuple[str, str], str, in
     They are the (old, new) strings of the replacement, the stripped character, and the number of stripped characters.
     """
     steps = list(decoder.get("decoders", [])) if decoder.get("type") == "Sequence" else []
-    replace, stripped, strip = ("\0", "\0"), " ", 0
+    replace = ("\0", "\0")
+    stripped = " "
+    strip = 0
     if steps and steps[0]["type"] == "Replace" and "String" in steps[0]["pattern"]:
         replace = steps[0]["pattern"]["String"], steps.pop(0)["content"]
     if steps and steps[-1]["type"] == "Strip" and not steps[-1]["stop"]:
-        stripped, strip = steps[-1]["content"], steps.pop()["start"]
+        last = steps.pop()
+        stripped = last["content"]
+        strip = last["start"]
     if [step["type"] for step in steps] != ["ByteFallback", "Fuse"]:
         return None
     return replace, stripped, strip

@@ -82,18 +82,19 @@ class _Config:
             self.values.update(_read_json(folder / "special_tokens_map.json"))
             self.added = {}
         # A model may define names besides the standard ones, such as image_token.
-        own = {k: v for k, v in self.values.items() if k.endswith("_token") and (k in NAMED or isinstance(v, str))}
+        named = {k: v for k, v in self.values.items() if k.endswith("_token") and (k in NAMED or isinstance(v, str))}
         extra = self.values.get("extra_special_tokens") or self.values.get("additional_special_tokens") or []
         if isinstance(extra, dict):
-            own, extra = own | extra, []
-        self.named = {name: _content(token) for name, token in own.items() if token}
-        defaults = {k: v for k, v in _CLASS_DEFAULTS.get(self.class_name, {}).items() if k not in own}
+            named |= extra
+            extra = []
+        self.named = {name: _content(token) for name, token in named.items() if token}
+        defaults = {k: v for k, v in _CLASS_DEFAULTS.get(self.class_name, {}).items() if k not in named}
         self.named.update(defaults)
         self.defaults = set(defaults.values())
         # The class Qwen2Tokenizer makes all of these tokens special.
         self.extra = {*map(_content, extra if self.class_name != _QWEN2 else [])} - {*self.named.values()}
         self.special: dict[str, dict[str, Any]] = {}
-        for token in [*filter(None, own.values()), *extra]:
+        for token in [*filter(None, named.values()), *extra]:
             content = _content(token)
             if content in self.extra and content in fields:
                 continue
@@ -114,9 +115,9 @@ def _class_name(name: object, model: Mapping[str, Any]) -> str:
     name: tokenizer_class of tokenizer_config.json.
     model: content of config.json.
     """
-    found = name.removesuffix("Fast") if isinstance(name, str) else ""
+    class_name = name.removesuffix("Fast") if isinstance(name, str) else ""
     kind = model.get("model_type")
-    return _QWEN2 if kind == "qwen2" or (kind == "qwen3" and not found) else found
+    return _QWEN2 if kind == "qwen2" or (kind == "qwen3" and not class_name) else class_name
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -132,7 +132,8 @@ def test_check_cpu_kernels_shows_choice_and_rates(
     monkeypatch.setattr(choice, "measure_rates", lambda: rates)
     found = checked(capsys, str(folder), "--device", "cpu", "--cpu-weights", "plain")[1]["native"]
     assert found == {
-        "isa": second, "isas": ISAS, "gemm": choice.gemm_of(second), "weights": "plain", "gflops": rates,
+        "isa": second, "isas": ISAS, "missing": native.library().missing_isas, "gemm": choice.gemm_of(second),
+        "weights": "plain", "gflops": rates,
         "plain_ms": None, "compact_ms": None, "measured_bytes": 0}
     main(["check", str(folder), "--device", "cpu"])
     out = capsys.readouterr().out

@@ -16,7 +16,7 @@ import pytest
 
 from npuserve.cli import connection
 from npuserve.client import channel
-from npuserve.client.errors import from_rpc
+from npuserve.client.rpc_errors import from_rpc
 from npuserve.service import arguments
 from tests.cli.test_metrics_reader import answering
 from tests.support.certificates import Authority, Pair, needs_openssl

@@ -23,7 +23,7 @@ from npuserve.client.attempts import (
     Retries,
     add_message,
 )
-from npuserve.client.errors import KINDS
+from npuserve.client.rpc_errors import KINDS
 from npuserve.common.answer import Answer
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import TEXT, WHOLE, parts, sample_parts

@@ -223,7 +223,7 @@ def test_client_imports_no_heavy_packages() -> None:
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert {name for name in output.split() if name.startswith("npuserve.")} <= {
         "npuserve.client", *(f"npuserve.client.{name}" for name in (
-            "aio", "attempts", "channel", "errors", "request_builder", "structured", "sync")),
+            "aio", "attempts", "channel", "request_builder", "rpc_errors", "structured", "sync")),
         "npuserve.common", "npuserve.common.answer", "npuserve.common.certificate_keys",
         "npuserve.v1", *(name for name in output.split() if name.startswith("npuserve.v1."))}
     packages = {name.split(".")[0] for name in output.split()}

@@ -106,7 +106,7 @@ def test_every_installed_package_but_torch_has_a_hash(file: Path):
     torch = [command for command in others if "torch" in command]
     assert len(torch) == (file.suffix != ".gateway")
     assert [command for command in others if command not in torch] == (
-        ["pip install --no-deps --no-build-isolation ."] if torch else [])
+        ["NATIVE_ISAS=all pip install --no-deps --no-build-isolation ."] if torch else [])
 
 
 @pytest.mark.parametrize("name", LOCKS)
@@ -223,8 +223,10 @@ def test_pins_satisfy_the_project():
     requirements = pytest.importorskip("packaging.requirements")
     pinned = pins("requirements.txt")
     extras = PROJECT["optional-dependencies"]
-    for text in [*PROJECT["dependencies"], *extras["otel"], *extras.get("gateway", [])]:
+    for text in [*PROJECT["dependencies"], *extras["otel"], *extras["gateway"]]:
         asked = requirements.Requirement(text)
+        if asked.name == "smg":  # it has an image of its own
+            continue
         name = re.sub(r"[-_.]+", "-", asked.name).lower()
         if name != "torch" and (not asked.marker or asked.marker.evaluate({"python_version": "3.12"})):
             assert asked.specifier.contains(pinned[name]), f"{text} and {pinned[name]}"

@@ -13,8 +13,8 @@ from npuserve.service.config import ConfigError, ServerConfig
 from tests.helm.chart import Object, needs_helm, refused, template
 from tests.helm.test_values import DEFAULTS, SCHEMA
 
-DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "model", "served_name", "device",
-           "drain_seconds", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+DERIVED = {"host", "port", "metrics_host", "metrics_port", "health_port", "openai_port", "openai_api_keys", "model",
+           "served_name", "device", "drain_seconds", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
 """Settings that the chart derives from other values. The schema lets them pass, and _checks.tpl names these values."""
 REMOVED = {"state_folder"}
 """Settings of earlier versions. The schema lets them pass, and _checks.tpl says what to do."""

@@ -16,8 +16,9 @@ import jsonschema
 
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import SamplingParams
-from npuserve.service.ipc.messages import Constraint, Request
+from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.structured_output.constraint import Constraint
 from tests.npu.backends.small import ids_of
 from tests.support.grammars import LONGER, answer_matcher, vocabulary
 from tests.support.loop import Answer, Ask, serve
@@ -114,7 +115,7 @@ def answered(
 ) -> tuple[list[Answer], Scheduler]:
     """Return the whole answers of requests that arrive one after the other, and the scheduler.
 
-    mask_seconds: see StepPipeline.
+    mask_seconds: see StructuredOutputManager.
     is_restored: an engine died before. The requests have no token, a fourth of their tokens, or all but the last one.
     """
     held = []

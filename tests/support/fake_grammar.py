@@ -18,10 +18,11 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from npuserve.service.grammar.errors import CompilerFailed, CompilerFull, ConstraintError, MatcherError
-from npuserve.service.grammar.mask_threads import Lexer
-from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
+from npuserve.service.ipc.messages import Request
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.errors import CompilerFailed, CompilerFull, ConstraintError, MatcherError
+from npuserve.service.structured_output.mask_threads import Lexer
 
 MAX_FORCED = 6
 """Maximum length of a run of forced tokens."""

@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from npuserve.service.grammar.compile_process import build_matchers
-from npuserve.service.grammar.compiler import Compilation
-from npuserve.service.grammar.matcher import Matcher
-from npuserve.service.grammar.translation.translate import translate
-from npuserve.service.grammar.vocabulary import Vocabulary, VocabularyData
-from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
+from npuserve.service.ipc.messages import Request
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.compile_process import build_matchers
+from npuserve.service.structured_output.compiler import Compilation
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.matcher import Matcher
+from npuserve.service.structured_output.translation.translate import translate
+from npuserve.service.structured_output.vocabulary import Vocabulary, VocabularyData
 
 Kind = Literal["json_schema", "regex", "grammar", "choices", "json_object", "structural_tag"]
 END, CALL = 257, 258
@@ -46,14 +47,14 @@ def encode(text: str) -> list[int]:
 def matcher(kind: Kind, value: Any) -> Matcher:
     """Return a new matcher of a constraint, compiled in this process. value: text, or what JSON text is made from."""
     text = value if isinstance(value, str) else json.dumps(value)
-    grammar = translate(Constraint(kind, text), vocabulary().data.special, [END])
+    grammar = translate(kind, text, vocabulary().data.special, [END])
     return Matcher(vocabulary(), *build_matchers(vocabulary(), grammar, kind))
 
 
 @functools.cache
 def compilation(constraint: Constraint) -> Compilation:
     """Return the result of a constraint, compiled in this process."""
-    grammar = translate(constraint, vocabulary().data.special, [END])
+    grammar = translate(constraint.kind, constraint.text, vocabulary().data.special, [END])
     compiled = Compilation(vocabulary())
     compiled.build(functools.partial(build_matchers, vocabulary(), grammar, constraint.kind))
     compiled.finish()

@@ -94,7 +94,7 @@ def published(seed: int) -> dict[str, Any]:
         "linear_key_head_dim": draw.choice([8, 12, 16, 40]), "linear_value_head_dim": draw.choice([8, 20, 32, 48]),
         "linear_conv_kernel_dim": draw.choice([2, 3, 4]), "attention_bias": draw.random() < 0.3,
         "rms_norm_eps": draw.choice([1e-6, 1e-5]), "tie_word_embeddings": draw.random() < 0.5, "hidden_act": "silu",
-        "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
+        "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32", "model_type": "qwen3_5_text"}
     config |= draw.choice([
         {"num_hidden_layers": 3, "layer_types": draw.choice([
             ["full_attention", "linear_attention", "full_attention"], ["full_attention"] * 3,
@@ -133,6 +133,6 @@ def saved_as_published(seed: int, folder: Path) -> PreTrainedModel:
         save_file({name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()},
                   folder / "model.safetensors")
         whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config, "vision_config": {},
-                 "tie_word_embeddings": config["tie_word_embeddings"]}
+                 "model_type": "qwen3_5", "tie_word_embeddings": config["tie_word_embeddings"]}
     (folder / "config.json").write_text(json.dumps(whole))
     return model

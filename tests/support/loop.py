@@ -11,11 +11,12 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.manager import StructuredOutputManager
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,24 @@ class Answer:
     grammar_completed: bool = False
 
 
+def masks_of(runner: Runner, mask_seconds: float) -> StructuredOutputManager:
+    return StructuredOutputManager(vocabulary_size=runner.config.vocab_size, mask_seconds=mask_seconds)
+
+
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. min_forced, mask_seconds: of the scheduler, pipeline."""
+    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager."""
     blocks = BlockManager(pool, runner.block_size)
     slots = StateSlots.of(runner.num_slots)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
                           min_forced=min_forced, slots=slots)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
-    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), runner.config.vocab_size, mask_seconds)
+    pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
 
     def collect() -> None:
         for progress in pipeline.collect().progress:

@@ -327,7 +327,7 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{/* Settings that the server would refuse at its start. */}}
 {{- define "npuserve.configChecks" -}}
 {{- $config := .Values.config }}
-{{- $derived := dict "host" "host" "port" "ports.grpc" "metrics_host" "networkPolicy.metricsFrom" "metrics_port" "ports.metrics" "health_port" "ports.health" "model" "model.source" "served_name" "model.servedName" "device" "accelerator.kind" "drain_seconds" "termination.drainSeconds" "tls_cert" "tls.secretName" "tls_key" "tls.secretName" "tls_client_ca" "tls.clientCaSecretName" "api_keys" "apiKeys.secretName" }}
+{{- $derived := dict "host" "host" "port" "ports.grpc" "metrics_host" "networkPolicy.metricsFrom" "metrics_port" "ports.metrics" "health_port" "ports.health" "openai_port" "gateway.kind" "openai_api_keys" "gateway.smg.apiKeys.secretName" "model" "model.source" "served_name" "model.servedName" "device" "accelerator.kind" "drain_seconds" "termination.drainSeconds" "tls_cert" "tls.secretName" "tls_key" "tls.secretName" "tls_client_ca" "tls.clientCaSecretName" "api_keys" "apiKeys.secretName" }}
 {{- if hasKey $config "state_folder" }}
 {{- include "npuserve.refuse" "config.state_folder: removed: a stream ends with its server. Remove the setting; clients send such a request again" }}
 {{- end }}

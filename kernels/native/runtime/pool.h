@@ -1,14 +1,12 @@
 #pragma once
 
 #include "runtime/op.h"
+#include "runtime/processor.h"
 
 namespace npuserve {
 
 // The kernels of each instruction set in this library, the widest first.
 extern const KernelTable *const TABLES[];
-
-// True if this processor has the instruction set of that name.
-bool supported(const char *isa);
 
 }  // namespace npuserve
 

@@ -1,17 +1,5 @@
-// Tables of the library: its instruction sets, their detection on this processor, and the constants for Python. The
-// build defines HAS_... and NPUSERVE_SOURCE.
-#include <cstring>
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-#if defined(HAS_avx512_amx)
-#include <sys/syscall.h>
-#include <unistd.h>
-#elif defined(HAS_neon)
-#include <sys/auxv.h>
-#endif
-
+// Tables of the library: its instruction sets, and the constants for Python. The build defines HAS_... and
+// NPUSERVE_SOURCE.
 #include "runtime/pool.h"
 
 namespace npuserve {
@@ -76,59 +64,6 @@ const KernelTable *const TABLES[] = {
 #endif
     nullptr,
 };
-
-#if defined(HAS_avx512_amx)
-// True if the processor has AMX with bfloat16 and int8, and the system grants this process its registers.
-static bool has_amx() {
-    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, ALL = BF16 | TILE | INT8;
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA: Linux 5.16
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL &&
-           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-#endif
-
-#if defined(HAS_avx2_vnni)
-static bool has_avx_vnni() {
-#if defined(NPUSERVE_EVEX)
-    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-#else
-    constexpr unsigned AVX_VNNI = 1u << 4;
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & AVX_VNNI;
-#endif
-}
-#endif
-
-bool supported(const char *isa) {
-#if defined(HAS_avx512_bf16) || defined(HAS_avx512_vnni)
-    bool vnni = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                __builtin_cpu_supports("avx512vnni");
-#if defined(HAS_avx512_amx)
-    static const bool amx = vnni && __builtin_cpu_supports("avx512bf16") && has_amx();
-    if (std::strcmp(isa, "avx512_amx") == 0) return amx;
-#endif
-    if (std::strcmp(isa, "avx512_bf16") == 0) return vnni && __builtin_cpu_supports("avx512bf16");
-    if (std::strcmp(isa, "avx512_vnni") == 0) return vnni;
-#endif
-#if defined(HAS_avx2)
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (std::strcmp(isa, "avx2") == 0) return avx2;
-#if defined(HAS_avx2_vnni)
-    if (std::strcmp(isa, "avx2_vnni") == 0) return avx2 && has_avx_vnni();
-#endif
-#endif
-#if defined(HAS_neon)
-    // Bits of the kernel's interface that older headers lack.
-    constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
-    unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
-    if (std::strcmp(isa, "neon_bf16") == 0) return first & DOTPROD && second & I8MM && second & BF16;
-    if (std::strcmp(isa, "neon_dotprod") == 0) return first & DOTPROD;
-    if (std::strcmp(isa, "neon") == 0) return true;
-#endif
-    return std::strcmp(isa, "portable") == 0;
-}
 
 }  // namespace npuserve
 

@@ -23,8 +23,7 @@ from npuserve.kernels import ascend
 from npuserve.kernels.attention import gathered_bytes
 from npuserve.kernels.sample import Filters
 from npuserve.kernels.weight import WeightForm
-from npuserve.npu.backends.ascend import errors as acl_errors
-from npuserve.npu.backends.ascend import functions
+from npuserve.npu.backends.ascend import fault_codes, functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
@@ -104,10 +103,10 @@ class AscendBackend(StreamBackend):
             torch.npu.config.allow_internal_format = True
             super().__init__(torch.npu, device, place)
         except (ImportError, RuntimeError) as error:
-            raise BackendError(f"device: {acl_errors.advice(error)}") from error
+            raise BackendError(f"device: {fault_codes.advice(error)}") from error
         if lacking := functions.missing():
             raise BackendError(f"device: CANN lacks {', '.join(lacking)}, which the kernels call: {MATCHING}")
-        self._acl = ctypes.CDLL("libascendcl.so")
+        self._acl = functions.runtime()
         self._takes_lengths = False
         self._captured = False
         self._lengths = self._first_lengths()
@@ -133,9 +132,9 @@ class AscendBackend(StreamBackend):
     def missing_cann(cls) -> str:
         """Return what to do if CANN cannot be loaded; "" if it can."""
         try:
-            ctypes.CDLL("libascendcl.so")
+            functions.runtime()
         except OSError:
-            return acl_errors.advice(ImportError("libascendcl.so: cannot open shared object file"))
+            return fault_codes.advice(ImportError(f"{functions.RUNTIME}: cannot open shared object file"))
         return ""
 
     @property
@@ -175,19 +174,19 @@ class AscendBackend(StreamBackend):
 
     @classmethod
     def fault(cls, error: BaseException) -> Fault | None:
-        return acl_errors.fault_of(error)
+        return fault_codes.fault_of(error)
 
     @classmethod
     def explain(cls, error: BaseException) -> str:
-        return acl_errors.explain(error)
+        return fault_codes.explain(error)
 
     @classmethod
     def explain_code(cls, code: int) -> str:
-        return acl_errors.explain_code(code)
+        return fault_codes.explain_code(code)
 
     @classmethod
     def is_capture_error(cls, error: BaseException) -> bool:
-        return acl_errors.is_capture_error(error)
+        return fault_codes.is_capture_error(error)
 
     def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:
         weight.prepare_for_ascend(table=table)
@@ -246,7 +245,7 @@ class AscendBackend(StreamBackend):
         """
         for stream in (self._stream, self._copies):  # which may have queues of their own
             _ = stream.npu_stream  # empties torch_npu's queue, and raises the failure of a launch in it
-        acl_errors.check(self._acl.aclrtSynchronizeEvent(ctypes.c_void_p(event.npu_event)), "aclrtSynchronizeEvent")
+        fault_codes.check(self._acl.aclrtSynchronizeEvent(ctypes.c_void_p(event.npu_event)), "aclrtSynchronizeEvent")
 
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
@@ -271,7 +270,7 @@ class AscendBackend(StreamBackend):
         """Return the updater of the native library, or torch_npu's where that is not possible."""
         try:
             return self._use(NativeLengths(self._stream, self.cann_version()))
-        except (UnsupportedCall, acl_errors.AclError, OSError) as error:
+        except (UnsupportedCall, fault_codes.AclError, OSError) as error:
             return self._from_python(error)
 
     def _from_python(self, reason: object) -> LengthUpdates:
@@ -298,8 +297,8 @@ class AscendBackend(StreamBackend):
             reason: object = "a replay ignored them"
             try:
                 self._takes_lengths = takes_lengths(self._lengths, self._stream, self._pool, self.device)
-            except (UnsupportedCall, acl_errors.AclError) as error:
-                if acl_errors.code_of(error) == FEATURE_NOT_SUPPORTED:
+            except (UnsupportedCall, fault_codes.AclError) as error:
+                if fault_codes.code_of(error) == FEATURE_NOT_SUPPORTED:
                     raise
                 reason = error
             if self._takes_lengths:
@@ -320,7 +319,7 @@ class AscendBackend(StreamBackend):
             made = self._graphs(step, buckets, decode)
             self.synchronize()
         except RuntimeError as error:
-            if (reason := acl_errors.capture_advice(error)) is None:
+            if (reason := fault_codes.capture_advice(error)) is None:
                 raise
             raise CaptureError(f"device: {reason}") from error
         made.log_capture(decode=decode)

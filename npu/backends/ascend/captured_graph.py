@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from npuserve.npu.backends.ascend.errors import INVALIDATED, OperatorFailed, is_failed_launch
+from npuserve.npu.backends.ascend.fault_codes import INVALIDATED, OperatorFailed, is_failed_launch
 
 Lengths = Mapping[str, list[int]]
 """Arguments of attention that are replaced before a replay, by their names."""

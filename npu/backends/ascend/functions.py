@@ -1,4 +1,4 @@
-"""Functions of CANN's operators: where torch_npu finds them, and those without which no model runs."""
+"""CANN's libraries: the runtime, where torch_npu finds the operators, and those without which no model runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ NEEDED = """
     """
 """Functions that the kernels call with each version of torch_npu, without "aclnn": all but those of int8, and of
 npu_mrope, for which torch_npu takes either of two."""
+
+
+RUNTIME = "libascendcl.so"
+
+
+def runtime() -> ctypes.CDLL:
+    """Return CANN's runtime library. Raises OSError if it cannot be loaded."""
+    return ctypes.CDLL(RUNTIME)
 
 
 def addresses(names: Iterable[str]) -> dict[str, int | None]:

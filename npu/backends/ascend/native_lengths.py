@@ -31,7 +31,7 @@ from torch import Tensor
 from npuserve.kernels.native.binding import BINDING
 from npuserve.npu.backends.ascend import functions
 from npuserve.npu.backends.ascend.captured_graph import MAX_LAGS, CapturedGraph, Lengths
-from npuserve.npu.backends.ascend.errors import AclError, check
+from npuserve.npu.backends.ascend.fault_codes import AclError, check
 from npuserve.npu.cann.versions import PAIRS, fits_cann, pair_of
 
 RUNTIME = (
@@ -115,11 +115,11 @@ class NativeLengths:
             raise UnsupportedCall("the native library is built from other sources")
         _check_versions(version("torch_npu"), cann)
         self._lib = BINDING
-        runtime = ctypes.CDLL("libascendcl.so")
-        pointers = [*_runtime_functions(runtime), *_operator_functions()]
+        acl = functions.runtime()
+        pointers = [*_runtime_functions(acl), *_operator_functions()]
         addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         context, made = ctypes.c_void_p(), ctypes.c_void_p()
-        check(runtime.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
+        check(acl.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
         check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
         self._updater: int | None = made.value
         self._stream = ctypes.c_void_p(stream.npu_stream)
@@ -166,15 +166,15 @@ class NativeLengths:
             self._updater = None
 
 
-def _runtime_functions(runtime: ctypes.CDLL) -> list[int | None]:
+def _runtime_functions(acl: ctypes.CDLL) -> list[int | None]:
     """Return the addresses of RUNTIME; None for aclrtValueWrite where external events are events.
 
     Raises UnsupportedCall for a missing one.
     """
-    flags = hasattr(runtime, "aclrtValueWait") and hasattr(runtime, "aclrtValueWrite")
+    flags = hasattr(acl, "aclrtValueWait") and hasattr(acl, "aclrtValueWrite")
     try:
         return [None if name == "aclrtValueWrite" and not flags else
-                ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value for name in RUNTIME]
+                ctypes.cast(getattr(acl, name), ctypes.c_void_p).value for name in RUNTIME]
     except AttributeError as error:
         raise UnsupportedCall(str(error)) from None
 

@@ -16,7 +16,7 @@ from npuserve.kernels import triton
 from npuserve.kernels.decoder_layers import register_cuda
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Fault
-from npuserve.npu.backends.cuda import errors as cuda_errors
+from npuserve.npu.backends.cuda import fault_codes
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
 from npuserve.npu.backends.device_profiler import DeviceProfiler
@@ -135,11 +135,11 @@ class CudaBackend(StreamBackend):
 
     @classmethod
     def fault(cls, error: BaseException) -> Fault | None:
-        return cuda_errors.fault_of(error)
+        return fault_codes.fault_of(error)
 
     @classmethod
     def is_capture_error(cls, error: BaseException) -> bool:
-        return cuda_errors.is_capture_error(error)
+        return fault_codes.is_capture_error(error)
 
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
@@ -182,7 +182,7 @@ class CudaBackend(StreamBackend):
                 "device: no memory is left to capture steps: a smaller kv_cache_memory, max_num_batched_tokens or "
                 "fewer decode_buckets take less") from error
         except RuntimeError as error:
-            if not cuda_errors.is_capture_error(error):
+            if not fault_codes.is_capture_error(error):
                 raise
             first = str(error).splitlines()[0][:200]
             raise CaptureError(f"device: steps cannot be captured ({first}): serve with --capture off") from error

@@ -186,6 +186,34 @@ def test_cpu_enqueue_runs_in_order_on_own_thread(cpu):
     assert pending[3].wait() == 9
 
 
+def test_cpu_work_gets_result_of_earlier_work_without_delivery(cpu):
+    go = threading.Event()
+    first = cpu.enqueue(lambda: go.wait(20))
+    second = cpu.enqueue(lambda: [first.wait()])
+    go.set()
+    waiting = threading.Thread(target=second.wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert second.done()
+    assert second.wait() == [True]
+
+
+def test_cpu_deliver_releases_earlier_work(cpu):
+    go, delivered = threading.Event(), []
+    first = cpu.enqueue(lambda: go.wait(20))
+
+    def work() -> None:
+        cpu.span()
+        delivered.append(first.done())
+        cpu.deliver()
+        delivered.append(first.done())
+
+    second = cpu.enqueue(work)
+    go.set()
+    second.wait()
+    assert delivered == [False, True]
+
+
 def test_cpu_enqueue_ends_its_last_task_after_the_backend_is_gone():
     backend = CpuBackend()
     go = threading.Event()

@@ -104,7 +104,8 @@ def test_bucketed_steps_are_bit_identical(pair, greedy):
         if runner is pair[1]:
             assert captured == decodes
     assert seen[0] == seen[1]
-    graphs = [pair[0]._dispatch.greedy, pair[0]._dispatch.decode]
+    captured = pair[0]._dispatch.decodes
+    graphs = [captured.argmax, captured.hidden]
     assert {rows for graph in graphs for rows in graph.replays} == {1, 2, 3, 4}
     assert len(graphs[0].replays) > 0
 
@@ -117,7 +118,7 @@ def test_bucketed_padding_does_not_change_cache(pair):
         [Row(0, prompt, 0, [3], True)], [NewRequest(0, prompt, [], SAMPLING[0])])))
     before = [tensor.clone() for tensor in caches]
     runner.collect(runner.launch(Step([Row(0, [1], 5, [3], True)])))
-    assert runner._dispatch.greedy.replays[-1] == 1
+    assert runner._dispatch.decodes.argmax.replays[-1] == 1
     for tensor, was in zip(caches, before, strict=True):
         changed = [block for block in range(len(tensor)) if not torch.equal(tensor[block], was[block])]
         assert set(changed) <= {3, runner.num_blocks}
@@ -166,13 +167,14 @@ def test_timed_step_of_a_device_that_compiles_has_the_sizes_of_captured_steps(tm
     monkeypatch.setattr(load_module, "select", lambda *_: Compiling())
     runners = [load(saved(random_model("qwen3"), tmp_path), kernel_sampling=sampling) for sampling in (1, 0)]
     sizes: list[tuple[int, int]] = []
-    hidden = runners[0]._hidden
+    forward = runners[0]._forward
+    hidden = forward.hidden
 
     def counted(batch: Batch) -> Tensor:
         sizes.append((len(batch.ids), len(batch.attention.context_lens)))
         return hidden(batch)
 
-    monkeypatch.setattr(runners[0], "_hidden", counted)
+    monkeypatch.setattr(forward, "hidden", counted)
     answers = []
     for runner in runners:
         driver = Driver(runner)
@@ -195,7 +197,7 @@ def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
     backend = Refusing()
     monkeypatch.setattr(load_module, "select", lambda *_: backend)
     runner = load(saved(random_model("qwen3"), tmp_path))
-    assert runner._dispatch.greedy is None
-    steps = CapturableSteps(runner._model, runner._sampler, runner._buffers, runner._hidden, runner._last)
+    assert runner._dispatch.decodes.argmax is None
+    steps = CapturableSteps(runner._forward, runner._buffers, 2)
     with pytest.raises(CaptureError, match="cannot be captured"):
-        Dispatch(backend, runner._buffers, steps, 2, on_host=False, capture_chunks=True, may_drop=False)
+        Dispatch(backend, runner._buffers, steps, 2, capture_chunks=True, may_drop=False)

@@ -21,7 +21,7 @@ from npuserve.kernels.sample import Filters
 from npuserve.kernels.uniform import uniform
 from npuserve.npu.backends import select
 from npuserve.npu.execution.masks import mask_of
-from npuserve.npu.execution.sampler import Plan, SampledIds, Sampler
+from npuserve.npu.execution.sampler import FixedPlan, Plan, RowPlan, SampledIds, Sampler
 from npuserve.npu.step import NewRequest, SamplingParams, TokenLogprobs
 
 VOCABULARY, PADDED = 97, 112
@@ -48,7 +48,8 @@ class Chosen:
 
     def reports(self) -> dict[int, TokenLogprobs]:
         made = self.sampled.logprobs.fetch(CPU).reports() if self.sampled.logprobs else []
-        return dict(zip(self.plan.reported, made, strict=True))
+        rows = self.plan.reported.rows if isinstance(self.plan, RowPlan) and self.plan.reported else []
+        return dict(zip(rows, made, strict=True))
 
 
 class Whole(Sampler):
@@ -56,9 +57,11 @@ class Whole(Sampler):
 
     def choose(self, logits: Tensor, rows: list[tuple[int, int]]) -> Chosen:
         plan = self.plan(rows, torch.from_numpy)
-        if plan.argmax:  # the runner calls the LM head with argmax instead
-            return Chosen(plan, SampledIds(self._k.greedy(logits, self._vocabulary)))
-        return Chosen(plan, self.sample(logits, plan))
+        assert not isinstance(plan, FixedPlan)
+        if isinstance(plan, RowPlan):
+            return Chosen(plan, self.sample(logits, plan))
+        # The runner calls the LM head with argmax instead.
+        return Chosen(plan, SampledIds(self._k.greedy(logits, self._vocabulary)))
 
 
 def sampler(*params: SamplingParams, prompt: list[int] = [1, 2, 3], output: list[int] = []) -> Whole:  # noqa: B006

@@ -16,8 +16,6 @@ CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128,
     "max_position_embeddings": 512, "dtype": "bfloat16"}
-
-
 HYBRID = {
     **CONFIG, "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 3, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
@@ -62,6 +60,12 @@ def test_steps_of_a_hybrid_move_the_state_of_each_row(rows: int) -> None:
     decodes = moved(record([(1, 512)] * rows, rows))
     slots = 2 * 2 * 8 * (rows - 1)  # two layers, two kernels
     assert decodes - chunk == (2 * rows - 1) * per_row + slots
+
+
+def test_queries_have_whole_heads_where_rotary_embeddings_turn_a_part() -> None:
+    model = MetaModel(ModelConfig.from_dict(HYBRID), torch.bfloat16, vocabulary_tile=64, int8_levels=127)
+    [attention] = model.costs([(3, 3)], 0)["paged_attention"]
+    assert attention.operations == 4 * (3 + 2 + 1) * 4 * 32
 
 
 def test_steps_without_a_sampled_token_do_not_read_the_lm_head() -> None:

@@ -24,7 +24,6 @@ from npuserve.service.engine.crash_tracker import (
     StepLog,
     request_hash,
 )
-from npuserve.service.engine.grammars import Grammars
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.engine.request_registry import RequestRegistry
 from npuserve.service.errors import EngineKiller
@@ -33,6 +32,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.quarantine import QUARANTINE_TOKENS
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.streams.records import Records
+from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import FakeDevice
 
 ANSWER = 24
@@ -284,7 +284,7 @@ def test_submitted_request_of_a_fatal_step_is_in_quarantine() -> None:
     scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=8, max_queue=4, aging_seconds=10)
     tracker, request = CrashTracker(), Request("killer", [1, 2], 3, 0.0)
     tracker._fatal = frozenset({request_hash(request)})
-    registry = RequestRegistry(scheduler, Records(10.0), tracker, Grammars(scheduler))
+    registry = RequestRegistry(scheduler, Records(10.0), tracker, StructuredOutputManager())
     registry.add(Request("other", [1, 2], 3, 0.0), (b"f", 1), 1.0)
     assert not scheduler.quarantine
     registry.add(request, (b"f", 2), 1.0)

@@ -16,6 +16,7 @@ from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine import kv_event_publisher as module
 from npuserve.service.engine.kv_event_publisher import END, KvEventPublisher, topic_of
 from npuserve.service.engine.process import EngineArgs, open_publisher
+from npuserve.service.ipc.kv_events import ToSubscriber
 from tests.service.engine.test_loop import Peer, until
 from tests.service.engine.test_loop_kv_events import FIRST, RunningKv
 from tests.support.kv_model import CacheModel
@@ -55,10 +56,10 @@ class Publishing:
 
     def __init__(self, tmp_path: Path, stack: ExitStack, blocks: int = 64):
         self.endpoint, self.replay_endpoint = (f"ipc://{tmp_path}/{name}" for name in ("live", "replay"))
-        self.engine = RunningKv(tmp_path, 0.0, 64, blocks)
+        self.publisher = KvEventPublisher(self.endpoint, self.replay_endpoint, TOPIC)
+        self.engine = RunningKv(tmp_path, blocks, self.publisher)
         stack.callback(self.engine.stop)
-        self.publisher = KvEventPublisher(self.engine.address, self.endpoint, self.replay_endpoint, TOPIC)
-        self.publisher.start(FIRST)
+        self.publisher.start(FIRST, self.engine.engine._socket.wake)
         stack.callback(self.publisher.close)
         self.context = zmq.Context()
         stack.callback(self.context.destroy, 0)
@@ -267,6 +268,28 @@ def test_publisher_gets_a_snapshot_after_it_lost_batches(
     assert one.model.blocks.keys() == server.engine.hashes()
 
 
+def test_publisher_after_a_bug_serves_its_subscribers_again(
+    make: Callable[..., Publishing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_POLL_SECONDS", 0.1)
+    server = make(blocks=16)
+    one = server.subscriber()
+    one.follow(0)
+    handle, failed = server.publisher._handle_live, []
+
+    def fail_once(message: ToSubscriber) -> None:
+        if not failed:
+            failed.append(message)
+            raise RuntimeError("a bug")
+        handle(message)
+
+    monkeypatch.setattr(server.publisher, "_handle_live", fail_once)
+    server.generate(9)
+    until(lambda: bool(failed) and len(server.engine.stream._subscribers) == 1)
+    one.follow(server.latest())
+    assert one.model.blocks.keys() == server.engine.hashes()
+
+
 def test_publisher_connects_to_a_router_that_binds(tmp_path: Path) -> None:
     """The endpoint names another host: the subscriber binds."""
     with ExitStack() as stack:
@@ -275,10 +298,10 @@ def test_publisher_connects_to_a_router_that_binds(tmp_path: Path) -> None:
         bound = context.socket(zmq.SUB)
         port = bound.bind_to_random_port("tcp://127.0.0.1")
         bound.setsockopt(zmq.SUBSCRIBE, b"kv@")
-        engine = RunningKv(tmp_path, 0.0, 64, 64)
+        publisher = KvEventPublisher(f"tcp://127.0.0.1:{port}", "", TOPIC)
+        engine = RunningKv(tmp_path, 64, publisher)
         stack.callback(engine.stop)
-        publisher = KvEventPublisher(engine.address, f"tcp://127.0.0.1:{port}", "", TOPIC)
-        publisher.start(FIRST)
+        publisher.start(FIRST, engine.engine._socket.wake)
         stack.callback(publisher.close)
         assert bound.poll(10_000)
         assert bound.recv_multipart()[:2] == [TOPIC, bytes(8)]
@@ -286,7 +309,7 @@ def test_publisher_connects_to_a_router_that_binds(tmp_path: Path) -> None:
 
 def test_publisher_connects_to_an_address_that_has_two_colons() -> None:
     """The discard prefix of RFC 6666 is no address of this host: it could not be bound."""
-    KvEventPublisher("/nowhere", "tcp://[100::1]:5557", "", TOPIC)._context.destroy(linger=0)
+    KvEventPublisher("tcp://[100::1]:5557", "", TOPIC)._context.destroy(linger=0)
 
 
 @contextmanager
@@ -300,9 +323,9 @@ def taken_port() -> Iterator[int]:
 def test_publisher_names_the_setting_of_a_port_that_is_taken() -> None:
     with taken_port() as port:
         with pytest.raises(ConfigError, match=rf"kv_events_endpoint: cannot open tcp://\*:{port}: "):
-            KvEventPublisher("/nowhere", f"tcp://*:{port}", "", TOPIC)
+            KvEventPublisher(f"tcp://*:{port}", "", TOPIC)
         with pytest.raises(ConfigError, match="kv_events_replay_endpoint: cannot open"):
-            KvEventPublisher("/nowhere", "tcp://localhost:1", f"tcp://*:{port}", TOPIC)
+            KvEventPublisher("tcp://localhost:1", f"tcp://*:{port}", TOPIC)
 
 
 def test_publisher_without_pyzmq_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

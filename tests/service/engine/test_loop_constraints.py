@@ -15,20 +15,21 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service import metrics
 from npuserve.service.engine import loop
-from npuserve.service.engine.grammars import BuiltCompiler
 from npuserve.service.engine.loop import Engine
-from npuserve.service.grammar.errors import UnsupportedVocabulary
-from npuserve.service.grammar.mask_threads import Lexer
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.streams.records import Records
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.errors import UnsupportedVocabulary
+from npuserve.service.structured_output.manager import BuiltCompiler
+from npuserve.service.structured_output.mask_threads import Lexer
 from tests.service.engine.test_loop import MODEL, Peer, Running, until
 from tests.support.fake_grammar import FakeCompiler, FakeMatcher, first_allowed
 
 VOCABULARY = MODEL.vocabulary_size
 END_IDS = frozenset([999])
-RULE = m.Constraint("regex", "3 9")
-FORCING = m.Constraint("regex", "forced 5 9")
+RULE = Constraint("regex", "3 9")
+FORCING = Constraint("regex", "forced 5 9")
 
 
 class Constrained(Running):
@@ -49,7 +50,7 @@ class Constrained(Running):
 
     def stop(self) -> None:
         super().stop()
-        self.engine.grammars.close()
+        self.engine.structured_output.close()
         assert self.compiler is None or self.compiler.is_closed
 
 
@@ -70,7 +71,7 @@ def failures() -> list[float]:
     return [kind._value.get() for kind in (*kinds, metrics.queue_rejections_total.labels("too_large"))]
 
 
-def expected(prompt: list[int], max_tokens: int, rule: m.Constraint = RULE) -> list[int]:
+def expected(prompt: list[int], max_tokens: int, rule: Constraint = RULE) -> list[int]:
     """Return the answer of the counting model under a constraint."""
     matcher, tokens = FakeMatcher(rule.text, VOCABULARY, END_IDS), list(prompt)
     mask = np.zeros(-(-VOCABULARY // 32), np.int32)
@@ -123,13 +124,13 @@ def test_idle_engine_sleeps_until_the_compiler_wakes_it(tmp_path: Path, monkeypa
         assert peer.until_end(1)[1].finish
         assert peer.tokens(1) == expected([5, 6], 5)
         engine.engine.stop()
-        engine.engine.grammars._notify()  # ends the sleep
+        engine.engine.structured_output._notify()  # ends the sleep
 
 
 def test_refused_constraint_names_its_field_and_is_not_accepted(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer, before = Reader(engine.address), failures()
-        peer.submit(1, [5, 6], 5, constraint=m.Constraint("json_schema", "bad"))
+        peer.submit(1, [5, 6], 5, constraint=Constraint("json_schema", "bad"))
         assert peer.until_end(1)[1].error == ("InvalidField", "json_schema: bad", 0.0)
         assert peer.accepted == []
         assert failures() == [before[0] + 1, *before[1:]]
@@ -147,7 +148,7 @@ def test_constraint_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> Non
 def test_tokens_are_those_of_a_request_alone(tmp_path: Path, overlap: bool, blocks: int) -> None:
     with running(tmp_path, overlap=overlap, blocks=blocks) as engine:
         peer = Reader(engine.address)
-        rules = [m.Constraint("regex", f"{'forced ' * (key > 2)}{key} {6 + key}") if key % 3 else None
+        rules = [Constraint("regex", f"{'forced ' * (key > 2)}{key} {6 + key}") if key % 3 else None
                  for key in range(6)]
         for key, rule in enumerate(rules):
             peer.submit(key, [key, key + 1, key + 2], 14, constraint=rule)
@@ -204,7 +205,7 @@ def test_slow_mask_holds_up_no_other_stream(tmp_path: Path, overlap: bool, monke
         assert peer.tokens(1) == expected([5, 6], 9)
         assert peer.tokens(4) == expected([5, 7], 9)
         engine.engine.stop()
-        engine.engine.grammars._notify()  # ends the sleep
+        engine.engine.structured_output._notify()  # ends the sleep
 
 
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
@@ -227,13 +228,13 @@ def test_end_while_compiling(tmp_path: Path, how: str) -> None:
             assert error
             assert error[0] == "DeadlineExceeded"
         until(lambda: not engine.engine.registry.live)
-        until(lambda: not engine.engine.grammars)
+        until(lambda: not engine.engine.structured_output)
 
 
 @pytest.mark.parametrize("mask_seconds", [0.0, 0.01])
 @pytest.mark.parametrize("rule", [RULE, FORCING])
 def test_restored_request_continues_under_its_constraint(
-    tmp_path: Path, rule: m.Constraint, mask_seconds: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rule: Constraint, mask_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "MASK_WAIT_SECONDS", mask_seconds)
     with running(tmp_path) as engine:
@@ -250,7 +251,7 @@ def test_restored_request_continues_under_its_constraint(
 
 
 @pytest.mark.parametrize("rule", [RULE, FORCING])
-def test_resumed_stream_continues_under_its_constraint(tmp_path: Path, rule: m.Constraint) -> None:
+def test_resumed_stream_continues_under_its_constraint(tmp_path: Path, rule: Constraint) -> None:
     with running(tmp_path, delay=0.005) as engine:
         peer = Reader(engine.address)
         answer = expected([5, 6], 9, rule)
@@ -281,7 +282,7 @@ def test_samples_share_one_compilation(tmp_path: Path) -> None:
 def test_matcher_beyond_its_limits_ends_its_request(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         peer, before = Reader(engine.address), failures()
-        peer.submit(1, [5, 6], 9, constraint=m.Constraint("grammar", "heavy 3"))
+        peer.submit(1, [5, 6], 9, constraint=Constraint("grammar", "heavy 3"))
         peer.submit(2, [5, 6], 9, constraint=RULE)
         ends = peer.until_end(1, 2)
         assert ends[1].error
@@ -302,7 +303,7 @@ def test_panic_of_the_library_ends_its_request(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(FakeMatcher, "fill", fill_or_panic)
     with running(tmp_path) as engine:
         peer = Reader(engine.address)
-        peer.submit(1, [5, 6], 9, constraint=m.Constraint("regex", "3 8"))
+        peer.submit(1, [5, 6], 9, constraint=Constraint("regex", "3 8"))
         error = peer.until_end(1)[1].error
         assert error
         assert error[:2] == ("InternalError", "regex: the matcher failed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,15 +19,22 @@ from npuserve.service.ipc.kv_events import KvEvents, KvSubscribed, SubscribeKvEv
 from tests.service.engine.test_loop import MODEL, Peer, Running, until
 from tests.support.kv_model import CacheModel
 
+if TYPE_CHECKING:
+    from npuserve.service.engine.kv_event_publisher import KvEventPublisher
+
 FIRST = 1 << 40
 
 
 class RunningKv(Running):
-    """Engine with KV events."""
+    """Engine with KV events, and with a publisher if one is given."""
+
+    def __init__(self, tmp_path: Path, blocks: int = 64, publisher: KvEventPublisher | None = None):
+        self.publisher = publisher
+        super().__init__(tmp_path, 0.0, 64, blocks)
 
     def make(self) -> Engine:
         self.log = KvEventLog(4)
-        self.stream = KvEventStream(self.log, 4, 7, 1000, FIRST)
+        self.stream = KvEventStream(self.log, 4, 7, 1000, FIRST, publisher=self.publisher)
         self.blocks._events = self.log
         return Engine(self.scheduler, self.runner, EngineSocket(self.address), MODEL, epoch=7, kv_events=self.stream)
 
@@ -37,7 +45,7 @@ class RunningKv(Running):
 
 @contextmanager
 def running(tmp_path: Path, blocks: int = 64) -> Iterator[RunningKv]:
-    engine = RunningKv(tmp_path, 0.0, 64, blocks)
+    engine = RunningKv(tmp_path, blocks)
     yield engine
     engine.stop()
 

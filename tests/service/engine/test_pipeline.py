@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from npuserve.npu.step import Step, StepResult
-from npuserve.service.engine.pipeline import MASK_WAIT_SECONDS, StepPipeline
+from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
@@ -93,18 +93,6 @@ def test_pipeline_oldest_step_began_no_later_than_the_host_collected_the_one_bef
         pipeline.launch(pipeline.plan().step)
     pipeline.collect()
     assert pipeline.oldest_began == 8.0
-
-
-@pytest.mark.parametrize(("expected_seconds", "waits"), [(0.0, 1), (0.015, 1), (0.04, 2), (0.06, 3), (1.0, 3)])
-def test_pipeline_waits_for_masks_for_half_of_its_step_within_bounds(
-    monkeypatch: pytest.MonkeyPatch, expected_seconds: float, waits: int
-) -> None:
-    monkeypatch.setattr(Scheduler, "expected_seconds", expected_seconds)
-    pipeline, seconds = pipeline_of(1)[0], list[float]()
-    pipeline._mask_seconds = MASK_WAIT_SECONDS
-    pipeline._masks.prepare = lambda answers, limit: seconds.append(limit)  # type: ignore[method-assign]
-    pipeline._prepare([])
-    assert seconds == [waits * MASK_WAIT_SECONDS]
 
 
 def test_pipeline_times_are_those_of_its_clock() -> None:

@@ -11,7 +11,8 @@ import grpc.aio
 import pytest
 
 from npuserve.service.errors import InvalidField, to_wire
-from npuserve.service.ipc.messages import Constraint, Submit
+from npuserve.service.ipc.messages import Submit
+from npuserve.service.structured_output.constraint import Constraint
 from npuserve.v1 import generate_pb2 as pb
 from tests.support.fake_engine import EOS, until
 from tests.support.front_end import ask, running

@@ -59,7 +59,7 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(tmp_path: Path, blocks: int = 64, has_kv_events: bool = True) -> AsyncIterator[Serving]:
-    engine = RunningKv(tmp_path, 0.0, 64, blocks)
+    engine = RunningKv(tmp_path, blocks)
     client = EngineClient(engine.address, has_kv_events=has_kv_events)
     client.start()
     server = grpc.aio.server()

@@ -12,9 +12,9 @@ from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField, Reserved
 from npuserve.service.gateway.fields import client_paths
 from npuserve.service.gateway.request import REQUEST_FIELDS, SAMPLING_FIELDS, translate
-from npuserve.service.ipc.messages import Constraint
 from npuserve.service.requests import validation
 from npuserve.service.requests.validation import CheckedRequest
+from npuserve.service.structured_output.constraint import Constraint
 from npuserve.service.text.model_folder import ModelFolder, open_folder
 from tests.support.fake_engine import EOS, INFO, make_folder
 from tests.support.vllm_engine import like_smg, vllm_request

@@ -78,7 +78,7 @@ class Guarded:
     def call(self, of: Socket) -> Call:
         """Return an accepted call of a connection, which has begun."""
         made = Call(f"ipv4:{of.peer[0]}:{of.peer[1]}")
-        self.connections.begin_accepted(made)  # type: ignore[arg-type]
+        self.connections.begin(made)  # type: ignore[arg-type]
         return made
 
     def closed(self) -> list[Socket]:
@@ -117,7 +117,8 @@ def test_connection_guard_never_closes_a_connection_with_an_accepted_call() -> N
 def test_connection_guard_health_call_does_not_make_a_caller() -> None:
     guarded = Guarded()
     watcher = guarded.connect()
-    guarded.connections.begin(Call(f"ipv4:{watcher.peer[0]}:{watcher.peer[1]}"))  # type: ignore[arg-type]
+    call = Call(f"ipv4:{watcher.peer[0]}:{watcher.peer[1]}")
+    guarded.connections.begin(call, is_accepted=False)  # type: ignore[arg-type]
     for _ in range(100):
         guarded.connect()
     guarded.guard.check_connections()

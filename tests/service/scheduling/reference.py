@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from npuserve.npu.step import PENDING, NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
 from npuserve.service.ipc.messages import FinishReason, Request
-from npuserve.service.scheduling.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from tests.support.fake_grammar import answer_matcher, first_allowed, next_mask
 
 VOCABULARY = 7

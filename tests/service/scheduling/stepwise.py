@@ -16,6 +16,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
 
 TICK = 1 / 64  # sums of it are exact
@@ -27,7 +28,7 @@ class SchedulerHarness:
 
     depth: maximum number of steps in flight.
     min_forced: see Scheduler.
-    mask_seconds: see StepPipeline; rows are deferred unless it is infinite.
+    mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
     """
 
     num_blocks: int = 64
@@ -62,7 +63,8 @@ class SchedulerHarness:
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
         self.pipeline = StepPipeline(
-            self.scheduler, self.device, self.depth, lambda: self.now, VOCABULARY, self.mask_seconds)
+            self.scheduler, self.device, self.depth, lambda: self.now,
+            StructuredOutputManager(vocabulary_size=VOCABULARY, mask_seconds=self.mask_seconds))
 
     def add(self, prompt: list[int], max_tokens: int = 3, compiling: bool = False, **fields: object) -> Sequence:
         """Add a request. compiling: its constraint is not compiled until `constrain`."""

@@ -7,8 +7,8 @@ import pytest
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import PriorProgress
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
-from tests.service.scheduling.test_answer_matcher import LONG
 from tests.service.scheduling.test_sample_groups import PROMPT, states
+from tests.service.structured_output.test_answer_matcher import LONG
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "error"), [

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,6 +81,30 @@ def test_find_prefix_returns_whole_blocks_and_leaves_one_token() -> None:
     assert len(found(blocks, list(range(13)))) == 2
     assert len(found(blocks, [0, 1, 2, 3, 9, 9, 9, 9, 9])) == 1
     assert found(blocks, [9, 1, 2, 3, 4, 5, 6, 7, 8]) == []
+
+
+def test_find_prefix_looks_up_again_only_after_the_prefix_cache_has_changed() -> None:
+    blocks = BlockManager(4, 2)
+    waiting, table = BlockTable(), BlockTable()
+    tokens = [1, 2, 3, 4, 5]
+    with patch.object(blocks, "_by_digest", wraps=blocks._by_digest) as index:
+        def looked_up() -> tuple[list[int], int]:
+            index.get.reset_mock()
+            return blocks.find_prefix(waiting, tokens), index.get.call_count
+
+        assert looked_up() == ([], 1)
+        assert looked_up() == ([], 0)
+        assert blocks.allocate(table, 4)
+        assert looked_up() == ([], 0)
+    blocks.register(table, tokens[:4], 4)
+    first = blocks.find_prefix(waiting, tokens)
+    assert first == table.block_ids
+    assert blocks.find_prefix(waiting, tokens) is first
+    blocks.free(table)
+    assert blocks.find_prefix(waiting, tokens) is first, "cached blocks are still found"
+    assert blocks.allocate(BlockTable(), 6), "evicts the last block"
+    assert blocks.find_prefix(waiting, tokens) == first[:1]
+    assert blocks.find_prefix(waiting, [*tokens, 6, 7]) == first[:1]
 
 
 def test_find_prefix_same_tokens_at_another_position_miss() -> None:
@@ -314,7 +340,9 @@ def test_block_manager_matches_a_plain_cache(
     blocks = BlockManager(num_blocks, size)
     content: dict[int, tuple[str, list[int]]] = {}
     held: list[tuple[BlockTable, list[int]]] = []
+    waiting: list[tuple[BlockTable, list[int], str]] = []  # looked up again and again
     for what, tokens, salt, which in steps:
+        waiting.append((BlockTable(salt), tokens, salt))
         if what == "a":
             table = BlockTable(salt)
             prefix = blocks.find_prefix(table, tokens)
@@ -343,6 +371,8 @@ def test_block_manager_matches_a_plain_cache(
             cached = blocks.counts.cached
             assert blocks.flush_prefix_cache() == cached
         blocks.check_integrity(table for table, _ in held)
+        for table, tokens, salt in waiting:
+            assert blocks.find_prefix(table, tokens) == found(blocks, tokens, salt)
     for table, _ in held:
         blocks.free(table)
     assert blocks.counts.used == 0

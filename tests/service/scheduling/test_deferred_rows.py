@@ -11,10 +11,10 @@ import pytest
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service import metrics
-from npuserve.service.ipc.messages import Constraint
 from npuserve.service.scheduling.sequence import Sequence, State
+from npuserve.service.structured_output.constraint import Constraint
 from tests.service.scheduling.stepwise import SchedulerHarness
-from tests.service.scheduling.test_answer_matcher import LONG, SHORT
+from tests.service.structured_output.test_answer_matcher import LONG, SHORT
 from tests.support.fake_grammar import FakeMatcher
 
 FORCED = Constraint("regex", "forced 3")

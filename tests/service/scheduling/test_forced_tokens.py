@@ -9,14 +9,15 @@ import pytest
 
 from npuserve.npu.step import SamplingParams, StepResult
 from npuserve.service.errors import QueueFull
-from npuserve.service.grammar.errors import MatcherError
-from npuserve.service.grammar.mask_threads import Answer
-from npuserve.service.ipc.messages import Constraint, Request
-from npuserve.service.scheduling.answer_matcher import MAX_FORCED_WORDS, AnswerMatcher
+from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.sequence import State
+from npuserve.service.structured_output.answer_matcher import MAX_FORCED_WORDS, AnswerMatcher
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.errors import MatcherError
+from npuserve.service.structured_output.mask_threads import Answer
 from tests.service.scheduling.reference import END_IDS, VOCABULARY, Mask, answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness
-from tests.service.scheduling.test_answer_matcher import LONG, matcher
+from tests.service.structured_output.test_answer_matcher import LONG, matcher
 from tests.support.fake_grammar import FakeMatcher, allowed, answer_matcher
 
 FORCED = Constraint("regex", "forced 3")
@@ -179,13 +180,15 @@ def test_no_run_is_appended_while_its_grammar_is_in_use() -> None:
     harness = SchedulerHarness(min_forced=4)
     sequence = harness.add([1, 2], 12, constraint=with_run([1, 2], 12, 4))
     assert sequence.matcher
-    lexer, prepare, is_launch = sequence.matcher.lexer, harness.pipeline._masks.prepare, itertools.cycle([True, False])
+    lexer = sequence.matcher.lexer
+    prepare = harness.pipeline._structured_output.prepare
+    is_launch = itertools.cycle([True, False])
 
     def prepare_others_too(answers: Iterable[Answer], seconds: float) -> None:
         prepare(answers, seconds)
         lexer.jobs = 0 if next(is_launch) else 1
 
-    harness.pipeline._masks.prepare = prepare_others_too  # type: ignore[method-assign]
+    harness.pipeline._structured_output.prepare = prepare_others_too  # type: ignore[method-assign]
     while harness.live:
         lexer.jobs = 0
         harness.tick()
@@ -198,7 +201,7 @@ def test_masks_are_those_of_tokens_that_are_taken(is_cancelled: bool) -> None:
     """Not of a request that has ended, nor in place of the first token of an appended run."""
     harness, skipped = SchedulerHarness(depth=2), []
     sequences = {one.id: one for one in (harness.add([1, number], 12, constraint=FORCED) for number in range(8))}
-    sample, prepare = harness.device.sample, harness.pipeline._masks.prepare
+    sample, prepare = harness.device.sample, harness.pipeline._structured_output.prepare
 
     def checked_sample(handle: StepResult, masks: Mapping[int, Mask]) -> None:
         assert all(sequences[key].state is not State.ENDED and sequences[key].num_pending_tokens for key in masks)
@@ -211,7 +214,7 @@ def test_masks_are_those_of_tokens_that_are_taken(is_cancelled: bool) -> None:
         prepare(answers, seconds)
 
     harness.device.sample = checked_sample  # type: ignore[method-assign]
-    harness.pipeline._masks.prepare = checked_prepare  # type: ignore[method-assign]
+    harness.pipeline._structured_output.prepare = checked_prepare  # type: ignore[method-assign]
     if is_cancelled:
         harness.plan()
         harness.plan()

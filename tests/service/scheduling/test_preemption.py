@@ -80,6 +80,26 @@ def test_newcomer_waits_for_the_minimum_run() -> None:
     cancel_all(harness)
 
 
+def test_step_looks_the_prefix_of_a_waiting_request_up_at_most_once() -> None:
+    """The request lacks blocks, and is examined for yields and for its admission in each step."""
+    harness = SchedulerHarness(num_blocks=150, block_size=4)
+    first = harness.add([1] * 500, LONG // 25, client="a")
+    while not first.num_generated_tokens:
+        harness.tick()
+    waiting = harness.add([1] * 160 + [2] * 140, 8, client="b")
+    steps = 0
+    with patch.object(harness.blocks, "_compute_digests", wraps=harness.blocks._compute_digests) as digests:
+        for _ in range(30):
+            digests.reset_mock()
+            harness.tick()
+            if waiting.holds_blocks:
+                break
+            steps += 1
+            assert sum(call.args[0] is waiting.blocks for call in digests.call_args_list) <= 1
+    assert steps > 4
+    cancel_all(harness)
+
+
 def test_requests_of_one_client_do_not_yield_to_each_other() -> None:
     harness = filled(2)
     harness.add([1], 3, client="heavy", priority=-100)

@@ -10,9 +10,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
-from npuserve.service.ipc.messages import Constraint
 from npuserve.service.scheduling.block_manager import IntegrityError
 from npuserve.service.scheduling.sequence import Sequence, State
+from npuserve.service.structured_output.constraint import Constraint
 from tests.service.scheduling.reference import answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness, crowded
 

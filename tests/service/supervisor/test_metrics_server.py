@@ -151,13 +151,15 @@ def test_metrics_server_listens_on_every_address_of_its_host(monkeypatch: pytest
 
 
 def test_metrics_server_taken_port_of_a_further_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.2", 0)) as taken:
+    """No other process listens on these addresses."""
+    free, taken_address = "127.43.0.1", "127.43.0.2"
+    with socket.create_server((taken_address, 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [
-            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.0.0.1", "127.0.0.2")])
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in (free, taken_address)])
         with pytest.raises(OSError, match="in use"):
             MetricsServer("two", port, str)
-    with socket.create_server(("127.0.0.1", port)):
+    with socket.create_server((free, port)):
         pass  # it is free again
 
 

@@ -130,7 +130,8 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert 0 <= time.monotonic() - front["arguments"].pop("started") < 600
     assert front["arguments"] == {
         "index": 0, "engine_address": address, "port": 0, "heartbeat": True,
-        "folder": ".", "last_good": str(run.folder())}
+        "folder": ".", "last_good": str(run.folder()),
+        "gateway_pid": 0, "gateway_port": -1}
     assert engine["arguments"].pop("memory") >= -1
     assert abs(engine["arguments"].pop("start_date") - time.time()) < 600
     assert 0 <= time.monotonic() - engine["arguments"].pop("started") < 600

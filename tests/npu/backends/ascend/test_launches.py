@@ -52,8 +52,8 @@ def layer(folder: Path, w8a8: bool) -> dict[str, Counter[str]]:
         sizes: dict[str, Any] = {"head_dim": 128, "layers": layers, "inner": 80}
         model = saved_w8a8(folder / str(layers), **sizes) if w8a8 else saved(folder / str(layers), **sizes)
         dispatch = load(model, dtype="bfloat16", decode_buckets=(1, 4))._dispatch
-        found.append({kind: nodes(dispatch.mixed, 64, folder / "graph.json") if kind == "chunk" else
-                      nodes(dispatch.greedy, int(kind), folder / "graph.json") for kind in KINDS})
+        found.append({kind: nodes(dispatch.chunks.hidden, 64, folder / "graph.json") if kind == "chunk" else
+                      nodes(dispatch.decodes.argmax, int(kind), folder / "graph.json") for kind in KINDS})
     two, one = found
     return {kind: two[kind] - one[kind] for kind in KINDS}
 
@@ -83,11 +83,11 @@ def test_ascend_graphs_and_operators_are_those_of_the_roofline(tmp_path: Path) -
     roofline = bench("kernels.roofline")
     built = roofline.DESIGNS[0]
     dispatch = load(saved(tmp_path), dtype="bfloat16", decode_buckets=(1,))._dispatch
-    kinds = (dispatch.greedy, dispatch.sampled), (dispatch.mixed_argmax, dispatch.mixed_sampled)
+    kinds = (dispatch.decodes.argmax, dispatch.decodes.sampled), (dispatch.chunks.argmax, dispatch.chunks.sampled)
     assert (built.of_rows, built.of_tokens) == tuple(1 + len(sampled) for _, sampled in kinds)
     assert built.samplers == tuple(len(sampled) for _, sampled in kinds)
     assert (built.heads, built.replays) == (0, (1, 1, 1, 1))
-    assert (dispatch.decode, dispatch.mixed) == tuple(greedy for greedy, _ in kinds)
+    assert (dispatch.decodes.hidden, dispatch.chunks.hidden) == tuple(greedy for greedy, _ in kinds)
     filter_of = {Filters.NONE: "", Filters.SMALL_TOP_K: "aclnnApplyTopKTopP", Filters.ANY: "aclnnSort"}
     for (greedy, each_sampled), size in zip(kinds, (1, 64), strict=True):
         argmax = nodes(greedy, size, tmp_path / "graph.json")

@@ -296,8 +296,8 @@ def test_refused_sampler_leaves_the_decoder_captured(tmp_path: Path, operator: s
     assert said.startswith(f"device: steps cannot be captured with {operator}")
     assert said.endswith("The sampler runs kernel by kernel after captured steps, which is slower")
     captured = npu._dispatch
-    assert captured.greedy
-    assert (bool(captured.mixed), captured.sampled, captured.mixed_sampled) == (chunks, {}, {})
+    assert captured.decodes.argmax
+    assert (bool(captured.chunks.hidden), captured.decodes.sampled, captured.chunks.sampled) == (chunks, {}, {})
     got, results = answers(npu, varied(20, PARAMETERS))
     assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), varied(20, PARAMETERS))[0]
     assert sum(result.decoder_decodes for result in results) > 60
