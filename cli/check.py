@@ -227,7 +227,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
         backend, prefill = open_devices(
             config.device, config.relaxations if config.emulate else None, config.prefill_device,
             threads=config.threads, decode_buckets=config.buckets, max_num_seqs=config.max_num_seqs, ranks=shard.size,
-            place=place)
+            place=place, state_dtype=config.state_dtype)
         facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8).sharded(shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         report["cpu_kernels"] = choose_kernels(

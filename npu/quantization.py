@@ -17,6 +17,9 @@ METHOD, FP8, LINEAR = "compressed-tensors", "fp8", "Linear"
 BLOCK = 128
 """Rows and columns of a block of weights, and columns of a group of inputs."""
 
+QUANTIZATION_KEYS = "quantization_config", "compression_config"
+"""Keys of a config.json for its quantization section."""
+
 FORMATS = {"int": "int-quantized", "float": "float-quantized"}
 """Type of the numbers -> format of the checkpoint."""
 
@@ -117,7 +120,7 @@ class Quantization:
 
         Raises ValueError naming the key whose value is not supported, and the supported values.
         """
-        key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
+        key = next((key for key in QUANTIZATION_KEYS if config.get(key)), None)
         return None if key is None else _read(config[key], key)
 
 

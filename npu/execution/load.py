@@ -57,7 +57,8 @@ class SharedMemory:
 
 def load_runner(
     folder: Path | str, *, backend: str = "auto", dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
-    kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
+    kv_cache_dtype: str = "auto", state_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512,
     kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0, emulate: Sequence[str] | None = None,
     decode_buckets: Sequence[int] = (), prefill_device: str = "same", lm_head_dtype: HeadDtype = "auto",
     int8_levels: float = 0, progress: Progress | None = None, memory: SharedMemory | None = None,
@@ -81,7 +82,8 @@ def load_runner(
     """
     device, host = open_devices(
         backend, emulate, prefill_device, threads=threads, decode_buckets=decode_buckets, max_num_seqs=max_num_seqs,
-        int8_levels=int8_levels, ranks=group.size if group else 1, place=group.place if group else (0, 1))
+        int8_levels=int8_levels, state_dtype=state_dtype, ranks=group.size if group else 1,
+        place=group.place if group else (0, 1))
     device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
     _preflight(device, group.size if group else 1)
     shard = Shard(group.rank, group.size) if group else WHOLE
@@ -179,7 +181,7 @@ def _ranks(
 
 def open_devices(
     backend: str, emulate: Sequence[str] | None, prefill_device: str, *, threads: int, decode_buckets: Sequence[int],
-    max_num_seqs: int, ranks: int, place: tuple[int, int], int8_levels: float = 0,
+    max_num_seqs: int, ranks: int, place: tuple[int, int], int8_levels: float = 0, state_dtype: str = "auto",
 ) -> tuple[Backend, Backend | None]:
     """Start and configure the device and, if prompts are computed on the host, the host's backend.
 
@@ -189,6 +191,7 @@ def open_devices(
     """
     device = select(backend, emulate, place)
     device.check_ranks(ranks)
+    device.check_state_dtype(state_dtype)
     device.set_threads(threads)
     if decode_buckets:
         device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)
