@@ -169,8 +169,7 @@ def predict(
     activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
-    if cached != made:
-        activations += _dequantized_bytes(config, backend, length, block_size)
+    activations += _dequantized_bytes(config, backend, length, block_size) if cached != made else 0
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None

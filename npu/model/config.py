@@ -203,7 +203,7 @@ class ModelConfig:
         if not isinstance(names, list):
             raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
         architecture = next((name for name in FAMILIES if name in names), None)
-        if refused := next((name for name in names if name in REFUSED), None) if architecture is None else None:
+        if refused := next((name for name in REFUSED if name in names), None) if architecture is None else None:
             raise ModelError(f"config.json: architectures: {refused} is not supported: {REFUSED[refused]}")
         if architecture is None:
             raise ModelError(f"config.json: architectures: {names} is not supported; serve a model of one of these: "

@@ -246,7 +246,7 @@ def test_context_whose_blocks_do_not_fit_beside_the_states_names_the_least_memor
 
 def test_context_that_the_free_memory_does_not_hold_names_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     config, backend = ModelConfig.from_dict(config_of(head_dim=256, max_position_embeddings=1 << 20)), CpuBackend()
-    monkeypatch.setattr(backend, "memory_available", lambda: 200 << 20)
+    monkeypatch.setattr(backend, "memory_available", lambda: 600 << 20)
     with pytest.raises(ModelError, match=r"fixed_state .* MiB is available; .* fits$") as error:
         predict(config, backend, max_model_len=1 << 20).require_fit()
     length = int(str(error.value).split("max_model_len ")[1].split()[0])
