@@ -1,6 +1,7 @@
 """`npuserve check [MODEL]`: report the machine's software and devices, and whether the model fits. Starts no server.
 
-With --accept the model is run on the device, too: see `acceptance`.
+With --accept the model is run on the device, too: see `acceptance`. With --compare its answers are compared with those
+of transformers: see `compare`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from npuserve.cli.acceptance import command as acceptance
 from npuserve.cli.acceptance.report import Finding, as_json, ending, line
+from npuserve.cli.compare import compare
 from npuserve.npu.large_import import import_torch
 from npuserve.service import settings
 from npuserve.service.arguments import number
@@ -49,12 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--explain", type=number(int, 1, 999999), metavar="CODE",
                         help="print what an error code of the device's software means and what to do, and nothing else")
+    parser.add_argument("--compare", action="store_true",
+                        help="compare the model's answers with those of transformers, token for token")
     acceptance.add_arguments(parser)
     settings.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if the model can be served here with these settings, and with --accept no finding failed; 1 if not.
+    """Return 0 if the model can be served here with these settings, with --accept no finding failed, and with --compare
+    the answers are those of transformers; 1 if not.
     Return 130 if Ctrl-C ends --accept, after the report of the findings so far.
 
     Raise ConfigError for an invalid setting or folder.
@@ -87,6 +92,13 @@ def run(args: argparse.Namespace) -> int:
             print(ending(findings, complete=complete))
         if not complete:
             code = 130
+    if good and args.compare:
+        with contextlib.redirect_stdout(sys.stderr):  # transformers prints progress
+            compared = compare(config)
+        good = compared.passed
+        report["comparison"] = compared.as_json()
+        if not args.json:
+            print(compared.text())
     if args.json:
         print(json.dumps(report, allow_nan=False))
     return code or (0 if good else 1)
@@ -210,13 +222,13 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "name": config.served_name or config.model or "built-in", "fits": False, "missing_weights": None}
     try:
         shard = Shard(0, config.tensor_parallel_size)
-        facts = ModelConfig.from_folder(folder, config.lm_head_dtype).sharded(shard)
         world = read_world(config, os.environ)
         place = 0, len(world.ranks(config)) if world else shard.size
         backend, prefill = open_devices(
             config.device, config.relaxations if config.emulate else None, config.prefill_device,
             threads=config.threads, decode_buckets=config.buckets, max_num_seqs=config.max_num_seqs, ranks=shard.size,
-            place=place)
+            place=place, state_dtype=config.state_dtype)
+        facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8).sharded(shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         report["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))

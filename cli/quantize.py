@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
     with _ending_by_signals(), _reporting(out.name) as progress:
         try:
             sequences: list[list[int]] = []
-            config = ModelConfig.from_folder(folder)
-            if args.calibration != "none" and config.quantization is None:
+            config = ModelConfig.from_folder(folder, float8=False)
+            if args.calibration != "none" and not config.schemes:
                 length = args.sample_tokens or min(SAMPLE_TOKENS, config.context_length)
                 if length > config.context_length:
                     raise ConfigError(f"sample_tokens: {length} is more than the model's {config.context_length}")

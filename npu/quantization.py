@@ -17,8 +17,15 @@ METHOD, FP8, LINEAR = "compressed-tensors", "fp8", "Linear"
 BLOCK = 128
 """Rows and columns of a block of weights, and columns of a group of inputs."""
 
+QUANTIZATION_KEYS = "quantization_config", "compression_config"
+"""Keys of a config.json for its quantization section."""
+
 FORMATS = {"int": "int-quantized", "float": "float-quantized"}
 """Type of the numbers -> format of the checkpoint."""
+
+DECODER_PREFIXES = "model.language_model.", "language_model.model.", "model."
+"""Beginnings of the names of a decoder's modules, alone and in a model with a vision tower. Sections of a config.json
+name the same module by any of them, since tools that remove or add a tower do not rewrite the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ class Quantization:
     ignore: layers that are not quantized.
 
     A target or an entry of `ignore` is "Linear" (all linear layers), a layer's name, or "re:" followed by a regular
-    expression that matches the beginning of a name.
+    expression that matches the beginning of a name. Each of DECODER_PREFIXES stands for the others in a name.
     """
 
     groups: tuple[tuple[tuple[str, ...], W8A8], ...]
@@ -92,11 +99,6 @@ class Quantization:
         schemes = {target: scheme for targets, scheme in self.groups for target in targets}
         order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
         return next((schemes[target] for target in order if _names(target, name)), None)
-
-    @property
-    def has_float8(self) -> bool:
-        """True if any group of layers is float8."""
-        return any(scheme.float8 for _, scheme in self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """Return the value of config.json's `quantization_config`, with the keys that llm-compressor writes."""
@@ -118,14 +120,20 @@ class Quantization:
 
         Raises ValueError naming the key whose value is not supported, and the supported values.
         """
-        key = next((key for key in ("quantization_config", "compression_config") if config.get(key)), None)
+        key = next((key for key in QUANTIZATION_KEYS if config.get(key)), None)
         return None if key is None else _read(config[key], key)
 
 
 def _names(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    return pattern in (LINEAR, name)
+    return pattern == LINEAR or _in_decoder(pattern) == _in_decoder(name)
+
+
+def _in_decoder(name: str) -> str:
+    """Return a module's name within the decoder."""
+    prefix = next((prefix for prefix in DECODER_PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
 
 
 def _group_json(targets: Sequence[str], scheme: W8A8) -> dict[str, Any]:
@@ -190,7 +198,8 @@ def _read_fp8(found: Mapping[str, Any], where: str) -> Quantization:
         names += [] if found.get(key) is None else _patterns(found[key], f"{where}: {key}")
     scheme = W8A8(per_channel=False, dynamic=found["activation_scheme"] == "dynamic", float8=True, blocks=blocks,
                   scale_name="weight_scale_inv" if blocks else "weight_scale")
-    ignore = (name if name.startswith("re:") else f"re:(.*[.])?{re.escape(name)}([.].*)?$" for name in names)
+    ignore = (name if name.startswith("re:") else f"re:(.*[.])?{re.escape(_in_decoder(name))}([.].*)?$"
+              for name in names)
     return Quantization((((LINEAR,), scheme),), tuple(dict.fromkeys(ignore)))
 
 

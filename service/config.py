@@ -93,6 +93,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     block_size: int = 0
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_memory: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

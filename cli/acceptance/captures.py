@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npuserve.cli.acceptance.latency import spanned
-from npuserve.cli.acceptance.reference import Loaded
+from npuserve.cli.acceptance.reference import Loaded, SavedSlots
 from npuserve.cli.acceptance.replays import randomize, shortened
 from npuserve.cli.acceptance.report import Finding
 from npuserve.cli.bench.differences import norm_of
@@ -104,8 +104,11 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     model = loaded.model
     backend = loaded.backend
     size = backend.block_size
-    cache = StateStore.allocate(model.config, largest, size, loaded.runner.cache_dtype, backend)
-    buffers = BatchBuffers(largest, largest, 1, size, largest if backend.padding_blocks else None, backend)
+    slots = model.config.slots_of(largest)
+    cache = StateStore.allocate(
+        model.config, largest, size, loaded.runner.cache_dtype, backend, slots, model.weights.dtype)
+    buffers = BatchBuffers(
+        largest, largest, 1, size, largest if backend.padding_blocks else None, backend, num_slots=slots)
 
     def step(rows: int) -> Tensor:
         return model.hidden(buffers.decode(rows), cache)
@@ -140,14 +143,14 @@ def _decode_rows(model: Model, backend: Backend, cache: StateStore, count: int) 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (count, MAX_PROMPT_TOKENS + 1), generator=generator).tolist()
     lengths = [1 + row % MAX_PROMPT_TOKENS for row in range(count)]
-    prompts = [Row(row, ids[row][: lengths[row]], 0, [row], True) for row in range(count)]
+    prompts = [Row(row, ids[row][: lengths[row]], 0, [row], True, state_slot=row) for row in range(count)]
 
     def prefill() -> None:
-        model.hidden(make_batch(prompts, backend.block_size, backend), cache)
+        model.hidden(make_batch(prompts, backend.block_size, backend, model.config.slots_of(count)), cache)
 
     backend.enqueue(prefill).wait()
     backend.synchronize()
-    return [Row(row, ids[row][-1:], lengths[row], [row], True) for row in range(count)]
+    return [Row(row, ids[row][-1:], lengths[row], [row], True, state_slot=row) for row in range(count)]
 
 
 def _compare(
@@ -156,12 +159,14 @@ def _compare(
     """Return the difference, and the spans of replays and of single calls."""
     staged = buffers.fill([(rows, size)])
     staged.upload()
-    part = staged.parts[0]
+    part, before = staged.parts[0], SavedSlots(cache)
     got = captured.replay(part.tokens, part.context_lens, part.cu_seqlens).to("cpu", copy=True)
+    before.restore()
     batch = buffers.batch(part)
-    want = loaded.model.hidden(batch, cache)
+    want = loaded.model.hidden(batch, cache).clone()
     spans = [(spanned(loaded.backend, lambda: captured.replay(part.tokens, part.context_lens, part.cu_seqlens)),
               spanned(loaded.backend, lambda: loaded.model.hidden(batch, cache))) for _ in range(REPEATS)]
+    before.restore()
     return norm_of(got, want), spans
 
 
@@ -193,10 +198,12 @@ def chunk_buckets(loaded: Loaded) -> Iterator[ChunkBucket]:
     longest = max(LONG) + CHUNK_TOKENS
     model = shortened(loaded, longest)
     per_row = -(-longest // size)
+    slots = model.config.slots_of(2)
     cache = StateStore.allocate(
-        model.config, 2 * per_row + backend.padding_blocks, size, loaded.runner.cache_dtype, backend)
+        model.config, 2 * per_row + backend.padding_blocks, size, loaded.runner.cache_dtype, backend, slots,
+        model.weights.dtype)
     backend.enqueue(partial(randomize, cache)).wait()
-    buffers = BatchBuffers(CHUNK_TOKENS, 2, per_row, size, 2 * per_row, backend)
+    buffers = BatchBuffers(CHUNK_TOKENS, 2, per_row, size, 2 * per_row, backend, num_slots=slots)
     with torch.inference_mode():
         buffers.clear()
         captured = backend.capture(lambda n: model.hidden(buffers.tokens(n), cache), CHUNK_TOKENS, decode=False)
@@ -214,8 +221,8 @@ def _chunk_rows(model: Model, tokens: int, per_row: int, context: int, start: in
     """Return a decode row, and a chunk of the other tokens."""
     ids = torch.randint(model.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
     blocks = list(range(2 * per_row))
-    return [Row(0, ids[:1], context - 1, blocks[:per_row], True),
-            Row(1, ids[1:], start, blocks[per_row:], True)]
+    return [Row(0, ids[:1], context - 1, blocks[:per_row], True, state_slot=0),
+            Row(1, ids[1:], start, blocks[per_row:], True, state_slot=1)]
 
 
 def _chunk_difference(
@@ -225,6 +232,8 @@ def _chunk_difference(
     part = staged.parts[0]
     buffers.pad(part, captured.size(part.tokens))
     staged.upload()
+    before = SavedSlots(cache)
     replayed = captured.replay(part.tokens, part.context_lens, part.cu_seqlens)
     got = replayed[: part.tokens].to("cpu", copy=True)
+    before.restore()
     return norm_of(got, model.hidden(buffers.batch(part), cache), dim=1)

@@ -11,7 +11,7 @@
 6. Contexts: captured steps at contexts from 1,000 to 1,100 and from 12,000 to 13,000, against the same kernels.
    Soak: the same with random contexts for --soak minutes.
 7. Variants: tokens of the built-in model in W8A8, with an int8 LM head, with a KV cache in int8 and fp8, and with an LM
-   head of 151,936 ids.
+   head of 151,936 ids. For a model with linear attention, the built-in model gets such layers.
 8. Latency: time of kernels and decode steps against the floor, which is the bytes that must be read by the measured
    memory bandwidth. Judged only with --least-share, and never on an emulated device.
 
@@ -63,6 +63,7 @@ def findings(
     from npuserve.cli.acceptance.model import check_model
     from npuserve.cli.acceptance.variants import check_variants
     from npuserve.npu.backends import select
+    from npuserve.npu.model.config import ModelConfig
 
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
@@ -76,7 +77,7 @@ def findings(
         ("sizes", check_sizes(backend, quick=quick)), ("kernels", latencies.kernels(backend)),
         ("latency", latencies.samplers(backend)),
         ("model", check_model(folder, backend, config, latencies, quick=quick, soak_minutes=soak_minutes)),
-        ("variants", check_variants(backend, config.threads)),
+        ("variants", check_variants(backend, config.threads, hybrid=ModelConfig.from_folder(folder).has_fixed_state)),
     ):
         for finding in guarded(part, "", part_findings):
             yield finding

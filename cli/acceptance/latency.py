@@ -151,7 +151,7 @@ class LatencyCheck:
             timed = bench.decode(rows, context, steps)
             yield self.latency(
                 f"{name}, context {context}", statistics.median(step.seconds for step in timed),
-                statistics.mean(bench.decode_bytes(step.context) for step in timed),
+                statistics.mean(bench.decode_bytes(step.context, rows) for step in timed),
                 "check which kernels above have a low share, whether npuserve_step_host_gap_seconds is above 0, and "
                 "that nothing else runs on this device; then send this report")
             if updater := loaded.backend.lengths_updater:

@@ -6,7 +6,7 @@ step, over a paged cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import StateStore
-from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
+from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.step import Row
 
@@ -48,10 +48,7 @@ def load(
 
     The KV cache holds max_num_seqs requests of max_model_len tokens, or fewer if they do not fit.
     """
-    config = ModelConfig.from_folder(folder, lm_head_dtype)
-    if config.has_fixed_state:
-        raise ModelError(f"{folder}: models with linear attention are not compared by this check; their tests compare "
-                         "them with transformers")
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=backend.float8)
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
                    kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=max_num_batched_tokens)
@@ -74,9 +71,9 @@ def load_reference(
     It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
     model's float8 layers or the device's quantized KV cache. Raises ModelError if the host has not enough memory.
     """
-    config = ModelConfig.from_folder(folder, lm_head_dtype)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8)
     cached = QUANTIZED.get(kv_cache_dtype)
-    float8 = config.quantization is not None and config.quantization.has_float8
+    float8 = config.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
     backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other or float8 else CpuBackend()
     backend.float8 = float8
@@ -97,7 +94,19 @@ def reference_runner(
     blocks = rows * -(-length // backend.block_size)
     return Runner(
         backend, model.weights, model.config, blocks, backend.block_size, max_model_len=length, max_num_seqs=rows,
-        max_num_batched_tokens=tokens, kv_cache_dtype=kv_cache_dtype)
+        max_num_batched_tokens=tokens, kv_cache_dtype=kv_cache_dtype, num_slots=model.config.slots_of(rows))
+
+
+class SavedSlots:
+    """Fixed state of a store, from which a step can be computed again."""
+
+    def __init__(self, store: StateStore):
+        self._saved = [(tensor, tensor.clone()) for tensor in store.fixed]
+
+    def restore(self) -> None:
+        """Queue the copies of the saved state to the store."""
+        for tensor, saved in self._saved:
+            tensor.copy_(saved)
 
 
 def forced_logits(
@@ -113,7 +122,8 @@ def forced_logits(
     size = block_size or backend.block_size
     per_row = -(-max(map(len, sequences)) // size)
     cache = StateStore.allocate(
-        model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.dtype, backend)
+        model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.dtype, backend,
+        model.config.slots_of(SEQUENCES_PER_STEP), model.weights.dtype)
     for first in range(0, len(sequences), SEQUENCES_PER_STEP):
         group = sequences[first : first + SEQUENCES_PER_STEP]
         parts: list[list[Tensor]] = [[] for _ in group]
@@ -127,7 +137,7 @@ def forced_logits(
 
 
 def step_logits(
-    model: Model, backend: Backend, steps: Iterable[list[Row]], blocks: int, block_size: int,
+    model: Model, backend: Backend, steps: Sequence[list[Row]], blocks: int, block_size: int,
     cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Tensor]:
     """Yield the logits of each step's tokens, [tokens, vocabulary] float32 on the host.
@@ -135,7 +145,9 @@ def step_logits(
     blocks: number of blocks of the cache, which the steps' rows name.
     cache_dtype: dtype of the KV cache; None for the weights' dtype.
     """
-    cache = StateStore.allocate(model.config, blocks, block_size, cache_dtype or model.weights.dtype, backend)
+    slots = model.config.slots_of(1 + max(row.state_slot for rows in steps for row in rows))
+    cache = StateStore.allocate(
+        model.config, blocks, block_size, cache_dtype or model.weights.dtype, backend, slots, model.weights.dtype)
     for rows in steps:
         yield backend.enqueue(partial(_step, model, backend, rows, cache, block_size)).wait()
 
@@ -147,11 +159,13 @@ def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row:
         if part:
             end = done[place] + len(part)
             blocks = list(range(place * per_row, place * per_row + -(-end // size)))
-            rows.append(Row(place, part, done[place], blocks, False))
+            rows.append(Row(place, part, done[place], blocks, False, state_slot=place))
             budget -= len(part)
     return rows
 
 
 def _step(model: Model, backend: Backend, rows: list[Row], cache: StateStore, size: int) -> Tensor:
-    logits = model.logits(model.hidden(make_batch(rows, size, backend), cache))
+    cache.copy_slots([(row.state_source, row.state_slot) for row in rows if row.state_source >= 0])
+    batch = make_batch(rows, size, backend, model.config.slots_of(len(rows)))
+    logits = model.logits(model.hidden(batch, cache))
     return logits[:, : model.config.vocab_size].to("cpu", torch.float32, copy=True)

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuserve.cli.acceptance.reference import Loaded
+from npuserve.cli.acceptance.reference import Loaded, SavedSlots
 from npuserve.cli.acceptance.report import Finding, failure
 from npuserve.cli.bench.differences import norm_of
 from npuserve.kernels.quantized import Quantized
@@ -27,6 +27,7 @@ from npuserve.npu.backends.machine import capture_bucket
 from npuserve.npu.execution.batch import BatchBuffers, Part
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.state_store import StateStore
+from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.step import Row
 
 CROSSINGS = ((1000, 1100), (12_000, 13_000))
@@ -161,12 +162,15 @@ class Replays:
         self._size = loaded.runner.block_size
         self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
-        blocks = rows * self._per_row
+        blocks, slots = rows * self._per_row, self._model.config.slots_of(rows)
         self._cache = StateStore.allocate(
-            self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend)
+            self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend, slots,
+            self._model.weights.dtype)
         self._backend.enqueue(partial(randomize, self._cache)).wait()
+        self._slots = SavedSlots(self._cache)
         self._buffers = BatchBuffers(
-            rows, rows, self._per_row, self._size, blocks if self._backend.padding_blocks else None, self._backend)
+            rows, rows, self._per_row, self._size, blocks if self._backend.padding_blocks else None, self._backend,
+            num_slots=slots)
         captured = capture_bucket(
             self._backend, lambda n: self._model.hidden(self._buffers.decode(n), self._cache), rows)
         if captured is None:
@@ -228,13 +232,17 @@ class Replays:
                       max(0, free - self._backend.memory_available()))
 
     def _fill(self, contexts: Sequence[int]) -> Part:
-        """Stage the step. A row's token depends on its context alone, so that equal steps write equal keys."""
+        """Stage the step, and queue its inputs and the states before it.
+
+        A row's token depends on its context alone, so that equal steps write equal keys.
+        """
+        self._slots.restore()
         rows = []
         for row, context in enumerate(contexts):
             first = row * self._per_row
             token = (31 * row + context) % self._model.config.vocab_size
             blocks = list(range(first, first - (-context // self._size)))
-            rows.append(Row(row, [token], context - 1, blocks, True))
+            rows.append(Row(row, [token], context - 1, blocks, True, state_slot=row))
         staged = self._buffers.fill([(rows, self._captured.size(len(rows)))])
         staged.upload()
         return staged.parts[0]
@@ -249,6 +257,7 @@ class Replays:
     def _difference(self, contexts: Sequence[int]) -> float:
         part = self._fill(contexts)
         got = self._replay(part).to("cpu", copy=True)
+        self._slots.restore()
         return norm_of(got, self._model.hidden(self._buffers.batch(part), self._cache))
 
     def _compared(self, contexts: Sequence[int], want: Tensor, buffer: Tensor) -> Event:
@@ -259,17 +268,23 @@ class Replays:
 
 
 def shortened(loaded: Loaded, longest: int) -> Model:
-    """Return the first layers of a model, with rotary tables for `longest` positions, beyond its own context too."""
+    """Return the first layers of a model, with rotary tables for `longest` positions, beyond its own context too.
+
+    They are LAYERS layers, or as many as contain attention.
+    """
     model = loaded.model
-    count = min(LAYERS, model.config.num_layers)
+    attends = [any(isinstance(block.layer, Attention) for block in blocks) for blocks in model.config.layers]
+    count = min(max(LAYERS, 1 + attends.index(True)), model.config.num_layers)
     config = model.config.first_layers(count)
     weights = replace(model.weights, layers=model.weights.layers[:count])
     return Model.of(config, weights, longest, model.kernels, loaded.backend)
 
 
 def randomize(cache: StateStore) -> None:
-    """Fill a KV cache with RANDOM_BLOCKS blocks of random numbers, in turn."""
+    """Fill a KV cache with RANDOM_BLOCKS blocks of random numbers, in turn, and fixed state with small ones."""
     generator = torch.Generator().manual_seed(0)
+    for tensor in cache.fixed:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
     for keys_and_values in cache.paged:
         for part in keys_and_values:
             numbers = part.values if isinstance(part, Quantized) else part

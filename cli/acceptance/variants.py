@@ -1,10 +1,13 @@
-"""Variants of the acceptance check: tokens of the built-in model in int8 and with the LM head of a real model, whatever
-model is checked."""
+"""Variants of the acceptance check: tokens of a small model in int8 and with the LM head of a real model.
+
+It is the built-in model, or a hybrid made of it if the checked model has linear attention.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.kernels import supports_dtype
@@ -31,6 +35,16 @@ IDS = 151_936
 WIDE_PROMPTS, WIDE_ANSWER = slice(1, 5), 16
 """Prompts and tokens of an answer at IDS ids: few, since the logits of all positions are compared."""
 
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 32, 48, 4
+"""Sizes of the linear attention."""
+
+SHARE = 0.2
+"""Output of a random layer, as a share of the embeddings' size."""
+
+GATE = 0.1
+"""Standard deviation of the inputs of output gates."""
+
+NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -58,13 +72,19 @@ VARIANTS = (
 )
 
 
-def check_variants(backend: Backend, threads: int) -> Iterator[Finding]:
+def check_variants(backend: Backend, threads: int, *, hybrid: bool = False) -> Iterator[Finding]:
     """Yield the findings of `check_tokens` for each variant that the device has: in float32, if the device has it, and
-    in its preferred dtype."""
+    in its preferred dtype.
+
+    hybrid: check the small model with linear attention.
+    """
     plain = resolve("")
     dtypes = dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []),
                             backend.resolve_dtype("auto", "bfloat16")])
     with tempfile.TemporaryDirectory() as folder:
+        if hybrid:
+            plain = Path(folder) / "hybrid"
+            write_hybrid(resolve(""), plain)
         int8 = Path(folder) / "w8a8"
         quantize_checkpoint(plain, int8)
         for variant in VARIANTS:
@@ -124,3 +144,72 @@ def widen(folder: Path, out: Path, vocabulary: int) -> None:
     save_file(tensors | {EMBEDDING: embedding, LM_HEAD: head}, out / "model.safetensors", {"format": "pt"})
     config |= {"vocab_size": vocabulary, "tie_word_embeddings": False}
     (out / "config.json").write_text(json.dumps(config), "utf-8")
+
+
+def write_hybrid(folder: Path, out: Path) -> None:
+    """Write a model with linear attention, made of a dense Qwen3, to the new folder `out`.
+
+    Its attention layers are those of the other model, with output gates near a half. Before each stands a random layer
+    of linear attention, whose output is small beside the embeddings, so that most tokens keep a likely successor.
+
+    folder: dense Qwen3 in one file.
+    """
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    generator = torch.Generator().manual_seed(0)
+    table = tensors[EMBEDDING]
+    made = {EMBEDDING: table, "model.norm.weight": tensors["model.norm.weight"] - 1}
+    count = config["num_hidden_layers"]
+    for index in range(count):
+        prefix = f"model.layers.{index}."
+        layer = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        linear = _linear_layer(layer, float(table.std()), generator)
+        made |= {f"model.layers.{2 * index}.{name}": tensor for name, tensor in linear.items()}
+        gated = _gated(layer, config["num_attention_heads"], generator)
+        made |= {f"model.layers.{2 * index + 1}.{name}": tensor for name, tensor in gated.items()}
+    out.mkdir()
+    rounded = {name: tensor.to(getattr(torch, config["dtype"])).contiguous() for name, tensor in made.items()}
+    save_file(rounded, out / "model.safetensors", {"format": "pt"})
+    config |= {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 2 * count,
+        "layer_types": ["linear_attention", "full_attention"] * count,
+        "rope_parameters": config["rope_parameters"] | {"partial_rotary_factor": 1.0},
+        "linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": VALUE_HEADS, "linear_key_head_dim": KEY_DIM,
+        "linear_value_head_dim": VALUE_DIM, "linear_conv_kernel_dim": TAPS}
+    (out / "config.json").write_text(json.dumps(config), "utf-8")
+
+
+def _gated(layer: dict[str, Tensor], heads: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return a layer of attention with output gates, and zero-centred norms."""
+    made = dict(layer)
+    for name in NORMS:
+        made[f"{name}.weight"] = layer[f"{name}.weight"] - 1
+    queries = layer["self_attn.q_proj.weight"]
+    gates = torch.randn(queries.shape, generator=generator) * GATE / queries.shape[1] ** 0.5
+    parts = [weight.unflatten(0, (heads, -1)) for weight in (queries, gates)]
+    made["self_attn.q_proj.weight"] = torch.cat(parts, 1).flatten(0, 1)
+    made["self_attn.o_proj.weight"] = 2 * layer["self_attn.o_proj.weight"]  # a gate near 0 is a factor of a half
+    return made
+
+
+def _linear_layer(layer: dict[str, Tensor], size: float, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return a random layer of linear attention with the MLP's sizes of `layer`. size: of the embeddings' numbers."""
+    hidden, inner = layer["mlp.down_proj.weight"].shape
+    values, channels = VALUE_HEADS * VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator) * (scale / math.sqrt(shape[-1]))
+
+    return {
+        "input_layernorm.weight": torch.zeros(hidden), "post_attention_layernorm.weight": torch.zeros(hidden),
+        "linear_attn.in_proj_qkv.weight": random(channels, hidden),
+        "linear_attn.in_proj_z.weight": random(values, hidden),
+        "linear_attn.in_proj_a.weight": random(VALUE_HEADS, hidden),
+        "linear_attn.in_proj_b.weight": random(VALUE_HEADS, hidden),
+        "linear_attn.conv1d.weight": random(channels, 1, TAPS),
+        "linear_attn.A_log": torch.rand(VALUE_HEADS, generator=generator) * 3 - 1,
+        "linear_attn.dt_bias": torch.randn(VALUE_HEADS, generator=generator) - 2,
+        "linear_attn.norm.weight": torch.ones(VALUE_DIM),
+        "linear_attn.out_proj.weight": random(hidden, values, scale=SHARE * size),
+        "mlp.gate_proj.weight": random(inner, hidden), "mlp.up_proj.weight": random(inner, hidden),
+        "mlp.down_proj.weight": random(hidden, inner, scale=SHARE * size)}

@@ -142,7 +142,7 @@ class Trace:
     @property
     def _slots(self) -> int:
         """Slots of fixed state, one for each row."""
-        return self.rows if self.model.config.has_fixed_state else 0
+        return self.model.config.slots_of(self.rows)
 
     def _captured(self, buffers: BatchBuffers, cache: StateStore) -> tuple[Captured | None, Captured | None]:
         """Return the captured steps of any rows and of decode rows; None for one that the backend does not capture."""
@@ -274,7 +274,7 @@ def load(
     """
     device = select(backend, emulate)
     device.set_threads(threads)
-    config = ModelConfig.from_folder(folder, lm_head_dtype)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
     resolved_dtype: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))

@@ -130,7 +130,7 @@ def _decode(bench: Bench, batch: int, context: int, tokens: int, ceilings: Ceili
     timed = [step for step in steps if step.in_kernels]
     plain = [step for step in steps if not step.in_kernels] or steps
     seconds = sum(step.seconds for step in plain)
-    size = sum(bench.decode_bytes(step.context) for step in plain)
+    size = sum(bench.decode_bytes(step.context, batch) for step in plain)
     speed = size / seconds
     row = {
         "decode_tokens_per_second": batch * len(plain) / seconds,
@@ -236,12 +236,13 @@ class Bench:
             aging_seconds=config.priority_aging_seconds, slots=StateSlots.of(runner.num_slots))
         return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls, ranks=ranks)
 
-    def decode_bytes(self, context: int) -> int:
-        """Return the bytes that a decode step must read: all weights once, and the keys and values of `context` tokens.
+    def decode_bytes(self, context: int, rows: int) -> int:
+        """Return the bytes that a decode step must move: all weights once, the keys and values of `context` tokens, and
+        the fixed state of `rows` rows, which is read and written.
 
         An embedding apart from the LM head is not counted, because a step reads only a few of its rows.
         """
-        return self.runner.read_bytes + int(self.runner.token_bytes * context)
+        return self.runner.read_bytes + int(self.runner.token_bytes * context) + 2 * rows * self.runner.slot_bytes
 
     def prefill_operations(self, tokens: int) -> int:
         """Return the operations of the layers' linear products and causal attention, without the LM head's one row."""

@@ -146,6 +146,7 @@ class Backend(ABC):
     sampler_filters: filters of the captured steps that contain the kernels `penalize` and `sample`, which then copy
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
+    state_dtypes: dtypes of the states of linear attention that the kernels support, the default first.
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
     int8_zeros: the kernels support int8 zero points.
@@ -175,6 +176,7 @@ class Backend(ABC):
     float8: bool = False
     fixed_state: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
+    state_dtypes: tuple[str, ...] = ("float32",)
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
@@ -309,6 +311,19 @@ class Backend(ABC):
         Yields False, and changes nothing, if the backend does not support this.
         """
         return nullcontext(False)
+
+    def check_state_dtype(self, requested: str) -> None:
+        """Raise BackendError for a dtype of the states of linear attention that the kernels do not support.
+
+        A state in bfloat16 would have to be rounded after every token: rounded at the ends of chunks, it would depend
+        on them.
+        """
+        possible = "auto", *self.state_dtypes
+        if requested not in possible:
+            raise BackendError(
+                f"state_dtype: {requested!r} is not possible on {self.name}, since a state that is rounded after every "
+                "token, so that answers do not depend on chunks, loses more than the activations do; possible are "
+                f"{', '.join(possible)}")
 
     def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or that of a setting.

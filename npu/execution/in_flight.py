@@ -124,6 +124,7 @@ class StepRecord:
     index: number of the step in its profile, from 0.
     rows, tokens, samples: rows, tokens, and tokens that it samples.
     context: sum of the context lengths of its rows after the step.
+    continued: rows that continue an earlier step's context.
     launch: begin and end of its launch on the host.
     seconds: its time on the device.
     spans: (begin, seconds) on the device, if the device computes on the host's clock.
@@ -138,6 +139,7 @@ class StepRecord:
     tokens: int
     samples: int
     context: int
+    continued: int
     launch: tuple[float, float]
     seconds: float = 0.0
     spans: list[tuple[float, float]] = field(default_factory=list)
@@ -180,7 +182,8 @@ class Recording:
             launched = launch(step, self.is_timed)
         record = StepRecord(
             index, step.phase, len(step.rows), step.num_tokens, sum(row.samples for row in step.rows),
-            sum(row.start + len(row.token_ids) for row in step.rows), (began, time.perf_counter()))
+            sum(row.start + len(row.token_ids) for row in step.rows), sum(row.start > 0 for row in step.rows),
+            (began, time.perf_counter()))
         launched.record = partial(self._complete, record)
         self.in_flight += 1
         return launched

@@ -57,12 +57,12 @@ class SharedMemory:
 
 def load_runner(
     folder: Path | str, *, backend: str = "auto", dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
-    kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-    kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0, emulate: Sequence[str] | None = None,
-    decode_buckets: Sequence[int] = (), prefill_device: str = "same", lm_head_dtype: HeadDtype = "auto",
-    int8_levels: float = 0, progress: Progress | None = None, memory: SharedMemory | None = None,
-    cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto", capture_chunks: bool = True,
-    cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
+    kv_cache_dtype: str = "auto", state_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 512, kernel_sampling: int = 0, observe: Observe | None = None, threads: int = 0,
+    emulate: Sequence[str] | None = None, decode_buckets: Sequence[int] = (), prefill_device: str = "same",
+    lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
+    memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
+    capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
@@ -79,12 +79,13 @@ def load_runner(
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
+    num_ranks, place = (group.size, group.place) if group else (1, (0, 1))
     device, host = open_devices(
         backend, emulate, prefill_device, threads=threads, decode_buckets=decode_buckets, max_num_seqs=max_num_seqs,
-        int8_levels=int8_levels, ranks=group.size if group else 1, place=group.place if group else (0, 1))
+        int8_levels=int8_levels, state_dtype=state_dtype, ranks=num_ranks, place=place)
     device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
-    _preflight(device, group.size if group else 1)
-    config = ModelConfig.from_folder(folder, lm_head_dtype).sharded(Shard(group.rank, group.size) if group else WHOLE)
+    _preflight(device, num_ranks)
+    config = _config(folder, lm_head_dtype, device, group)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
     memory = None if host else memory
@@ -100,14 +101,13 @@ def load_runner(
             report_ignored_head(folder, config)
         if group:
             group.minimum(0)  # wait until all ranks have read the free memory
-        made: torch.dtype = getattr(torch, plan.dtype)
-        weights = load_weights(folder, config, made, device, progress, loaded=plan is kept)
+        weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress, loaded=plan is kept)
     plan = _completed(plan, weights, config, device, group)
     runner = Runner(
         device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         kernel_sampling=kernel_sampling, observe=observe,
-        prefill=(host, load_weights(folder, config.headless, made, host, progress)) if host else None,
+        prefill=(host, load_weights(folder, config.headless, weights.dtype, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
         cpu_kernels=chosen, ranks=ranks, num_slots=plan.num_slots)
     if group:
@@ -116,6 +116,12 @@ def load_runner(
         log.info("%s", said)
     runner.map_cache()
     return runner
+
+
+def _config(folder: Path | str, lm_head_dtype: HeadDtype, device: Backend, group: Group | None) -> ModelConfig:
+    """Return the configuration of the part of the model that this process computes on the device."""
+    shard = Shard(group.rank, group.size) if group else WHOLE
+    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8).sharded(shard)
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
@@ -179,7 +185,7 @@ def _ranks(
 
 def open_devices(
     backend: str, emulate: Sequence[str] | None, prefill_device: str, *, threads: int, decode_buckets: Sequence[int],
-    max_num_seqs: int, ranks: int, place: tuple[int, int], int8_levels: float = 0,
+    max_num_seqs: int, ranks: int, place: tuple[int, int], int8_levels: float = 0, state_dtype: str = "auto",
 ) -> tuple[Backend, Backend | None]:
     """Start and configure the device and, if prompts are computed on the host, the host's backend.
 
@@ -189,6 +195,7 @@ def open_devices(
     """
     device = select(backend, emulate, place)
     device.check_ranks(ranks)
+    device.check_state_dtype(state_dtype)
     device.set_threads(threads)
     if decode_buckets:
         device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)

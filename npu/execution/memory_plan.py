@@ -128,9 +128,18 @@ class MemoryPlan:
             what = f"computing prompts on {plan.backend}"
         parts = ("weights", "kv_cache", *(("fixed_state",) if self.fixed_state else ()), "activations", last)
         listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts if hasattr(plan, part))
+        fitting = f"; {hint} fits" if plan is self and (hint := self._fitting_cache(needed - self.available)) else ""
         raise ModelError(
             f"{what} needs {mib(needed)} of memory ({listed}), and {mib(plan.available)} is available; a smaller "
-            "kv_cache_memory, max_num_batched_tokens or dtype takes less")
+            f"kv_cache_memory, max_num_batched_tokens or dtype takes less{fitting}")
+
+    def _fitting_cache(self, excess: int) -> str:
+        """Return the settings of a cache that is smaller by `excess` bytes; "" if it would hold no block."""
+        num_blocks = self.num_blocks - -(-excess * self.num_blocks // self.kv_cache) if self.kv_cache else 0
+        if num_blocks < 1:
+            return ""
+        memory = self.fixed_state + self.kv_cache * num_blocks // self.num_blocks
+        return f"kv_cache_memory {mib(memory)} with max_model_len {num_blocks * self.block_size}"
 
 
 def predict(
@@ -160,19 +169,19 @@ def predict(
     activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * made.itemsize
-    if cached != made:
-        activations += _dequantized_bytes(config, backend, length, block_size)
+    activations += _dequantized_bytes(config, backend, length, block_size) if cached != made else 0
     logits = _logits(config, backend, max_num_seqs, made.itemsize)
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
     mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
-    num_slots, fixed_state = _slots(config, backend, made, max_num_seqs, kv_cache_memory or free)
+    num_slots, fixed_state = _slots(config, backend, made, max_num_seqs, kv_cache_memory, free)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
-        num_blocks = _given_blocks(kv_cache_memory - fixed_state, block, block_size, max_model_len)
+        num_blocks = _given_blocks(
+            kv_cache_memory, fixed_state, slot_bytes(config, made), block, block_size, max_model_len, max_num_seqs)
     else:
         per_request = -(-length // block_size)
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
@@ -211,23 +220,25 @@ MAX_STATE_SHARE = 0.5
 
 
 def _slots(
-    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, memory: int
+    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, kv_cache_memory: int, free: int
 ) -> tuple[int, int]:
     """Return the number of slots of fixed state and their bytes; 0 for a model without.
 
-    There are two for each request: its state, and a checkpoint or the state before a constrained row. If half of
-    `memory` does not hold as many, there are fewer, and fewer requests run at a time.
+    There are two for each request: its state, and a checkpoint or the state before a constrained row. If half of the
+    memory does not hold as many, there are fewer, and fewer requests run at a time. One request has its two even if
+    they do not fit in `free`, which is the memory where kv_cache_memory is 0.
 
-    Raises ModelError if it holds less than the two slots of one request.
+    Raises ModelError if kv_cache_memory holds less than the two slots of one request.
     """
     if not config.has_fixed_state:
         return 0, 0
     slot = slot_bytes(config, dtype)
     padding = 1 if backend.padding_blocks else 0
-    num_slots = min(2 * max_num_seqs, int(memory * MAX_STATE_SHARE) // slot - padding)
-    if num_slots < 2:
-        raise ModelError(f"kv_cache_memory: {mib(memory)} holds the state of no request; the least is "
+    num_slots = min(2 * max_num_seqs, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
+    if num_slots < 2 and kv_cache_memory:
+        raise ModelError(f"kv_cache_memory: {mib(kv_cache_memory)} holds the state of no request; the least is "
                          f"{mib(int((2 + padding) * slot / MAX_STATE_SHARE))}")
+    num_slots = max(num_slots, 2)
     return num_slots, (num_slots + padding) * slot
 
 
@@ -285,14 +296,34 @@ def _checked_length(config: ModelConfig, max_model_len: int) -> int:
     return length
 
 
-def _given_blocks(kv_cache_memory: int, block: int, block_size: int, max_model_len: int) -> int:
-    """Return the blocks of `block` bytes in kv_cache_memory. Raises ModelError if they hold no max_model_len tokens."""
-    num_blocks, least = kv_cache_memory // block, -(-max_model_len // block_size) or 1
-    if num_blocks < least:
-        raise ModelError(
-            f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens; "
-            f"{f'max_model_len {max_model_len}' if max_model_len else 'one block'} needs {mib(least * block)}")
-    return num_blocks
+def _given_blocks(
+    kv_cache_memory: int, fixed_state: int, slot: int, block: int, block_size: int, max_model_len: int,
+    max_num_seqs: int,
+) -> int:
+    """Return the blocks of `block` bytes in kv_cache_memory beside the fixed state.
+
+    slot: bytes of a slot of fixed state; 0 for a model without.
+
+    Raises ModelError if they hold no max_model_len tokens.
+    """
+    num_blocks, least = (kv_cache_memory - fixed_state) // block, -(-max_model_len // block_size) or 1
+    if num_blocks >= least:
+        return num_blocks
+    context = f"max_model_len {max_model_len}" if max_model_len else "one block"
+    beside = f" beside {mib(fixed_state)} of states" if fixed_state else ""
+    needed, single = (_cache_memory(least * block, slot, requests) for requests in (max_num_seqs, 1))
+    fewer = f", or {mib(single)} with max_num_seqs 1" if single < needed else ""
+    raise ModelError(
+        f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens{beside}; {context} needs "
+        f"{mib(needed)}{fewer}")
+
+
+def _cache_memory(blocks: int, slot: int, requests: int) -> int:
+    """Return a kv_cache_memory of which `blocks` bytes are left beside the slots of as many requests.
+
+    The padding slot of some devices is counted for all.
+    """
+    return min(blocks + (2 * requests + 1) * slot, int(blocks / (1 - MAX_STATE_SHARE))) if slot else blocks
 
 
 def _host(

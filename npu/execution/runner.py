@@ -52,7 +52,7 @@ from npuserve.npu.execution.in_flight import (
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
 from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
-from npuserve.npu.execution.state_store import StateStore, block_bytes
+from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
@@ -114,6 +114,7 @@ class Runner:
         self.backend = backend
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
+        self.slot_bytes = slot_bytes(config, dtype)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._kernel_sampling = kernel_sampling
         self._steps = 0

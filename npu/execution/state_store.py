@@ -134,6 +134,11 @@ class StateStore:
                 if isinstance(keys, Tensor) and isinstance(values, Tensor)]
 
     @property
+    def fixed(self) -> list[Tensor]:
+        """Return the tensors [slots, ...] of fixed state."""
+        return [tensor for state in self.states if isinstance(state, Slots) for tensor in state]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Return all tensors layer by layer: keys and their scales, values and their scales."""
         return [tensor for state in self.states for cache in state or ()
@@ -141,8 +146,6 @@ class StateStore:
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
         """Queue copies of slots, in order. copies: (source, target)."""
-        for state in self.states:
-            if isinstance(state, Slots):
-                for tensor in state:
-                    for source, target in copies:
-                        tensor[target].copy_(tensor[source])
+        for tensor in self.fixed:
+            for source, target in copies:
+                tensor[target].copy_(tensor[source])

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.layer import Linear
+from npuserve.kernels.native import LANES
 from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Scheme
 from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.layers.shard import Rows, Span
 from npuserve.npu.model.storage import StoredArray, StoredBlock, StoredMatrix, final_norm, stored_blocks, tables
 from npuserve.npu.model.weights import LoadedBlock, ModelWeights
@@ -40,6 +42,7 @@ class Target:
     nbytes: size of the stored form.
     dtypes: accepted dtypes.
     required: the checkpoint must contain it.
+    early: the tensor is put before those that are not, since they are put by its numbers.
     rows, columns: part of the tensor that is put, after the reshape; None for all.
     """
 
@@ -48,6 +51,7 @@ class Target:
     nbytes: int
     dtypes: tuple[str, ...] = FLOATS
     required: bool = True
+    early: bool = False
     rows: Span | None = None
     columns: Span | None = None
 
@@ -169,14 +173,35 @@ class _Allocator:
         itemsize = form.number_dtype.itemsize
         first, columns = 0, stored.columns
         for name, rows in stored.parts.items():
-            self._add(f"{name}.weight", _of_rows(
+            target = _of_rows(
                 partial(_put_rows, write, first), rows, ((rows.whole, columns.whole),),
-                rows.size * columns.size * itemsize, dtypes, columns=columns))
+                rows.size * columns.size * itemsize, dtypes, columns=columns)
+            if name in stored.float8:
+                target = self._of_float8(name, stored.float8[name], target)
+            self._add(f"{name}.weight", target)
             if stored.biased:
                 put_bias = _ignore if bias is None else partial(_put, bias, first)
                 self._add(f"{name}.bias", _of_rows(put_bias, rows, ((rows.whole,),), rows.size * dtype.itemsize))
             first += rows.size
         return Linear(form, bias)
+
+    def _of_float8(self, name: str, scheme: W8A8, target: Target) -> Target:
+        """Return the target of a float8 weight that is put as floats, and add the targets of its scales."""
+        ((rows, inputs),) = target.shapes
+        if scheme.blocks:
+            shapes: tuple[tuple[int, ...], ...] = ((-(-rows // BLOCK), -(-inputs // BLOCK)),)
+        else:
+            shapes = ((rows,), (rows, 1)) if scheme.per_channel else _ONE
+        scale = torch.empty(shapes[0])
+        self._add(f"{name}.{scheme.scale_name}", Target(partial(_put_scales, scale), shapes, scale.nbytes, early=True))
+        self._add(f"{name}.weight_zero_point", _zero_target(None, shapes))
+        if not scheme.dynamic:
+            self._add(f"{name}.input_scale", Target(_ignore, _ONE, 0))
+            self._add(f"{name}.input_zero_point", _zero_target(None, _ONE))
+        first = target.rows.first if target.rows else 0
+        column = target.columns.first if target.columns else 0
+        put = partial(_put_converted, target.put, scheme, scale, self._dtype, first, column)
+        return replace(target, put=put, dtypes=FLOAT8S)
 
     def _quantized(self, stored: StoredMatrix, scheme: W8A8) -> QuantizedWeight:
         of_float8 = FLOAT8_GROUPED if scheme.blocks else FLOAT8_DYNAMIC
@@ -290,7 +315,24 @@ def _zero_target(into: Tensor | None, shapes: tuple[tuple[int, ...], ...], rows:
 
 
 def _ignore(row: int, piece: Tensor) -> None:
-    """Ignore a bias that another rank adds."""
+    """Ignore a bias that another rank adds, and scales of inputs that are not quantized."""
+
+
+CONVERTED_AT_ONCE = 1 << 20
+"""Numbers converted from float8 to floats at a time."""
+
+
+def _put_converted(
+    put: Callable[[int, Tensor], None], scheme: W8A8, scale: Tensor, dtype: torch.dtype, first: int, column: int,
+    row: int, piece: Tensor,
+) -> None:
+    """Put rows of a float8 weight as floats. scale: of the whole weight; first, column: begin of the part in it."""
+    for rows in piece.split(max(LANES, CONVERTED_AT_ONCE // piece.shape[1] // LANES * LANES)):
+        floats = converted(rows, scheme, scale, first + row, column)
+        if not bool(floats.to(dtype).isfinite().all()):
+            raise ValueError(f"has numbers that are not finite in {str(dtype).removeprefix('torch.')}")
+        put(row, floats)
+        row += len(rows)
 
 
 def _put(into: Tensor, first: int, row: int, piece: Tensor) -> None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from npuserve.npu.model.families import FAMILIES
+from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
-from npuserve.npu.quantization import Quantization
+from npuserve.npu.quantization import W8A8, Quantization
 
 __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
 
@@ -40,6 +40,7 @@ class ModelConfig:
     zero_centred_norms: the checkpoint has the weights of the norms before layers, and of the last one, less 1.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
+    converts_float8: float8 layers become floats while loading.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     shard: part of the model that this process computes.
     """
@@ -58,6 +59,7 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()
     zero_centred_norms: bool = False
     quantization: Quantization | None = None
+    converts_float8: bool = False
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
 
@@ -114,6 +116,10 @@ class ModelConfig:
         """True if requests need a slot beside blocks."""
         return any(isinstance(layer.state, Fixed) for layer in self.local_layers)
 
+    def slots_of(self, requests: int) -> int:
+        """Return the slots of fixed state that as many requests need at least; 0 for a model without."""
+        return requests if self.has_fixed_state else 0
+
     @property
     def context_length(self) -> int:
         """Maximum number of prompt and output tokens.
@@ -141,11 +147,22 @@ class ModelConfig:
         return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto")
 
     @property
+    def schemes(self) -> list[W8A8]:
+        """Return the schemes of the quantized layers as they are served."""
+        groups = self.quantization.groups if self.quantization else ()
+        return [scheme for _, scheme in groups if not (scheme.float8 and self.converts_float8)]
+
+    @property
+    def has_float8(self) -> bool:
+        """True if float8 layers are served."""
+        return any(scheme.float8 for scheme in self.schemes)
+
+    @property
     def quantization_name(self) -> str:
         """"none", "w8a8", or "w8a8-fp8" if layers are float8."""
-        if self.quantization is None:
+        if not self.schemes:
             return "none"
-        return "w8a8-fp8" if self.quantization.has_float8 else "w8a8"
+        return "w8a8-fp8" if self.has_float8 else "w8a8"
 
     def padded_vocabulary(self, tile: int) -> int:
         """Return vocab_size rounded up to a multiple of `tile` on each rank."""
@@ -157,8 +174,13 @@ class ModelConfig:
         return self.shard.vocabulary(self.vocab_size, self.padded_vocabulary(tile))
 
     @staticmethod
-    def from_folder(folder: Path | str, lm_head_dtype: HeadDtype = "auto") -> ModelConfig:
-        """Read `folder`/config.json. Raises ModelError."""
+    def from_folder(
+        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True
+    ) -> ModelConfig:
+        """Read `folder`/config.json. Raises ModelError.
+
+        float8: the device multiplies float8 (`Backend.float8`). If not, float8 layers become floats while loading.
+        """
         path = Path(folder) / "config.json"
         check_links(Path(folder))
         check_downloaded([path])
@@ -172,7 +194,7 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype)
+        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
@@ -181,6 +203,8 @@ class ModelConfig:
         if not isinstance(names, list):
             raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
         architecture = next((name for name in FAMILIES if name in names), None)
+        if refused := next((name for name in REFUSED if name in names), None) if architecture is None else None:
+            raise ModelError(f"config.json: architectures: {refused} is not supported: {REFUSED[refused]}")
         if architecture is None:
             raise ModelError(f"config.json: architectures: {names} is not supported; serve a model of one of these: "
                              f"{', '.join(FAMILIES)}, such as {EXAMPLE}")

@@ -26,6 +26,7 @@ from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
@@ -63,7 +64,7 @@ def load_weights(
         if progress is None:
             progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
         total, done = sum(targets[name].nbytes for name in files), 0
-        for name, file in files.items():
+        for name, file in sorted(files.items(), key=lambda item: not targets[item[0]].early):
             target, row = targets[name], 0
             source = file.get_tensor(name).reshape(target.shapes[0])
             if target.rows:
@@ -80,11 +81,29 @@ def load_weights(
                 row += len(piece)
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
+    _report_converted(config, dtype, backend)
     if merged := sum([inputs.merge() for inputs in made.static]):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
     made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
     return made.weights
+
+
+def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
+    """Log how many float8 layers became floats. Ranks other than 0 log nothing."""
+    stored = matrices(config, backend.vocabulary_tile)
+    of_float8 = [matrix for matrix in stored if matrix.float8]
+    if not of_float8 or config.shard.rank:
+        return
+    numbers = sum(rows.size * matrix.inputs for matrix in of_float8
+                  for name, rows in matrix.parts.items() if name in matrix.float8)
+    name = str(dtype).removeprefix("torch.")
+    log.warning(
+        "%d of %d linear layers are float8, which %s does not multiply: they were converted to %s and take %s MiB "
+        "instead of %s; npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8",
+        len({part for matrix in of_float8 for part in matrix.float8}),
+        len({part for matrix in stored for part in matrix.parts} - {f"{config.prefix}embed_tokens"}),
+        backend.name, name, *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers)))
 
 
 def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
@@ -140,11 +159,18 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
+        scheme = matrix.float8.get(name)
+        scale = f"{name}.{scheme.scale_name}" if scheme else ""
+        if scheme and scale not in files:
+            continue
         last = max(rows.size - LANES, 0)
         for first in sorted({rows.first + last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
             taken = min(LANES, rows.first + rows.size - first)
             if taken > 0:
-                yield part[first : first + taken, columns.first : columns.first + columns.size]
+                sample = part[first : first + taken, columns.first : columns.first + columns.size]
+                if scheme:
+                    sample = converted(sample, scheme, files[scale].get_tensor(scale), first, columns.first).bfloat16()
+                yield sample
 
 
 def _open_files(paths: list[Path], stack: ExitStack) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,7 @@ class StoredMatrix:
     biased: the checkpoint has biases. They are added on each rank, or on rank 0 if the ranks divide the columns.
     scheme: quantization scheme of an int8 or float8 matrix; None for floats.
     rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
+    float8: scheme of each part that the checkpoint has in float8, and that becomes floats while loading.
     """
 
     parts: Mapping[str, Span | Rows]
@@ -37,6 +38,7 @@ class StoredMatrix:
     biased: bool = False
     scheme: W8A8 | None = None
     rounded: bool = False
+    float8: Mapping[str, W8A8] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -65,7 +67,7 @@ class StoredMatrix:
 
 def check_schemes(config: ModelConfig, backend: Backend) -> None:
     """Raise BackendError for a quantization of the model that the backend's kernels do not support."""
-    for _, scheme in config.quantization.groups if config.quantization else ():
+    for scheme in config.schemes:
         backend.check_scheme(scheme)
 
 
@@ -127,7 +129,8 @@ def _stored(config: ModelConfig, prefix: str, parameter: Array | Matrix) -> Stor
     scheme = _scheme(config, list(parts), parameter.columns)
     if scheme and not parameter.can_quantize:
         raise ModelError(f"config.json: quantization_config: {next(iter(parts))} is quantized; supported: floats")
-    return StoredMatrix(parts, parameter.columns, biased=parameter.biased, scheme=scheme)
+    return StoredMatrix(parts, parameter.columns, biased=parameter.biased, scheme=scheme,
+                        float8=_converted(config, parts))
 
 
 def final_norm(config: ModelConfig) -> StoredArray:
@@ -155,13 +158,15 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
         return [StoredMatrix(embedding, hidden, padding, scheme=requested, rounded=bool(requested))]
     stored = _scheme(c, list(head), hidden)
     return [StoredMatrix(embedding, hidden, padding),
-            StoredMatrix(head, hidden, padding, scheme=stored or requested, rounded=bool(requested and not stored))]
+            StoredMatrix(head, hidden, padding, scheme=stored or requested, rounded=bool(requested and not stored),
+                         float8=_converted(c, head))]
 
 
 def _scheme(config: ModelConfig, parts: list[str], columns: Span) -> W8A8 | None:
     if config.quantization is None:
         return None
-    found = {name: config.quantization.of(name) for name in parts}
+    converted = _converted(config, parts)
+    found = {name: None if name in converted else config.quantization.of(name) for name in parts}
     (first, scheme), *others = found.items()
     for name, other in others:
         if other != scheme:
@@ -176,6 +181,13 @@ def _scheme(config: ModelConfig, parts: list[str], columns: Span) -> W8A8 | None
             f"config.json: quantization_config: blocks of {BLOCK} columns of {first} are divided between ranks; "
             f"supported: a tensor_parallel_size that gives each rank a multiple of {BLOCK} of {columns.whole} columns")
     return scheme
+
+
+def _converted(config: ModelConfig, parts: Iterable[str]) -> dict[str, W8A8]:
+    """Return the schemes of the parts whose float8 numbers become floats while loading."""
+    if config.quantization is None or not config.converts_float8:
+        return {}
+    return {name: scheme for name in parts if (scheme := config.quantization.of(name)) and scheme.float8}
 
 
 def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:

@@ -141,16 +141,13 @@ class MetaModel:
             cache = Quantized(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
         return KeysAndValues(cache, cache)
 
-    def costs(
-        self, rows: Sequence[tuple[int, int]], sampled: int, recorder: CostRecorder | None = None
-    ) -> Costs:
+    def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
         """Return the costs of one step.
 
         rows: (tokens, length of the context after the step) of each row.
         sampled: number of tokens that it samples, by argmax.
-        recorder: records the calls; None for a new one.
         """
-        recorder, starts = recorder or CostRecorder(self._dtype), [0]
+        recorder, starts = CostRecorder(self._dtype), [0]
         for tokens, _ in rows:
             starts.append(starts[-1] + tokens)
         contexts = [context for _, context in rows]
@@ -172,29 +169,27 @@ class MetaModel:
     def nbytes(self, steps: Sequence[StepRecord]) -> dict[str, float]:
         """Return the bytes that all steps have to move, by kernel.
 
-        The bytes of a step are a constant, for weights, plus terms that are linear in its rows, tokens and contexts. So
-        the sums over the steps, as one step and doubled, give both parts. A row that begins reads no fixed state; rows
-        are taken to begin if their step's contexts are its tokens, and to continue otherwise.
+        The bytes of a step are a constant, for weights, plus terms that are linear in its tokens, its contexts, its
+        rows, and the rows that continue a state. Those of the LM head are linear in the sampled tokens of steps that
+        sample. Small steps give the factors.
         """
-        found: dict[str, float] = {}
-        for chosen in (steps, [step for step in steps if step.samples]):
-            if not chosen:
-                continue
-            new = sum(step.rows for step in chosen if step.context == step.tokens)
-            sums = [new, *(sum(getattr(step, name) for step in chosen)
-                           for name in ("rows", "tokens", "context", "samples"))]
-            once, twice = (self._bytes_of_sums(*(factor * value for value in sums)) for factor in (1, 2))
-            for kernel, value in once.items():
-                if (kernel == LM_HEAD) == (chosen is not steps):
-                    constant = 2 * value - twice[kernel]
-                    found[kernel] = value + (len(chosen) - 1) * constant
-        return found
+        first, longer, second = (self._bytes_of(rows) for rows in ([(1, 1)], [(2, 2)], [(1, 1), (1, 1)]))
+        continued, further = self._bytes_of([(1, 2)]), self._bytes_of([(1, 3)])
+        moved: dict[str, float] = {}
+        for kernel, value in first.items():
+            of_context = further[kernel] - continued[kernel]
+            of_continued = continued[kernel] - value - of_context
+            of_token = longer[kernel] - value - of_context
+            of_row = second[kernel] - longer[kernel]
+            constant = value - of_token - of_context - of_row
+            moved[kernel] = sum(
+                constant + of_token * step.tokens + of_context * step.context + of_row * step.rows
+                + of_continued * step.continued for step in steps)
+        if sampling := [step for step in steps if step.samples]:
+            one, two = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
+            moved[LM_HEAD] = sum(one + (two - one) * (step.samples - 1) for step in sampling)
+        return moved
 
-    def _bytes_of_sums(self, new: int, rows: int, tokens: int, context: int, samples: int) -> dict[str, int]:
-        """Return the bytes of a step by kernel. new: rows that begin; the other sums are as in `StepRecord`."""
-        # All rows but the last are as short as possible.
-        new, continued = min(new, rows - 1), max(rows - 1 - new, 0)
-        shapes = [(1, 1)] * new + [(1, 2)] * continued
-        shapes.append((tokens - len(shapes), context - new - 2 * continued))
-        costs = self.costs(shapes, samples)
-        return {kernel: sum(each.nbytes for each in calls) for kernel, calls in costs.items()}
+    def _bytes_of(self, rows: Sequence[tuple[int, int]], samples: int = 0) -> dict[str, int]:
+        """Return the bytes of one step by kernel, with the arguments of `costs`."""
+        return {kernel: sum(each.nbytes for each in calls) for kernel, calls in self.costs(rows, samples).items()}

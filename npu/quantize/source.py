@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelError
+from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.loader import MAX_PIECE_BYTES
+from npuserve.npu.quantization import W8A8
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of dtypes."""
+
+FLOAT8_OTHERS = "input_scale", "weight_zero_point", "input_zero_point"
+"""Tensors of a float8 module that are not read: inputs are quantized anew, and zero points are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +43,47 @@ class Source:
     """Reader of the tensors in a model's folder. Files are open only while read, so that their pages are released.
 
     names: tensors to read.
+    float8: scheme of each module whose weight is float8. It is read as floats of `dtype`.
     specs: by tensor name.
     Raises ModelError for files that are missing or not safetensors, and for tensors of other dtypes.
     """
 
-    def __init__(self, folder: Path, names: Collection[str]):
+    def __init__(
+        self, folder: Path, names: Collection[str], float8: Mapping[str, W8A8] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
         self._folder = folder
+        self._float8 = {f"{name}.weight": scheme for name, scheme in (float8 or {}).items()}
+        self._scale_files: dict[str, str] = {}
         self.specs: dict[str, TensorSpec] = {}
+        scales = {_scale_name(name, scheme) for name, scheme in self._float8.items()}
+        others = {name.removesuffix("weight") + other for name in self._float8 for other in FLOAT8_OTHERS}
         for path in weight_files(folder):
             with self._open(path.name) as file:
                 for name in filter(names.__contains__, file.offset_keys()):
                     header = file.get_slice(name)
+                    if name in scales:
+                        self._scale_files[name] = path.name
+                        continue
+                    if name in others:
+                        continue
+                    if name in self._float8:
+                        self.specs[name] = TensorSpec(path.name, dtype, tuple(header.get_shape()))
+                        continue
                     if (kind := header.get_dtype()) not in FLOATS:
                         raise ModelError(f"{path}: {name} is {kind}; supported are {', '.join(FLOATS)}")
                     self.specs[name] = TensorSpec(path.name, FLOATS[kind], tuple(header.get_shape()))
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors in the files, scales not counted."""
+        return sum(math.prod(spec.shape) * (1 if name in self._float8 else spec.dtype.itemsize)
+                   for name, spec in self.specs.items())
+
     def read(self, name: str) -> Tensor:
         """Return a float32 copy of a tensor. Raises ModelError if it has numbers that are not finite."""
         with self._open(self.specs[name].file) as file:
-            return _finite(file.get_tensor(name).to(torch.float32, copy=True), name)
+            return _finite(self._floats(name, file.get_tensor(name), 0).to(torch.float32, copy=True), name)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Return float32 copies of the rows `ids` [n] int64 of a table."""
@@ -69,7 +96,15 @@ class Source:
         step = max(1, MAX_PIECE_BYTES // max(1, spec.nbytes // max(1, spec.shape[0])))
         for first in range(0, spec.shape[0], step):
             with self._open(spec.file) as file:
-                yield first, file.get_slice(name)[first : first + step]
+                yield first, self._floats(name, file.get_slice(name)[first : first + step], first).to(spec.dtype)
+
+    def _floats(self, name: str, rows: Tensor, first: int) -> Tensor:
+        """Return rows of a tensor, from row `first` on, converted if they are float8."""
+        if (scheme := self._float8.get(name)) is None:
+            return rows
+        scale = _scale_name(name, scheme)
+        with self._open(self._scale_files[scale]) as file:
+            return converted(rows, scheme, file.get_tensor(scale), first)
 
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
@@ -79,6 +114,11 @@ class Source:
                 yield file
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is not a complete safetensors file: {error}") from None
+
+
+def _scale_name(weight: str, scheme: W8A8) -> str:
+    """Return the name of the scales of a weight."""
+    return weight.removesuffix("weight") + scheme.scale_name
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:

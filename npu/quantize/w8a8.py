@@ -1,4 +1,4 @@
-"""Quantization of a float checkpoint to W8A8, in the format that compressed-tensors and llm-compressor write.
+"""Quantization of a checkpoint in floats or float8 to W8A8, in the format of compressed-tensors and llm-compressor.
 
 One layer is in memory at a time, with the hidden states of the calibration texts:
 
@@ -27,8 +27,8 @@ from npuserve.npu.model.layers.layer import Matrix
 from npuserve.npu.model.layers.shard import WHOLE
 from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.model.storage import linears
-from npuserve.npu.quantization import LINEAR, W8A8, Quantization
+from npuserve.npu.model.storage import linears, matrices
+from npuserve.npu.quantization import LINEAR, QUANTIZATION_KEYS, W8A8, Quantization
 from npuserve.npu.quantize.layer import Layer, to_int8
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.source import Source, TensorSpec
@@ -72,9 +72,9 @@ def quantize_checkpoint(
 
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
-    config = ModelConfig.from_folder(folder)
-    if config.quantization is not None:
-        raise ModelError(f"{folder}: is quantized already; supported are bfloat16, float16 or float32")
+    config = ModelConfig.from_folder(folder, float8=False)
+    if config.schemes:
+        raise ModelError(f"{folder}: is quantized to int8 already; supported are bfloat16, float16, float32 or float8")
     quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *_float_modules(config), *ignore))
     everything, int8 = _linears(config, quantization, ignore)
     largest = max(map(max, sequences), default=0)
@@ -82,7 +82,8 @@ def quantize_checkpoint(
         raise ModelError(f"{folder}: the tokenizer makes token id {largest} of the calibration text, "
                          f"and the model's ids are in [0, {config.vocab_size - 1}]")
     report_ignored_head(folder, config)
-    source = Source(folder, frozenset(check_weights(folder, config)))
+    float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.float8.items()}
+    source = Source(folder, frozenset(check_weights(folder, config)), float8, getattr(torch, config.dtype))
     specs = _specs(source, int8)
     strengths = []
     with replaced_folder(out) as made:
@@ -99,9 +100,12 @@ def quantize_checkpoint(
             progress(config.num_layers, config.num_layers)
         _copy_others(folder, made)
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for section in (written, written.get("text_config") or {}):
+            for key in QUANTIZATION_KEYS:
+                section.pop(key, None)
         write_json(made / "config.json", written | {"quantization_config": quantization.to_json()})
-    source_bytes, nbytes = (sum(spec.nbytes for spec in of.values()) for of in (source.specs, specs))
-    return QuantizationResult(len(int8), len(everything), source_bytes, nbytes, tuple(strengths))
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    return QuantizationResult(len(int8), len(everything), source.nbytes, nbytes, tuple(strengths))
 
 
 def _layer(

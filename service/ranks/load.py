@@ -44,7 +44,7 @@ def load_model(
 
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
-        block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype,
+        block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, state_dtype=config.state_dtype,
         kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
         observe=observe or publish, threads=config.threads,

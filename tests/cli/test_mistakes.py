@@ -222,7 +222,7 @@ INPUTS = [
     ("check w4a16", 1, "format: 'pack-quantized' is not supported; supported: int-quantized, float-quantized"),
     ("check mistral", 1, "'MistralForCausalLM'] is not supported; serve a model of one of these: Qwen3ForCausalLM"),
     ("check gemma", 1, "'Gemma3ForConditionalGeneration'] is not supported; serve a model of one of these"),
-    ("check experts", 1, "'Qwen3MoeForCausalLM'] is not supported; serve a model of one of these"),
+    ("check experts", 1, "Qwen3MoeForCausalLM is not supported: its layers are mixtures of experts; serve"),
     ("quantize mistral out", 2, "is not supported; serve a model of one of these"),
     ("quantize awq out", 2, "Serve the model that this one was made from"),
     ("collect --output absent/a.tar.gz", 2, "output: absent/a.tar.gz: No such file or directory"),

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from npuserve.kernels import native
 from tests.e2e.processes import ids_while_the_engine_is_killed
 from tests.e2e.server import Server, request, serving
-from tests.npu.model.test_qwen3_5 import VOCABULARY, prompts, random_hybrid
+from tests.support.hybrids import VOCABULARY, prompts, random_hybrid
 from tests.support.models import greedy, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not native.available(), reason="the native kernels are not built")]

@@ -172,7 +172,7 @@ def test_quantization_config_of_method_fp8():
     assert made.of("model.layers.0.mlp.up_proj") == W8A8(
         per_channel=False, float8=True, blocks=True, scale_name="weight_scale_inv")
     assert made.of("lm_head") is None
-    assert made.has_float8
+    assert all(scheme.float8 for _, scheme in made.groups)
     made = read({**QWEN_FP8, "modules_to_not_convert": ["lm_head", "model.layers.1", "down_proj", "re:.*3.*"]})
     assert made is not None
     for name, is_quantized in (
@@ -184,6 +184,19 @@ def test_quantization_config_of_method_fp8():
         made = read({"activation_scheme": scheme, "quant_method": "fp8", "ignored_layers": ["lm_head"]})
         assert made is not None
         assert made.of("o_proj") == W8A8(per_channel=False, dynamic=scheme == "dynamic", float8=True)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_quantization_names_the_decoder_with_or_without_a_tower(prefix):
+    """Tools that remove or add a vision tower rename tensors and leave the list of ignored names."""
+    ignored = ["lm_head", f"{prefix}layers.1.linear_attn.in_proj_a", "model.visual.blocks.1.mlp", "mtp.layers.0"]
+    compressed = W8A8_JSON | {"ignore": ignored}
+    for made in (read({**QWEN_FP8, "modules_to_not_convert": ignored}), read(compressed)):
+        assert made is not None
+        for own in ("model.", "model.language_model."):
+            assert made.of(f"{own}layers.1.linear_attn.in_proj_a") is None
+            assert made.of(f"{own}layers.11.linear_attn.in_proj_a") is not None
+            assert made.of(f"{own}layers.0.linear_attn.in_proj_qkv") is not None
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -72,6 +72,8 @@ def saved(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
 
 
 PLAIN_W8A8 = W8A8()
+LINEAR_LAYERS = "_proj", "in_proj_qkv", "in_proj_z", "lm_head"
+"""Ends of the names of linear layers that can be quantized."""
 
 
 def saved_w8a8(
@@ -89,7 +91,7 @@ def saved_w8a8(
         tensors = load_file(path)
         for name, weight in list(tensors.items()):
             layer = name.removesuffix(".weight")
-            if layer.endswith(("_proj", "lm_head")) and name.endswith(".weight") and quantization.of(layer):
+            if name.endswith(".weight") and layer.endswith(LINEAR_LAYERS) and quantization.of(layer):
                 tensors |= {f"{layer}.{part}": tensor for part, tensor in _rounded(weight, scheme).items()}
         save_file(tensors, path, {"format": "pt"})
     edit_config(folder, quantization_config=quantization.to_json())

@@ -23,7 +23,6 @@ from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import row_buckets
 from npuserve.npu.backends.streams import StreamBackend
 from npuserve.npu.backends.trace_profiler import TraceProfiler
-from npuserve.npu.quantization import W8A8
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere, the first with bfloat16."""
@@ -162,15 +161,6 @@ class CudaBackend(StreamBackend):
             raise BackendError(
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes even numbers from "
                 "8 to 256")
-
-    def check_scheme(self, scheme: W8A8) -> None:
-        if scheme.float8 and not self.float8:
-            capability = self._streams.get_device_capability(self.device)
-            has, least = (".".join(map(str, numbers)) for numbers in (capability, FLOAT8_CAPABILITY))
-            raise BackendError(
-                f"quantization_config: float8 (type: float) needs compute capability {least} or later (Ada, Hopper, "
-                f"Blackwell), and {self.chip} has {has}; possible here is int8 (type: int)")
-        super().check_scheme(scheme)
 
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         buckets = row_buckets(self.decode_buckets, largest) if decode else token_buckets(largest)

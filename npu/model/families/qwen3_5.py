@@ -22,6 +22,8 @@ FULL, LINEAR = "full_attention", "linear_attention"
 def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the decoder: those of `text_config`, and those beside it that it lacks."""
     nested = data.get("text_config")
+    if nested is None and not {"vocab_size", "hidden_size"} & set(data):
+        raise ModelError("config.json: text_config: is missing; it holds the sizes of the decoder")
     if nested is not None and not isinstance(nested, dict):
         raise ModelError(f"config.json: text_config: must be an object, got {nested!r}")
     merged = {**data, **(nested or {})}
@@ -37,7 +39,8 @@ def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_layers(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     check_activation(data)
     if not flag(data, "attn_output_gate", True):
-        raise ModelError("config.json: attn_output_gate: false is not supported; supported: true")
+        raise ModelError("config.json: attn_output_gate: false is not supported; supported: true, as "
+                         "in Qwen3.5, 3.6 and 3.8")
     bias = flag(data, "attention_bias", False)
     attention = Attention(*head_counts(data, 4, 256), qk_norm=True, qkv_bias=bias, o_bias=bias, zero_centred=True,
                           output_gate=True)
@@ -52,7 +55,10 @@ def _delta_net(data: Mapping[str, Any]) -> GatedDeltaNet:
     if values % keys:
         raise ModelError(f"config.json: linear_num_key_heads: {keys} does not divide linear_num_value_heads, {values}")
     key_dim, value_dim = whole(data, "linear_key_head_dim", 128), whole(data, "linear_value_head_dim", 128)
-    return GatedDeltaNet(keys, values, key_dim, value_dim, whole(data, "linear_conv_kernel_dim", 4))
+    taps = whole(data, "linear_conv_kernel_dim", 4)
+    if taps < 2:
+        raise ModelError(f"config.json: linear_conv_kernel_dim: must be at least 2, got {taps}")
+    return GatedDeltaNet(keys, values, key_dim, value_dim, taps)
 
 
 def _layer_types(data: Mapping[str, Any]) -> list[str]:
@@ -62,7 +68,8 @@ def _layer_types(data: Mapping[str, Any]) -> list[str]:
     if kinds is None:
         kinds = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
     if not isinstance(kinds, list) or len(kinds) != count:
-        raise ModelError(f"config.json: layer_types: must be a list of {count} names, one for each layer")
+        raise ModelError(f"config.json: layer_types: must be a list of {count} names, one for each of "
+                         f"num_hidden_layers, got {len(kinds) if isinstance(kinds, list) else repr(kinds)}")
     if unknown := sorted({str(kind) for kind in kinds} - {FULL, LINEAR}):
         raise ModelError(
             f"config.json: layer_types: {', '.join(unknown)} is not supported; supported: {FULL}, {LINEAR}")

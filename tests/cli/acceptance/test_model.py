@@ -48,6 +48,24 @@ def test_check_tokens_corrupt_overlap_fails(folder: Path, capsys: Capture, monke
 
 
 @built
+@pytest.mark.usefixtures("no_large_cases")
+def test_check_of_a_hybrid_passes_in_all_parts(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays begin with the state before the step that they repeat."""
+    from tests.support.hybrids import random_hybrid
+    from tests.support.models import saved
+
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: iter(()))
+    code, report = accepted(capsys, str(saved(random_hybrid(0), tmp_path)), "--dtype", "float32")
+    assert [finding for finding in report["findings"] if finding["passed"] is False] == []
+    assert code == 0
+    assert part_of(report, "tokens")["beside the CPU, float32"]["passed"]
+    assert part_of(report, "capture")["9 rows"]["figures"]["difference"] == 0
+    assert {finding["part"] for finding in report["findings"]} >= {"tokens", "sampling", "capture", "contexts"}
+
+
+@built
 @pytest.mark.parametrize("own", [994, 996])
 @pytest.mark.usefixtures("no_large_cases")
 def test_check_tokens_verdict_is_the_same_on_both_sides_of_the_minimum(

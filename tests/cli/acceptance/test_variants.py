@@ -41,6 +41,27 @@ def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @built
+@pytest.mark.parametrize("place", [0, -1])
+def test_variants_of_a_hybrid_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    monkeypatch.setattr(accept_tokens, "ANSWER", 16)
+    monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[place],))
+    found = {finding.name: finding for finding in variants.check_variants(started(), 1, hybrid=True)}
+    assert [name for name, finding in found.items() if finding.passed is False] == []
+    name = variants.VARIANTS[0].name
+    assert {f"{name}: beside the CPU, float32", f"{name}: beside the CPU, bfloat16"} <= set(found)
+
+
+def test_hybrid_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> None:
+    """Its layers of linear attention change the logits a little; the others are those of the built-in model."""
+    variants.write_hybrid(storyteller.FOLDER, tmp_path / "hybrid")
+    ids = [[5, 300, 2047, 11, 42, 17, 900, 4, 250, 31]]
+    dense, hybrid = (next(iter(forced_logits(*load_reference(folder, CpuBackend(native=False), "float32", 64, 1), ids,
+                                              64))) for folder in (storyteller.FOLDER, tmp_path / "hybrid"))
+    correlation = torch.corrcoef(torch.stack([dense.flatten(), hybrid.flatten()]))[0, 1]
+    assert 0.5 < correlation < 0.999
+
+
+@built
 def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in float32, where sums in another order round keys and values to other numbers, and so change tokens."""
     monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[-1:])

@@ -4,72 +4,38 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers import PreTrainedModel, Qwen3_5TextConfig
 
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.loader import load_weights
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
+from tests.support.hybrids import (
+    VOCABULARY,
+    logprobs_of,
+    prompts,
+    random_hybrid,
+    saved_as_published,
+    settings_of,
+    use_recurrent_rule,
+)
 from tests.support.loop import Ask, serve
 from tests.support.models import greedy, saved
 
 BLOCK = 16
-VOCABULARY = 120
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
-
-
-def settings_of(seed: int) -> dict[str, Any]:
-    """Return a random configuration."""
-    draw = random.Random(seed)
-    key_heads, ratio = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
-    kv_heads, group = draw.choice([1, 2]), draw.choice([1, 2, 3])
-    interval = draw.choice([2, 3, 4])
-    return {
-        "vocab_size": VOCABULARY, "hidden_size": draw.choice([24, 32, 48]), "intermediate_size": draw.choice([40, 64]),
-        "num_hidden_layers": interval + draw.choice([0, 1]), "num_attention_heads": kv_heads * group,
-        "num_key_value_heads": kv_heads, "head_dim": draw.choice([16, 32]), "max_position_embeddings": 256,
-        "full_attention_interval": interval, "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * ratio, "linear_key_head_dim": draw.choice([8, 16]),
-        "linear_value_head_dim": draw.choice([8, 16]), "linear_conv_kernel_dim": draw.choice([3, 4]),
-        "tie_word_embeddings": draw.random() < 0.5, "bos_token_id": 1, "eos_token_id": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor":
-                            draw.choice([0.25, 0.5]), "mrope_section": [2, 1, 1], "mrope_interleaved": True}}
-
-
-def random_hybrid(seed: int, **changes: Any) -> PreTrainedModel:
-    """Return a float32 model whose numbers are all random, so that a missing one changes the results."""
-    torch.manual_seed(seed)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**settings_of(seed), **changes})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-1, 2)
-            elif name.endswith("linear_attn.norm.weight"):
-                parameter.normal_(1, 0.3)
-            elif parameter.dim() == 1:
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.normal_(0, (0.6 if "conv1d" in name else 1.5 / parameter.shape[-1] ** 0.5))
-    return model  # type: ignore[no-any-return]
-
-
-def prompts(count: int, seed: int) -> list[list[int]]:
-    """Return prompts of which a part begins with the same 40 tokens."""
-    draw = random.Random(seed)
-    shared = draw.choices(range(3, VOCABULARY), k=40)
-    return [[*(shared if draw.random() < 0.5 else ()), *draw.choices(range(3, VOCABULARY), k=draw.randint(1, 60))]
-            for _ in range(count)]
 
 
 def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
@@ -85,19 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, PreTrained
 
 @pytest.fixture(autouse=True)
 def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers compute prompts by the recurrence, as decoding does: its chunked form rounds more."""
-
-    def recurrent(*args: Any, chunk_size: int = 64, **settings: Any) -> Any:
-        return modeling_qwen3_5.torch_recurrent_gated_delta_rule(*args, **settings)
-
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recurrent)
-
-
-@torch.no_grad()
-def logprobs_of(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Return the log-probability of each token of an answer."""
-    logits = model(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
-    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).flatten()
+    use_recurrent_rule(monkeypatch)
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
@@ -149,17 +103,86 @@ def test_nested_configuration_is_that_of_the_text_model() -> None:
     assert (nested.rope, nested.context_length) == (plain.rope, plain.context_length)
 
 
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+def test_any_published_configuration_equals_transformers(tmp_path: Path, seed: int) -> None:
+    """Old and new keys of rotary embeddings, kinds of layers, ratios of heads, odd sizes, yarn, nested or not."""
+    model = saved_as_published(seed, tmp_path)
+    budget = (8, 16, 48, 200)[seed % 4]
+    runner = load(tmp_path, dtype="float32", max_num_batched_tokens=budget)
+    chosen = prompts(3, seed)
+    answers, _ = serve(
+        runner, [ask(prompt, 8, 2 * index) for index, prompt in enumerate(chosen)], 1 + seed % 2, 64, 4, budget)
+    for prompt, answer in zip(chosen, answers, strict=True):
+        assert answer.tokens == greedy(model, prompt, 8)
+        ours = torch.tensor([report.logprob for report in answer.logprobs])
+        torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"attn_output_gate": False}, "attn_output_gate: false is not supported"),
-    ({"layer_types": ["linear_attention"] * 3}, "layer_types: must be a list of"),
-    ({"layer_types": ["mamba", "full_attention"], "num_hidden_layers": 2}, "layer_types: mamba is not supported"),
-    ({"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "3 does not divide linear_num_value_heads"),
+    ({"attn_output_gate": False}, "attn_output_gate: false is not supported; supported: true, as in Qwen3.5"),
+    ({"attn_output_gate": "no"}, "attn_output_gate: must be true or false, got 'no'"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types: must be a list of .* names, .*, got 3$"),
+    ({"layer_types": "full"}, "layer_types: must be a list of .* names, one for each of num_hidden_layers, got 'full'"),
+    ({"layer_types": ["mamba", "full_attention"], "num_hidden_layers": 2},
+     "layer_types: mamba is not supported; supported: full_attention, linear_attention"),
+    ({"layer_types": ["linear_attention"], "num_hidden_layers": 1},
+     "layer_types: a model without full_attention is not supported"),
+    ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: must be a whole number"),
+    ({"linear_num_key_heads": 3, "linear_num_value_heads": 4}, "3 does not divide linear_num_value_heads, 4"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim: must be at least 2, got 1"),
+    ({"linear_key_head_dim": "a"}, "linear_key_head_dim: must be a whole number of at least 1, got 'a'"),
+    ({"num_key_value_heads": 5}, "num_key_value_heads: 5 does not divide"),
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported; supported: silu"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported; supported: default"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2}},
      "partial_rotary_factor: must be above 0"),
+    ({"vocab_size": None}, "vocab_size: is missing"),
+    ({"intermediate_size": None}, "intermediate_size: is missing"),
 ])
-def test_configurations_that_are_not_supported(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_configurations_that_are_not_supported(changes: dict[str, Any], message: str, is_nested: bool) -> None:
+    config = config_of(**changes)
+    if is_nested:
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    with pytest.raises(ModelError, match=f"^config.json: .*{message}") as error:
+        ModelConfig.from_dict(config)
+    assert ". " not in str(error.value)
+
+
+@pytest.mark.parametrize(("nested", "message"), [
+    ({}, "text_config: is missing; it holds the sizes of the decoder"),
+    ({"text_config": None}, "text_config: is missing"),
+    ({"text_config": [1]}, r"text_config: must be an object, got \[1\]"), ({"text_config": {}}, "is missing")])
+def test_text_config_that_is_missing(nested: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dict(config_of(**changes))
+        ModelConfig.from_dict({"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}} | nested)
+
+
+@pytest.mark.parametrize("architecture", [
+    "Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3MoeForCausalLM"])
+def test_mixtures_of_experts_are_refused_by_name(architecture: str) -> None:
+    with pytest.raises(ModelError, match=rf"architectures: {architecture} is not supported: its layers are mixtures of "
+                                         r"experts; serve a dense model.*, such as Qwen/Qwen3"):
+        ModelConfig.from_dict(config_of(architectures=[architecture]))
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    folder = saved(random_hybrid(0), tmp_path)
+    file, config = folder / "model.safetensors", ModelConfig.from_folder(folder)
+    good = load_file(file)
+    name = "model.layers.0.linear_attn"
+    for changes, message in (
+        ({f"{name}.A_log": None}, f"1 missing: {name}.A_log$"),
+        ({f"{name}.conv1d.weight": good[f"{name}.conv1d.weight"][:, 0]}, rf"{name}.conv1d.weight \[.*\] instead of \["),
+        ({f"{name}.in_proj_qkv.weight": good[f"{name}.in_proj_qkv.weight"][1:]}, "1 of the wrong shape: "),
+        ({f"{name}.in_proj_qkvz.weight": torch.ones(2)}, f"1 unknown: {name}.in_proj_qkvz.weight"),
+        ({f"{name}.dt_bias": good[f"{name}.dt_bias"].int()}, f"1 not of a float type: {name}.dt_bias I32"),
+        ({f"{name}.norm.weight": good[f"{name}.norm.weight"] / 0}, f"{name}.norm.weight: has numbers that"),
+    ):
+        tensors = {key: tensor.contiguous() for key, tensor in (good | changes).items() if tensor is not None}
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            load_weights(folder, config, torch.float32, CpuBackend())
 
 
 def test_shared_beginnings_and_chats_hit_checkpoints(served: tuple[Runner, PreTrainedModel]) -> None:
@@ -187,12 +210,68 @@ def test_devices_without_kernels_for_linear_attention_refuse_it() -> None:
         predict(ModelConfig.from_dict(config_of()), backend)
 
 
+def least_of(error: pytest.ExceptionInfo[ModelError], pattern: str) -> int:
+    """Return the bytes that an error names, and what rounding hides."""
+    found = re.search(pattern, str(error.value))
+    assert found
+    return int((float(found[1].replace(",", "")) + 0.05) * 2**20)
+
+
 def test_context_whose_state_does_not_fit_names_the_least_memory() -> None:
     config = ModelConfig.from_dict(config_of())
     with pytest.raises(ModelError, match="holds the state of no request; the least is") as error:
         predict(config, CpuBackend(), kv_cache_memory=1000)
-    least = float(str(error.value).split("the least is ")[1].split()[0])
-    assert predict(config, CpuBackend(), kv_cache_memory=int(least * 2**20) + 200000).num_slots >= 2
+    least = least_of(error, r"the least is ([\d,.]+) MiB")
+    assert predict(config, CpuBackend(), kv_cache_memory=least + 200000).num_slots >= 2
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8, 64])
+def test_context_whose_blocks_do_not_fit_beside_the_states_names_the_least_memory(max_num_seqs: int) -> None:
+    """Once with this max_num_seqs, once with a single request, where that is less."""
+    large = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256, "max_position_embeddings": 4096}
+    config, backend = ModelConfig.from_dict(config_of(**large)), CpuBackend()
+    needed = {"max_model_len": 4096, "max_num_seqs": max_num_seqs}
+    with pytest.raises(ModelError, match=r"holds \d+ tokens beside .* of states; max_model_len 4096 needs") as error:
+        predict(config, backend, kv_cache_memory=8 << 20, **needed)
+    least = least_of(error, r"max_model_len 4096 needs ([\d,.]+) MiB")
+    plan = predict(config, backend, kv_cache_memory=least, **needed)
+    assert plan.max_model_len == 4096
+    assert plan.num_slots >= 2
+    with pytest.raises(ModelError, match="max_model_len 4096 needs"):
+        predict(config, backend, kv_cache_memory=least * 3 // 4, **needed)
+    if max_num_seqs > 1:
+        single = least_of(error, r"or ([\d,.]+) MiB with max_num_seqs 1$")
+        assert predict(config, backend, kv_cache_memory=single, max_model_len=4096, max_num_seqs=1).num_slots == 2
+
+
+def test_context_that_the_free_memory_does_not_hold_names_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, backend = ModelConfig.from_dict(config_of(head_dim=256, max_position_embeddings=1 << 20)), CpuBackend()
+    monkeypatch.setattr(backend, "memory_available", lambda: 600 << 20)
+    with pytest.raises(ModelError, match=r"fixed_state .* MiB is available; .* fits$") as error:
+        predict(config, backend, max_model_len=1 << 20).require_fit()
+    length = int(str(error.value).split("max_model_len ")[1].split()[0])
+    memory = least_of(error, r"kv_cache_memory ([\d,.]+) MiB with") - (1 << 20)
+    predict(config, backend, max_model_len=length, kv_cache_memory=memory + (1 << 20)).require_fit()
+    assert length > 1024
+
+
+def test_free_memory_that_holds_no_state_is_reported_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kv_cache_memory is set, so the message does not name it as wrong."""
+    config, backend = ModelConfig.from_dict(config_of()), CpuBackend()
+    monkeypatch.setattr(backend, "memory_available", lambda: 1 << 20)
+    plan = predict(config, backend)
+    assert (plan.num_slots, plan.fits) == (2, False)
+    with pytest.raises(ModelError, match=r"the model needs .* \(weights .*fixed_state .*, and 1.0 MiB is available"):
+        plan.require_fit()
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_state_dtype_of_the_cpu_is_float32(tmp_path: Path, dtype: str) -> None:
+    folder = saved(random_hybrid(0), tmp_path)
+    load(folder, dtype="bfloat16", max_num_batched_tokens=48, state_dtype=dtype)
+    with pytest.raises(BackendError, match=r"^state_dtype: 'bfloat16' is not possible on cpu, since .* do not depend "
+                                           r"on chunks, .*; possible are auto, float32$"):
+        load(folder, max_num_batched_tokens=48, state_dtype="bfloat16")
 
 
 def test_vision_tower_and_drafts_are_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

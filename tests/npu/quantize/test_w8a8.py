@@ -19,6 +19,8 @@ from npuserve.npu.quantization import Quantization
 from npuserve.npu.quantize.layer import Layer, to_int8
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from tests.npu.model.test_float8 import BLOCKS, LARGE_HYBRID, METHOD_FP8, saved_blocks, take_converted
+from tests.support.hybrids import random_hybrid
 from tests.support.models import FAMILIES, edit_config, random_model, saved
 
 BF16 = torch.bfloat16
@@ -307,8 +309,27 @@ def test_quantize_checkpoint_leaves_out_tensors_that_are_ignored(tmp_path):
 def test_quantize_checkpoint_of_quantized_model_is_refused(tmp_path):
     folder = saved(random_model("llama"), tmp_path / "model")
     quantize_checkpoint(folder, tmp_path / "out")
-    with pytest.raises(ModelError, match="is quantized already"):
+    with pytest.raises(ModelError, match="is quantized to int8 already"):
         quantize_checkpoint(tmp_path / "out", tmp_path / "twice")
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_quantize_checkpoint_of_float8_is_that_of_its_floats(tmp_path, is_calibrated):
+    """Blocks of 128 x 128 and an ignored module, in a hybrid."""
+    model = random_hybrid(1, **LARGE_HYBRID)
+    saved_blocks(model, tmp_path / "float8", ("re:.*1.mlp.up_proj",))
+    take_converted(model, load_file(tmp_path / "float8" / "model.safetensors"), BLOCKS)
+    edit_config(tmp_path / "float8", quantization_config=METHOD_FP8 | {
+        "modules_to_not_convert": ["in_proj_a", "in_proj_b", "model.language_model.layers.1.mlp.up_proj"]})
+    saved(model, tmp_path / "float")
+    sequences = [[3, 50, 7, 90] * 8] if is_calibrated else []
+    results = [quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-int8", sequences)
+               for name in ("float8", "float")]
+    ours, theirs = (load_file(tmp_path / f"{name}-int8" / "model.safetensors") for name in ("float8", "float"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert results[0].source_bytes < results[1].source_bytes / 2
+    assert ModelConfig.from_folder(tmp_path / "float8-int8").quantization_name == "w8a8"
 
 
 @pytest.mark.parametrize("there", [False, True])
