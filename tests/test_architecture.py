@@ -32,6 +32,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "kernels/triton/linear.py: product_kernel": "one pass over a tile, whose values stay in registers",
     "kernels/triton/paged_attention.py: paged_attention_kernel": "one pass over a tile, whose values stay in registers",
+    "npu/execution/load.py: load_runner": "the parts of a load, in order",
     "npu/execution/runner.py: __init__": "the parts of a step, each made of those before it",
 }
 """Function of more than MAX_FUNCTION_LINES lines -> why it is not split."""

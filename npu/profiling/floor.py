@@ -141,13 +141,17 @@ class MetaModel:
             cache = Quantized(meta(*shape, dtype=cache_dtype), meta(*shape[:3], dtype=scale_dtype))
         return KeysAndValues(cache, cache)
 
-    def costs(self, rows: Sequence[tuple[int, int]], sampled: int) -> Costs:
+    def costs(
+        self, rows: Sequence[tuple[int, int]], sampled: int, recorder: CostRecorder | None = None
+    ) -> Costs:
         """Return the costs of one step.
 
         rows: (tokens, length of the context after the step) of each row.
         sampled: number of tokens that it samples, by argmax.
+        recorder: records the calls; None for a new one.
         """
-        recorder, starts = CostRecorder(self._dtype), [0]
+        recorder = recorder or CostRecorder(self._dtype)
+        starts = [0]
         for tokens, _ in rows:
             starts.append(starts[-1] + tokens)
         contexts = [context for _, context in rows]

@@ -11,11 +11,11 @@ $ASCEND_HOME_PATH/lib64/libopapi_*.so, of which libopapi_transformer.so has atte
 ([op_api_common.cpp](https://github.com/Ascend/op-plugin/blob/517f2e7d0f202f38b76310706cb977ca2388ad21/op_plugin/utils/op_api_common.cpp#L861))."""
 
 NEEDED = """
-    Add AddRmsNorm Addmm Adds Amax ApplyTopKTopP Arange BitwiseAndTensor BitwiseNot BitwiseOrTensor Cat Clamp
+    Add AddRmsNorm Addmm Adds Amax Amin ApplyTopKTopP Arange BitwiseAndTensor BitwiseNot BitwiseOrTensor Cat Clamp
     ConstantPadNd Cumsum Div DivMods Embedding EqScalar EqTensor Exp FusedInferAttentionScoreV3 Gather GeScalar
-    GtScalar GtTensor Index IndexSelect InplaceCopy InplaceFillScalar InplaceMaskedFillScalar InplaceSub LogSoftmax
-    LogicalNot LtScalar LtTensor Matmul Mul Muls NanToNum NeScalar ReduceSum RmsNorm Rsubs SWhere ScatterPaKvCache
-    Sort Sub Subs SwiGlu
+    GeTensor GtScalar GtTensor Index IndexSelect InplaceCopy InplaceFillScalar InplaceMaskedFillScalar InplaceSub
+    LogSoftmax LogicalNot LtScalar LtTensor Matmul Mul Muls NanToNum NeScalar ReduceSum RmsNorm Rsubs SWhere
+    ScatterPaKvCache Sort Sub Subs SwiGlu
     """
 """Functions that the kernels call with each version of torch_npu, without "aclnn": all but those of int8, and of
 npu_mrope, for which torch_npu takes either of two."""

@@ -390,12 +390,12 @@ def test_collect_ended_by_sigterm_ends_its_command(home: Path) -> None:
     process = subprocess.Popen(command)
     try:
         started = home / "started"
-        until(lambda: started.exists() and started.read_text().endswith("\n"))
+        until(lambda: started.exists() and started.read_text().endswith("\n"), seconds=100)
         process.terminate()
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(60) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    until(lambda: not is_running(int(started.read_text())))
+    until(lambda: not is_running(int(started.read_text())), seconds=50)
 
 
 def test_archive_in_place_of_another_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
