@@ -9,6 +9,7 @@ asks its HTTP port whether it lives, and sends the supervisor a heartbeat for ea
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ class SmgArgs(msgspec.Struct, frozen=True):
 
     config: configuration of the server.
     arguments: of `smg launch`, without those of its log.
-    host, port: of its HTTP API.
+    host, port: address and port of its HTTP API.
     """
 
     config: ServerConfig
@@ -50,7 +51,8 @@ class SmgArgs(msgspec.Struct, frozen=True):
 
 def _connect(args: SmgArgs) -> http.client.HTTPConnection:
     """Return a connection to smg's own port, which is not opened yet."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)
+    address = ipaddress.ip_address(args.host)
+    host = {4: "127.0.0.1", 6: "::1"}[address.version] if address.is_unspecified else args.host
     if not args.config.tls_cert:
         return http.client.HTTPConnection(host, args.port, timeout=ANSWER_SECONDS)
     context = ssl.create_default_context()
