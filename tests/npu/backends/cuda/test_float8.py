@@ -32,7 +32,7 @@ def test_cuda_float8_logprobs_are_near_golden(tmp_path: Path, scheme: W8A8) -> N
     """Chunks and captured decode rows, equal except where a number is a near tie and becomes the next float8."""
     sizes = {"hidden_size": 160, "intermediate_size": 200} if scheme.blocks else {}
     folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1, **sizes), tmp_path, scheme)
-    assert load(folder, "cpu").config.quantization_name == "none"
+    assert load(folder, "cpu", max_model_len=64).config.quantization_name == "none"
     with pytest.raises(BackendError, match=r"float8 weights and input_activations .* are not possible on cpu; .* int8"):
         load(folder, prefill_device="cpu")
     assert ModelConfig.from_folder(folder).quantization_name == "w8a8-fp8"
@@ -71,7 +71,7 @@ def test_cuda_float8_needs_its_tensor_cores(tmp_path: Path, monkeypatch: pytest.
     assert cases
     assert all(takes_case(started(), case) for case in cases)
     monkeypatch.setattr(cuda_emulated, "get_device_capability", lambda device: (8, 6))
-    assert load(folder).config.quantization_name == "none"
+    assert load(folder, max_model_len=64).config.quantization_name == "none"
     with pytest.raises(BackendError, match=r"kv_cache_dtype: 'fp8' is not possible on cuda; .* auto, int8$"):
         load(saved(tmp_path / "plain", layers=1), kv_cache_dtype="fp8")
     assert not any(takes_case(started(), case) for case in cases)
