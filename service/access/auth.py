@@ -121,9 +121,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         what: what needs the right, for the error message.
         with_anonymous: callers without a key and a certificate do not need it.
         """
-        inner = handler.stream_unary or handler.stream_stream
 
-        async def authorized(messages: object, context: Context) -> Any:
+        async def check(context: Context) -> None:
             caller = get_caller(context)
             is_admin = caller.admin or not self._admins.isdisjoint(certificate_names(context))
             if not is_admin and (caller.is_authenticated or not with_anonymous):
@@ -132,10 +131,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     raise PermissionDenied(
                         f"{what} needs an API key with the admin right, or a client certificate that "
                         "admin_certificates names")
-            return await inner(messages, context)
 
-        kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
-        return kind(_delayed(authorized), None, handler.response_serializer)
+        return _checked_handler(handler, check)
 
 
 class GatewayInterceptor(AuthInterceptor):
@@ -158,19 +155,16 @@ class GatewayInterceptor(AuthInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await super()._authenticated_handler(continuation, details)
-        inner = handler.stream_unary or handler.stream_stream
         service, _, name = details.method[1:].rpartition("/")  # type: ignore[attr-defined]
         rpc = rpc_name(service, name)
 
-        async def authorized(messages: object, context: Context) -> Any:
+        async def check(context: Context) -> None:
             if not self._is_gateway(context.peer()):
                 async with call(context, rpc, logging.INFO):
                     raise PermissionDenied("this port is for the server's own OpenAI API; call the port of gRPC")
             current.set(self._caller)
-            return await inner(messages, context)
 
-        kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
-        return kind(authorized, None, handler.response_serializer)
+        return _checked_handler(handler, check)
 
 
 def _metadata_bytes(metadata: Any) -> int:
@@ -201,6 +195,18 @@ def _refusing_handler(rpc: str, error: ServeError) -> Any:
             raise error
 
     return grpc.stream_stream_rpc_method_handler(_delayed(refuse))
+
+
+def _checked_handler(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:
+    """Return a handler that runs `check`, which may refuse the call, before it reads the message."""
+    inner = handler.stream_unary or handler.stream_stream
+
+    async def checked(messages: object, context: Context) -> Any:
+        await check(context)
+        return await inner(messages, context)
+
+    kind = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.stream_stream_rpc_method_handler
+    return kind(_delayed(checked), None, handler.response_serializer)
 
 
 def _delayed(handle: Callable[[Any, Context], Awaitable[Any]]) -> Callable[[Any, Context], Awaitable[Any]]:

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from npuserve.cli.main import main
 from npuserve.service import metrics
-from npuserve.service.access.auth import KV_EVENTS, AuthInterceptor
+from npuserve.service.access.auth import KV_EVENTS, AuthInterceptor, GatewayInterceptor
 from npuserve.service.access.caller import Caller
 from npuserve.service.ipc.messages import Submit
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
@@ -137,36 +137,54 @@ def test_namespaces_of_different_owners_and_salts_differ() -> None:
     assert {caller.namespace("", shared=True) for caller in callers} == {""}
 
 
-async def test_auth_kv_events_need_admin_right_of_callers_with_a_key() -> None:
-    """Without keys everyone may subscribe. The service is one of other people's protos, here without its messages."""
-    callers = {"a": Caller("alice"), "r": Caller("root", admin=True)}
+async def subscribe(interceptor: AuthInterceptor, metadata: Any = None) -> str:
+    """Return the status of SubscribeKvEvents. It is a service of other people's protos, here without its messages."""
 
-    async def subscribe(messages: object, context: Any) -> None:
+    async def handle(messages: object, context: Any) -> None:
         await context.write(b"events")
 
+    server = grpc.aio.server(interceptors=[interceptor])
+    service, _, method = KV_EVENTS[1:].partition("/")
+    handlers = {method: grpc.stream_stream_rpc_method_handler(handle)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream(KV_EVENTS)(b"", metadata=metadata)
+            assert [message async for message in call] == [b"events"]
+            return "OK"
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    finally:
+        await server.stop(None)
+
+
+async def test_auth_kv_events_need_admin_right_of_callers_with_a_key() -> None:
+    """Without keys everyone may subscribe."""
+    callers = {"a": Caller("alice"), "r": Caller("root", admin=True)}
+
     async def outcome(find_key: Any, metadata: Any) -> str:
-        interceptor = AuthInterceptor(find_key, (), RefusalThrottle(0), 16 << 10, lambda context: None)
-        server = grpc.aio.server(interceptors=[interceptor])
-        service, _, method = KV_EVENTS[1:].partition("/")
-        handlers = {method: grpc.stream_stream_rpc_method_handler(subscribe)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        server.add_registered_method_handlers(service, handlers)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                call = channel.unary_stream(KV_EVENTS)(b"", metadata=metadata)
-                assert [message async for message in call] == [b"events"]
-                return "OK"
-        except grpc.aio.AioRpcError as error:
-            return error.code().name
-        finally:
-            await server.stop(None)
+        return await subscribe(
+            AuthInterceptor(find_key, (), RefusalThrottle(0), 16 << 10, lambda context: None), metadata)
 
     assert await outcome(None, None) == "OK"
     assert await outcome(callers.get, bearer("r")) == "OK"
     assert await outcome(callers.get, bearer("a")) == "PERMISSION_DENIED"
     assert await outcome(callers.get, None) == "UNAUTHENTICATED"
+
+
+async def test_gateway_port_refuses_others_also_when_refusals_are_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+    throttle = RefusalThrottle(1)
+    monkeypatch.setattr(throttle, "delay", lambda *_: 0.01)
+    caller = Caller("openai:", is_authenticated=False)
+
+    def interceptor(is_gateway: bool) -> GatewayInterceptor:
+        return GatewayInterceptor(lambda peer: is_gateway, caller, throttle, 16 << 10, lambda context: None)
+
+    assert await subscribe(interceptor(False)) == "PERMISSION_DENIED"
+    assert await subscribe(interceptor(True)) == "OK"
 
 
 async def test_auth_without_keys_all_but_admin_is_served(folder: Path) -> None:
