@@ -128,7 +128,7 @@ class Servers:
         self._limit = limit
         self._preparation = preparation
         self._make_credentials = make_credentials
-        self._interceptor: AuthInterceptor = AuthInterceptor(
+        self._interceptor = AuthInterceptor(
             find_key, config.admin_names, RefusalThrottle(config.max_refusals_per_second), MAX_METADATA_BYTES,
             self.guard.close_for_metadata)
         # A tenant of its own where callers have keys.

@@ -16,27 +16,23 @@ import logging
 import math
 import re
 import secrets
-import signal
 import socket
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from npuserve.service import logs
 from npuserve.service.config import MAX_MESSAGE_BYTES, ConfigError, ServerConfig, endpoint
-from npuserve.service.processes.child import UNUSABLE
 from npuserve.service.supervisor.child_process import ChildProcess
-from npuserve.service.supervisor.restart_policy import Restarts, Why
+from npuserve.service.supervisor.restart_policy import Restarts, RunEnd, Why
 
 log = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "npuserve.service.gateway.smg_process")
 NAME = "openai"
 LOOPBACK = "127.0.0.1"
-STOP_SECONDS = 10.0
+OPENAI_STOP_SECONDS = 10.0
 """Time of smg from the end of its last request to its exit: it waits for its own parts, 2.5 s on a quiet machine."""
 METRICS_SECONDS = 1.0
 CALL_PARSERS = {(True, True): "qwen_xml", (True, False): "qwen"}
@@ -96,8 +92,6 @@ class OpenAIGateway:
                 raise ConfigError(f"openai_port: {module} is not installed; pip install 'npuserve[gateway]'")
         self._keys = read_keys(config.openai_api_keys) if config.openai_api_keys else []
         self.ready = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._ended.set()
         self.child = ChildProcess(NAME, PROGRAM, environment, self._arguments, self._on_event)
         self._config = config
         self._restarts = restarts
@@ -106,7 +100,6 @@ class OpenAIGateway:
         self._ports: dict[str, int] = {}  # front end -> port of its listener
         self._format: Mapping[str, bool] = {}
         self._metrics_port = 0
-        self._unusable = ""
 
     @property
     def url(self) -> str:
@@ -131,48 +124,31 @@ class OpenAIGateway:
 
     async def run(self) -> None:
         """Run smg, and start it again whenever it ends, until it is stopped."""
-        self._ended.clear()
-        try:
-            await self._run()
-        finally:
-            self._ended.set()
-
-    async def _run(self) -> None:
         failures = 0
         while True:
             self.ready.clear()
-            error: object
+            code: int | Exception
             try:
-                error = await self.child.run()
-            except (OSError, RuntimeError) as failure:  # RuntimeError: no thread for its end can be started
-                error = failure
+                code = await self.child.run()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread for its end can be started
+                code = error
             if self.child.stopping.is_set():
                 return
             was_ready = self.ready.is_set()
             failures = 0 if was_ready else failures + 1
             pause = self._restarts.crash_pause if was_ready else self._restarts.retry_pause(failures)
-            self._on_failure(_why(error, self.child.is_hung))
-            logs.event(log, "openai died, starting it again", level=logging.WARNING, code=str(error), pause=pause,
-                       **({"error": self._unusable} if self._unusable else {}))
-            self.child.ready_event = None
+            self._on_failure(RunEnd(code, is_hung=self.child.is_hung).why)
+            logs.event(log, "openai died, starting it again", level=logging.WARNING, code=str(code), pause=pause)
             try:
                 await asyncio.wait_for(self.child.stopping.wait(), pause)
                 return
             except asyncio.TimeoutError:
                 continue
 
-    async def drain(self, seconds: float) -> bool:
-        """End smg for good once its requests have ended, at most `seconds` from now. Return False if it was killed."""
-        self.child.signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._ended.wait(), seconds + STOP_SECONDS)
-        except asyncio.TimeoutError:
-            self.child.signal(signal.SIGKILL)
-            return False
-        return True
-
     def metrics(self) -> str:
         """Return smg's page of metrics; "" while it has none. Called by the thread of the metrics page."""
+        import urllib.request  # slow to import, and needed with openai_port only
+
         if not self._metrics_port or not self.ready.is_set():
             return ""
         try:
@@ -185,17 +161,15 @@ class OpenAIGateway:
 
     def _on_event(self, child: ChildProcess, event: dict[str, Any]) -> None:
         if event["event"] == "ready":
-            child.ready_event = event
             self.ready.set()
             logs.event(log, f"OpenAI API on {self.url}")
-        elif event["event"] == "unusable":
-            self._unusable = event["error"]
 
     def _arguments(self) -> dict[str, object]:
         """Return the first line for the process that has just started."""
         self._on_start(self.child.pid)
         self._metrics_port = _free_port()
-        config, has_calls = self._config, self._format.get("tool_calls", False)
+        config = self._config
+        has_calls = self._format.get("tool_calls", False)
         call_parser = CALL_PARSERS.get((has_calls, has_calls and self._format["tagged_arguments"]), NO_PARSER)
         host = _address(config.host)
         arguments = [
@@ -218,16 +192,8 @@ class OpenAIGateway:
 
 def _address(host: str) -> str:
     """Return the address of a host, as smg needs it."""
-    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return str(found[0][4][0])
-
-
-def _why(end: object, is_hung: bool) -> Why:
-    if isinstance(end, BaseException):
-        return "not_started"
-    if is_hung:
-        return "hung"
-    return "unusable" if end == UNUSABLE else "died"
+    addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return str(addresses[0][4][0])
 
 
 def _free_port() -> int:

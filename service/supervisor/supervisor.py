@@ -13,10 +13,9 @@
    device fault that no restart cures: the server stops. It also stops at exit code 2, an unusable configuration or
    model, before it was ready for the first time. Later it retries until the cause is repaired.
 4. SIGTERM, Ctrl-C or AdminService.Drain starts a drain: the OpenAI API (openai_gateway.py), then the front ends finish
-   their requests, then the engine stops. A
-   second signal kills the children. SIGHUP, which a closed terminal sends, drains too, but never as a second signal: a
-   terminal may send it twice, and systemd after SIGTERM. It is ignored under nohup. If the engine fails for good during
-   a drain, the front ends end their requests at once.
+   their requests, then the engine stops. A second signal kills the children. SIGHUP, which a closed terminal sends,
+   drains too, but never as a second signal: a terminal may send it twice, and systemd after SIGTERM. It is ignored
+   under nohup. If the engine fails for good during a drain, the front ends end their requests at once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from npuserve.service.ranks.processes import create_shared_memory
 from npuserve.service.ranks.world import join_seconds, local_ranks, read_world
 from npuserve.service.supervisor.child_process import ChildProcess
 from npuserve.service.supervisor.metrics_page import MetricsPage
-from npuserve.service.supervisor.openai_gateway import OpenAIGateway
+from npuserve.service.supervisor.openai_gateway import OPENAI_STOP_SECONDS, OpenAIGateway
 from npuserve.service.supervisor.private_folder import SOCKET, check_folder, private_folder
 from npuserve.service.supervisor.restart_policy import RESTARTS, RestartPolicy, Restarts, RunEnd
 from npuserve.service.supervisor.running_servers import write_description
@@ -378,26 +377,36 @@ class Supervisor:
         self._finish(EXIT_NODE_FAULT)
 
     async def _drain(self, seconds: float) -> bool:
-        """Drain the front ends, then stop the engine. Return False if a child had to be killed."""
+        """End the OpenAI API, then the front ends, then the engine. Return False if a child had to be killed.
+
+        seconds: time for requests, of the first two together.
+        """
         clean = True
-        end = time.monotonic() + seconds
         if self.openai:
-            clean = await self.openai.drain(seconds) and clean
+            end = time.monotonic() + seconds
+            clean = await self._end(
+                [self.openai.child], lambda child: child.signal(signal.SIGTERM), seconds + OPENAI_STOP_SECONDS)
             seconds = max(0.0, end - time.monotonic())
-        for children, patience in (
-            (self._frontends, seconds + FRONTEND_STOP_SECONDS), ([self._engine], ENGINE_STOP_SECONDS)
-        ):
-            tasks = {child: self._tasks[child] for child in children if child in self._tasks}
-            for child in tasks:
-                if child is self._engine:
-                    child.stop()
-                else:
-                    child.drain(seconds)
-            late = (await asyncio.wait(tasks.values(), timeout=patience))[1] if tasks else set()
-            clean = clean and not late
-            for child in tasks:
-                child.signal(signal.SIGKILL)
+        clean &= await self._end(
+            self._frontends, lambda child: child.drain(seconds), seconds + FRONTEND_STOP_SECONDS)
+        clean &= await self._end([self._engine], ChildProcess.stop, ENGINE_STOP_SECONDS)
         return clean and self._signals < 2
+
+    async def _end(
+        self, children: Sequence[ChildProcess], order_end: Callable[[ChildProcess], None], patience: float
+    ) -> bool:
+        """End children that were started, and kill those that are late. Return whether none is.
+
+        order_end: asks a child to end.
+        patience: seconds until a child is late.
+        """
+        tasks = {child: self._tasks[child] for child in children if child in self._tasks}
+        for child in tasks:
+            order_end(child)
+        late = (await asyncio.wait(tasks.values(), timeout=patience))[1] if tasks else set()
+        for child in tasks:
+            child.signal(signal.SIGKILL)
+        return not late
 
     async def _kill(self) -> None:
         """Kill all children, so that none outlives the supervisor."""
