@@ -118,17 +118,16 @@ def compare(config: ServerConfig) -> Comparison:
     gc.collect()
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     reference = _their_logits(folder, torch.float32, sequences)
-    found = accept_tokens.agreement(reference, logits, prompts, answers)
-    compared = [
-        _of_prompt(*each) for each in zip(reference, logits, prompts, answers, strict=True)]
+    agreement = accept_tokens.agreement(reference, logits, prompts, answers)
+    compared = [_of_prompt(*each) for each in zip(reference, logits, prompts, answers, strict=True)]
     if is_exact:
         largest = max(each.logprob_difference for each in compared)
-        passed = found.likeliest == found.tokens and largest <= MAX_LOGPROB_DIFFERENCE
-        rule = (f"{found.likeliest} of {found.tokens} tokens equal (all must be), log-probabilities differ by "
+        passed = agreement.likeliest == agreement.tokens and largest <= MAX_LOGPROB_DIFFERENCE
+        rule = (f"{agreement.likeliest} of {agreement.tokens} tokens equal (all must be), log-probabilities differ by "
                 f"{largest:.1e} (limit {MAX_LOGPROB_DIFFERENCE:.0e})")
     else:
-        passed, rule = _judge_rounded(found, folder, served, sequences, reference)
-    return Comparison(passed, served, rule, found.share, found.gap, found.difference, compared)
+        passed, rule = _judge_rounded(agreement, folder, served, sequences, reference)
+    return Comparison(passed, served, rule, agreement.share, agreement.gap, agreement.difference, compared)
 
 
 def _check_memory(facts: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
@@ -138,7 +137,8 @@ def _check_memory(facts: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
 
     tokens = [len(prompt) + ANSWER for prompt in prompts]
     kept = 4 * facts.vocab_size * (2 * sum(tokens) + COPIES * max(tokens))
-    needed, available = 4 * facts.num_parameters + kept, CpuBackend().memory_available()
+    needed = 4 * facts.num_parameters + kept
+    available = CpuBackend().memory_available()
     if needed > available:
         raise ConfigError(
             f"compare: transformers needs {mib(needed)} of host memory (weights in float32 "
@@ -160,7 +160,8 @@ def _device_side(
         max_num_batched_tokens=accept_tokens.BUDGET, block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory,
         lm_head_dtype=config.lm_head_dtype)
-    runner, weights = loaded.runner, loaded.model.weights
+    runner = loaded.runner
+    weights = loaded.model.weights
     answers = accept_tokens.answers(runner, prompts, ANSWER, 2).tokens
     cached = runner.cache_dtype if runner.cache_dtype != weights.dtype else None
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
@@ -230,20 +231,21 @@ def _of_prompt(reference: Tensor, logits: Tensor, prompt: list[int], answer: lis
 
 
 def _judge_rounded(
-    found: Agreement, folder: Path, dtype: str, sequences: Sequence[list[int]], reference: Sequence[Tensor]
+    agreement: Agreement, folder: Path, dtype: str, sequences: Sequence[list[int]], reference: Sequence[Tensor]
 ) -> tuple[bool, str]:
     """Return the verdict, and its figures in words, by the rule of `check --accept`."""
     import torch
 
-    from npuserve.cli.acceptance.model import MAX_GAP, min_equal_share
+    from npuserve.cli.acceptance.model import MAX_GAP, judge_rounded
 
-    least, said = min_equal_share(found.positions), ""
-    if found.share < least and dtype != "float32":
+    def share_in_dtype() -> float:
         theirs = _their_logits(folder, getattr(torch, dtype), sequences)
         equal = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(theirs, reference, strict=True))
-        own = equal / found.positions
-        least, said = min_equal_share(found.positions, own), f"; transformers in {dtype}: {own:.4f}"
-    passed = found.share >= least and found.gap <= MAX_GAP * found.difference
-    return passed, (
-        f"{found.likeliest} of {found.tokens} tokens equal; {found.share:.4f} of {found.positions} positions have the "
-        f"same argmax (least {least:.4f}{said}); gap {found.gap:.1e} (limit {MAX_GAP * found.difference:.1e})")
+        return equal / agreement.positions
+
+    verdict = judge_rounded(agreement, share_in_dtype, dtype != "float32")
+    rounded = "" if verdict.rounded_share is None else f"; transformers in {dtype}: {verdict.rounded_share:.4f}"
+    return verdict.passed, (
+        f"{agreement.likeliest} of {agreement.tokens} tokens equal; {agreement.share:.4f} of {agreement.positions} "
+        f"positions have the same argmax (least {verdict.min_share:.4f}{rounded}); gap {agreement.gap:.1e} (limit "
+        f"{MAX_GAP * agreement.difference:.1e})")

@@ -116,7 +116,8 @@ class StepKernels:
     """Tables of a loaded model's steps."""
 
     def __init__(self, bench: Bench) -> None:
-        self._bench, runner = bench, bench.runner
+        self._bench = bench
+        runner = bench.runner
         self._dtype = getattr(torch, runner.dtype_name)
         self._model = MetaModel(
             runner.config, self._dtype, vocabulary_tile=runner.backend.vocabulary_tile,
@@ -140,12 +141,12 @@ class StepKernels:
                 timed.append(list(bench.calls))
             return timed, seconds
 
-        found = self._table(f"{rows} x {context}", [(1, context)] * rows, rows, measure)
+        rows_table = self._table(f"{rows} x {context}", [(1, context)] * rows, rows, measure)
         for sequence_id in ids:
             bench.scheduler.cancel(sequence_id)
         while bench.pipeline:
             bench.step()
-        return found
+        return rows_table
 
     def prompt(self, tokens: int, repeats: int) -> str:
         """Return the table of a prompt that one step computes."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.cli.acceptance import latency
 from npuserve.cli.acceptance import tokens as accept_tokens
@@ -133,16 +133,14 @@ def _compare_with_cpu(
     if rounding == "float32" and not cached:
         passed = agreement.likeliest == agreement.tokens
     else:  # a cache rounds keys and values, and sums in another order may round to the next number
-        min_share = min_equal_share(agreement.positions)
-        if agreement.share < min_share and rounding in golden[1].dtypes:
-            cpu_share = compared(*load_reference(
-                folder, loaded.backend, rounding, runner.max_model_len, golden[1].threads,
-                runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share
-            figures["equal_argmax_of_the_cpu"] = cpu_share
-            said += f"; the CPU in {rounding}: {cpu_share:.4f}"
-            min_share = min_equal_share(agreement.positions, cpu_share)
-        figures["least_equal_argmax"] = min_share
-        passed = agreement.share >= min_share and agreement.gap <= MAX_GAP * agreement.difference
+        verdict = judge_rounded(agreement, lambda: compared(*load_reference(
+            folder, loaded.backend, rounding, runner.max_model_len, golden[1].threads,
+            runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share, rounding in golden[1].dtypes)
+        if verdict.rounded_share is not None:
+            figures["equal_argmax_of_the_cpu"] = verdict.rounded_share
+            said += f"; the CPU in {rounding}: {verdict.rounded_share:.4f}"
+        figures["least_equal_argmax"] = verdict.min_share
+        passed = verdict.passed
     return _judged(loaded, agreement, said, passed, figures)
 
 
@@ -195,6 +193,35 @@ def _judged(
     return Finding("tokens", f"beside the CPU, {loaded.runner.dtype_name}", said, passed, figures,
                    f"the model's result is wrong at {where}: npuserve bench step MODEL --layers 1 names the first "
                    "wrong kernel of a step; send both reports")
+
+
+class RoundedVerdict(NamedTuple):
+    """Verdict on an agreement with a reference that does not round.
+
+    min_share: the lowest share of equal argmax that was required.
+    rounded_share: the share of a reference that rounds as the judged model does; None if it was not needed.
+    """
+
+    passed: bool
+    min_share: float
+    rounded_share: float | None
+
+
+def judge_rounded(
+    agreement: accept_tokens.Agreement, rounded_share: Callable[[], float], can_round: bool
+) -> RoundedVerdict:
+    """Judge a model that rounds: by its share of equal argmax, and by the gap of its answered tokens.
+
+    rounded_share: computes the share of a reference that rounds too. Called if the share is low without it.
+    can_round: whether there is such a reference.
+    """
+    min_share = min_equal_share(agreement.positions)
+    share = None
+    if agreement.share < min_share and can_round:
+        share = rounded_share()
+        min_share = min_equal_share(agreement.positions, share)
+    passed = agreement.share >= min_share and agreement.gap <= MAX_GAP * agreement.difference
+    return RoundedVerdict(passed, min_share, share)
 
 
 def min_equal_share(positions: int, cpu_share: float = 1.0) -> float:

@@ -158,17 +158,17 @@ def write_hybrid(folder: Path, out: Path) -> None:
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     generator = torch.Generator().manual_seed(0)
     table = tensors[EMBEDDING]
-    made = {EMBEDDING: table, "model.norm.weight": tensors["model.norm.weight"] - 1}
+    written = {EMBEDDING: table, "model.norm.weight": tensors["model.norm.weight"] - 1}
     count = config["num_hidden_layers"]
     for index in range(count):
         prefix = f"model.layers.{index}."
         layer = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         linear = _linear_layer(layer, float(table.std()), generator)
-        made |= {f"model.layers.{2 * index}.{name}": tensor for name, tensor in linear.items()}
+        written |= {f"model.layers.{2 * index}.{name}": tensor for name, tensor in linear.items()}
         gated = _gated(layer, config["num_attention_heads"], generator)
-        made |= {f"model.layers.{2 * index + 1}.{name}": tensor for name, tensor in gated.items()}
+        written |= {f"model.layers.{2 * index + 1}.{name}": tensor for name, tensor in gated.items()}
     out.mkdir()
-    rounded = {name: tensor.to(getattr(torch, config["dtype"])).contiguous() for name, tensor in made.items()}
+    rounded = {name: tensor.to(getattr(torch, config["dtype"])).contiguous() for name, tensor in written.items()}
     save_file(rounded, out / "model.safetensors", {"format": "pt"})
     config |= {
         "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 2 * count,
@@ -181,21 +181,22 @@ def write_hybrid(folder: Path, out: Path) -> None:
 
 def _gated(layer: dict[str, Tensor], heads: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Return a layer of attention with output gates, and zero-centred norms."""
-    made = dict(layer)
+    gated = dict(layer)
     for name in NORMS:
-        made[f"{name}.weight"] = layer[f"{name}.weight"] - 1
+        gated[f"{name}.weight"] = layer[f"{name}.weight"] - 1
     queries = layer["self_attn.q_proj.weight"]
     gates = torch.randn(queries.shape, generator=generator) * GATE / queries.shape[1] ** 0.5
     parts = [weight.unflatten(0, (heads, -1)) for weight in (queries, gates)]
-    made["self_attn.q_proj.weight"] = torch.cat(parts, 1).flatten(0, 1)
-    made["self_attn.o_proj.weight"] = 2 * layer["self_attn.o_proj.weight"]  # a gate near 0 is a factor of a half
-    return made
+    gated["self_attn.q_proj.weight"] = torch.cat(parts, 1).flatten(0, 1)
+    gated["self_attn.o_proj.weight"] = 2 * layer["self_attn.o_proj.weight"]  # a gate near 0 is a factor of a half
+    return gated
 
 
 def _linear_layer(layer: dict[str, Tensor], size: float, generator: torch.Generator) -> dict[str, Tensor]:
     """Return a random layer of linear attention with the MLP's sizes of `layer`. size: of the embeddings' numbers."""
     hidden, inner = layer["mlp.down_proj.weight"].shape
-    values, channels = VALUE_HEADS * VALUE_DIM, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    values = VALUE_HEADS * VALUE_DIM
+    channels = 2 * KEY_HEADS * KEY_DIM + values
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=generator) * (scale / math.sqrt(shape[-1]))

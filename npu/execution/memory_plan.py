@@ -306,12 +306,13 @@ def _given_blocks(
 
     Raises ModelError if they hold no max_model_len tokens.
     """
-    num_blocks, least = (kv_cache_memory - fixed_state) // block, -(-max_model_len // block_size) or 1
-    if num_blocks >= least:
+    num_blocks = (kv_cache_memory - fixed_state) // block
+    min_blocks = -(-max_model_len // block_size) or 1
+    if num_blocks >= min_blocks:
         return num_blocks
     context = f"max_model_len {max_model_len}" if max_model_len else "one block"
     beside = f" beside {mib(fixed_state)} of states" if fixed_state else ""
-    needed, single = (_cache_memory(least * block, slot, requests) for requests in (max_num_seqs, 1))
+    needed, single = (_cache_memory(min_blocks * block, slot, requests) for requests in (max_num_seqs, 1))
     fewer = f", or {mib(single)} with max_num_seqs 1" if single < needed else ""
     raise ModelError(
         f"kv_cache_memory: {mib(kv_cache_memory)} holds {num_blocks * block_size} tokens{beside}; {context} needs "
