@@ -117,8 +117,6 @@ def test_tokens_equal_plain_torch(
 ) -> None:
     """Requests come and go, in chunks, with prefix hits, and with preemption where blocks are few."""
     runner, oracle = served
-    if budget == 1 and depth == 2:
-        pytest.skip("a budget of one token is tested with one step in flight")
     chosen = prompts(14)
     asks = [ask(prompt, 24, index // 2, 30 if index == 5 else None) for index, prompt in enumerate(chosen)]
     answers, scheduler = serve(runner, asks, depth, pool, seats, budget)
