@@ -24,13 +24,15 @@ from torch import Tensor
 from npuserve.kernels.native import LANES
 from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate, allocate_meta
+from npuserve.npu.model.allocation import allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.folder import listed, weight_files
+from npuserve.npu.model.forms.floats import converted
+from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, Targets
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
-from npuserve.npu.model.storage import StoredMatrix, check_schemes, matrices
+from npuserve.npu.model.storage import check_schemes, matrices
 from npuserve.npu.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -82,26 +84,25 @@ def load_weights(
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
     _report_converted(config, dtype, backend)
-    if merged := sum([inputs.merge() for inputs in made.static]):
+    if merged := made.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
-    made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
     return made.weights
 
 
 def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many float8 layers became floats. Ranks other than 0 log nothing."""
     stored = matrices(config, backend.vocabulary_tile)
-    of_float8 = [matrix for matrix in stored if matrix.float8]
+    of_float8 = [matrix for matrix in stored if matrix.form.converted]
     if not of_float8 or config.shard.rank:
         return
     numbers = sum(rows.size * matrix.inputs for matrix in of_float8
-                  for name, rows in matrix.parts.items() if name in matrix.float8)
+                  for name, rows in matrix.parts.items() if name in matrix.form.converted)
     name = str(dtype).removeprefix("torch.")
     log.warning(
         "%d of %d linear layers are float8, which %s does not multiply: they were converted to %s and take %s MiB "
         "instead of %s; npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8",
-        len({part for matrix in of_float8 for part in matrix.float8}),
+        len({part for matrix in of_float8 for part in matrix.form.converted}),
         len({part for matrix in stored for part in matrix.parts} - {f"{config.prefix}embed_tokens"}),
         backend.name, name, *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers)))
 
@@ -140,7 +141,7 @@ def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, b
     Raises ModelError for files that cannot be read.
     """
     plain = [(-(-m.rows // LANES) * LANES * m.inputs * dtype.itemsize, m)
-             for m in matrices(config, backend.vocabulary_tile) if m.scheme is None]
+             for m in matrices(config, backend.vocabulary_tile) if m.form.is_float]
     compact = [(nbytes, m) for nbytes, m in plain if backend.weight_bytes(m.rows, m.inputs, dtype) < nbytes]
     if not compact:
         return 0
@@ -159,7 +160,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
-        scheme = matrix.float8.get(name)
+        scheme = matrix.form.converted.get(name)
         scale = f"{name}.{scheme.scale_name}" if scheme else ""
         if scheme and scale not in files:
             continue
