@@ -289,13 +289,13 @@ class Stream:
 
     def _timing(self) -> Timing:
         """Return the phases up to the last token, as measured in the front end."""
-        prior = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
+        earlier = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
         if self._first_step is None or self._first_arrival is None or self.last_token is None:
-            return prior
+            return earlier
         return Timing(
-            prior.queue + self._first_step - prior.last_step_end,
-            [*prior.prefill_chunks, self._first_arrival - self._first_step],
-            prior.decode + self.last_token - self._first_arrival, prior.device, prior.host, self.last_token)
+            earlier.queue + self._first_step - earlier.last_step_end,
+            [*earlier.prefill_chunks, self._first_arrival - self._first_step],
+            earlier.decode + self.last_token - self._first_arrival, earlier.device, earlier.host, self.last_token)
 
     def _due(self, now: float) -> bool:
         """Return whether to deliver the available outputs to the reader."""
