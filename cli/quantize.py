@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAMPLES, SAMPLE_TOKENS = 16, 512
+SAMPLES = 16
+SAMPLE_TOKENS = 512
 MAX_CHARACTERS_PER_TOKEN = 8
 """Maximum length of the text that is read for each token."""
 

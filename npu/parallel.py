@@ -49,7 +49,10 @@ class Group:
     """
 
     def __init__(self, rank: int, size: int, store: Store, memory: int = -1, local: int = 0):
-        self.rank, self.size, self.memory, self.local = rank, size, memory, local or size
+        self.rank = rank
+        self.size = size
+        self.memory = memory
+        self.local = local or size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT)
         self._steps = dist.group.WORLD  # of the main thread
         _set_pg_timeout(WAIT, self._steps)

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-METHOD, FP8, LINEAR = "compressed-tensors", "fp8", "Linear"
+METHOD = "compressed-tensors"
+FP8 = "fp8"
+LINEAR = "Linear"
 BLOCK = 128
 """Rows and columns of a block of weights, and columns of a group of inputs."""
 

@@ -44,7 +44,9 @@ QUICK_CONTEXTS = 5
 LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Maximum difference of the hidden states after two layers: rounding of sums in another order."""
 
-SOAK_ROWS, SOAK_CONTEXT, SOAK_PATTERNS = 8, 2048, 16
+SOAK_ROWS = 8
+SOAK_CONTEXT = 2048
+SOAK_PATTERNS = 16
 MAX_GROWTH_BYTES = 64 << 20
 
 LAYERS = 2
@@ -162,7 +164,8 @@ class Replays:
         self._size = loaded.runner.block_size
         self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
-        blocks, slots = rows * self._per_row, self._model.config.slots_of(rows)
+        blocks = rows * self._per_row
+        slots = self._model.config.slots_of(rows)
         self._cache = StateStore.allocate(
             self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend, slots,
             self._model.weights.dtype)

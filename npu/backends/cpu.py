@@ -253,7 +253,8 @@ class CpuBackend(Backend):
         if self._arena is None or not _shares(file, filled):
             yield False
             return
-        own, self._arena = self._arena, Arena(file)
+        own = self._arena
+        self._arena = Arena(file)
         try:
             yield True
         finally:

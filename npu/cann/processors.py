@@ -19,7 +19,8 @@ from npuserve.npu.cann.readings import Readings
 INTERRUPTS = 2
 """Processors at the beginning of a pool that are left to interrupts."""
 MIN_PROCESSORS = INTERRUPTS + 4
-LAUNCH, RELEASE = "acl_thread", "release_thread"
+LAUNCH = "acl_thread"
+RELEASE = "release_thread"
 """Names of torch_npu's threads that launch queued kernels and release memory."""
 
 SetAffinity = Callable[[int, Collection[int]], None]
@@ -49,7 +50,8 @@ def make_plan(host: Readings, allowed: Collection[int], index: int = 0) -> Plan 
         pool = sorted(near[npu] & set(allowed))
         sharing = [each for each in npus if near.get(each, set()) & set(allowed) == set(pool)]
     else:
-        pool, sharing = sorted(allowed), npus
+        pool = sorted(allowed)
+        sharing = npus
     pool = _slice(pool, sharing.index(npu), len(sharing)) if pool else []
     if len(pool) < MIN_PROCESSORS:
         return (f"this process may use {len(pool)} of the processors that are near NPU {npu} and not another NPU's, "

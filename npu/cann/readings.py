@@ -44,7 +44,8 @@ class Readings:
         self, root: Path = Path("/"), environ: Mapping[str, str] | None = None, run: Run = run_command,
         versions: Callable[[str], str] | None = None,
     ):
-        self._root, self._run = root, run
+        self._root = root
+        self._run = run
         self.environ: Mapping[str, str] = {} if environ is None else environ
         self.version_of = versions or _installed
 

@@ -41,7 +41,8 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def is_before(version: str, other: str) -> bool:
     """Return True if `version` is older than `other`. A release candidate is older than its release."""
-    ours, theirs = numbers(version), numbers(other)
+    ours = numbers(version)
+    theirs = numbers(other)
     width = max(len(ours), len(theirs))
     ours, theirs = (part + (0,) * (width - len(part)) for part in (ours, theirs))
     is_candidate = re.search(r"rc|beta|alpha", version, re.IGNORECASE) is not None

@@ -90,7 +90,8 @@ def find() -> Packages:
     torch, torch_version = _package("torch", "pip install npuserve")
     torch_npu, version = _package("torch_npu", "pip install 'npuserve[npu]'")
     release = r"\d+\.\d+\.\d+"
-    needed, found = re.match(release, version), re.match(release, torch_version)
+    needed = re.match(release, version)
+    found = re.match(release, torch_version)
     if needed is None or found is None or needed[0] != found[0]:
         needs = needed[0] if needed else "another one"
         raise EmulatorError(f"emulated NPU: torch_npu {version} is made for torch {needs}, and torch {torch_version} "
@@ -152,7 +153,8 @@ def libraries(cann: str = "9.1.0", without: Sequence[str] = ()) -> Path:
     cann: emulated version, of absent.VERSIONS.
     without: operators that it lacks besides.
     """
-    place, compiler = find(), find_compiler()
+    place = find()
+    compiler = find_compiler()
     acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
     torch = place.torch / "include"
     salt = repr((place.versions, platform.machine(), compiler, _run([*compiler, "--version"])))

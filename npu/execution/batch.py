@@ -83,13 +83,17 @@ class Staged:
 
     def __init__(self, host: Tensor, array: Array, device: Tensor, used: int) -> None:
         self.parts: list[Part] = []
-        self._host, self._array, self._device, self._used = host, array, device, used
+        self._host = host
+        self._array = array
+        self._device = device
+        self._used = used
         self._tables: tuple[Tensor, Tensor] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def put(self, values: Array) -> Tensor:
         """Append values of any shape and dtype; return the tensor that will hold them on the device."""
-        begin, end = self._used, self._used + values.nbytes
+        begin = self._used
+        end = self._used + values.nbytes
         self._array[begin:end].view(values.dtype).reshape(values.shape)[...] = values
         self._used = _aligned(end)
         return _view(self._device, begin, _DTYPES[values.dtype], values.shape)
@@ -135,8 +139,10 @@ class BatchBuffers:
         self._host_lengths = backend.host_lengths
         self._padding = padding_block or 0
         more = 0 if padding_block is None else max_rows
-        tokens, rows = max_tokens + more, max_rows + more
-        slots, first = max(1, backend.padding_blocks) * block_size, self._padding * block_size
+        tokens = max_tokens + more
+        rows = max_rows + more
+        slots = max(1, backend.padding_blocks) * block_size
+        first = self._padding * block_size
         self._padding_slots = first + np.arange(tokens) % slots
         sections: dict[str, tuple[int, torch.dtype]] = {
             "ids": (tokens, torch.int64), "positions": (tokens, torch.int64), "slots": (tokens, torch.int64),
@@ -218,7 +224,8 @@ class BatchBuffers:
 
     def batch(self, part: Part) -> Batch:
         """Return the batch of a part without padding."""
-        rows, index = len(part.rows), int(part.first > 0)
+        rows = len(part.rows)
+        index = int(part.first > 0)
         return self._batch(
             part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
             index)
@@ -239,7 +246,9 @@ class BatchBuffers:
         attention reads lengths from the host, the tokens belong to the row after the part's, and are cached in the
         padding block.
         """
-        at, rows, beyond = self._at[self._current], len(part.rows), slice(part.tokens, tokens)
+        at = self._at[self._current]
+        rows = len(part.rows)
+        beyond = slice(part.tokens, tokens)
         at["ids"][beyond] = at["positions"][beyond] = 0
         if self._num_slots:
             at["state_slots"][rows : self._limits[1]] = self._num_slots
@@ -271,7 +280,8 @@ class BatchBuffers:
         for rows, size in parts:
             part, blocks = self._fill(self._at[self._current], rows, max(size, len(rows)), first, sampled)
             staged.parts.append(part)
-            first, width = first + part.padded, max(width, blocks)
+            first = first + part.padded
+            width = max(width, blocks)
         staged.put_tables(self._table[:first, :width], self._tables)
         return staged
 
@@ -279,13 +289,15 @@ class BatchBuffers:
         self, at: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
     ) -> tuple[Part, int]:
         """Return the part and the number of blocks of its longest row."""
-        count, block_size = len(rows), self._block_size
+        count = len(rows)
+        block_size = self._block_size
         lengths = [len(row.token_ids) for row in rows]
         starts = [row.start for row in rows]
         contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
         ends = list(accumulate(lengths))
         blocks = [-(-context // block_size) for context in contexts]
-        total, width = ends[-1], max(blocks)
+        total = ends[-1]
+        width = max(blocks)
         if any(n > most for n, most in zip((total, size, width), self._limits, strict=True)):
             raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
                              f"while the buffers hold at most {', '.join(map(str, self._limits))}")
@@ -362,7 +374,8 @@ class BatchBuffers:
         index: int,
     ) -> Batch:
         """Return a part's batch. index: number of the part. A part has one more number in cu_seqlens than rows."""
-        on, here = self._on, slice(first, first + tokens)
+        on = self._on
+        here = slice(first, first + tokens)
         return Batch(
             ids=on["ids"][here],
             positions=on["positions"][here],

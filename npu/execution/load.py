@@ -83,7 +83,8 @@ def load_runner(
     device, host = open_devices(
         backend, emulate, prefill_device, threads=threads, decode_buckets=decode_buckets, max_num_seqs=max_num_seqs,
         int8_levels=int8_levels, state_dtype=state_dtype, ranks=num_ranks, place=place)
-    device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
+    device.capture_mode = _agreed(capture, group) if group else capture
+    device.capture_chunks = capture_chunks
     _preflight(device, num_ranks)
     config = _config(folder, lm_head_dtype, device, group)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
@@ -173,7 +174,8 @@ def _ranks(
     if group is None:
         return ALONE
     made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
-    rows, width = min(max_num_seqs, max_tokens), config.padded_vocabulary(device.vocabulary_tile) // group.size
+    rows = min(max_num_seqs, max_tokens)
+    width = config.padded_vocabulary(device.vocabulary_tile) // group.size
     largest = max(max_tokens * config.hidden_size, rows * width) * made.itemsize
     ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory,
                         reduces=device.reduces)

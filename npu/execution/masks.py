@@ -75,7 +75,9 @@ class MaskBuffers:
     """Memory of the masks of up to `rows` rows over `vocabulary` ids."""
 
     def __init__(self, rows: int, vocabulary: int, backend: Backend):
-        self._rows, self._vocabulary, self._backend = rows, vocabulary, backend
+        self._rows = rows
+        self._vocabulary = vocabulary
+        self._backend = backend
         self._words = -(-vocabulary // BITS)
         self._first = -(-rows // _ALIGNMENT) * _ALIGNMENT  # the masks follow the number of each row's mask
         self._last_word = np.uint32(0xFFFFFFFF >> self._words * BITS - vocabulary).astype(np.int32)
@@ -103,7 +105,8 @@ class MaskBuffers:
             self._device = self._backend.empty((size,), torch.int32)
         source = self._hosts[1 - self._current]
         array = source.numpy()
-        mask_of_row, bits = array[: self._first], array[self._first :].reshape(-1, self._words)
+        mask_of_row = array[: self._first]
+        bits = array[self._first :].reshape(-1, self._words)
         self._write(found, bits[: len(found)])
         mask_of_row.fill(-1)
         mask_of_row[[row.index for row, _ in found]] = np.arange(len(found))

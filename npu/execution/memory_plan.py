@@ -26,7 +26,8 @@ from npuserve.npu.model.storage import StoredMatrix, check_schemes, stored_bytes
 MAX_SCRATCH_BYTES = 1 << 20
 """Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
 
-WARM_UP_BYTES, GOLDEN_WARM_UP_BYTES = 28 << 20, 44 << 20
+WARM_UP_BYTES = 28 << 20
+GOLDEN_WARM_UP_BYTES = 44 << 20
 """Bytes that torch and its libraries allocate at their first work, in addition to those at import; the second value
 applies if they also compute the GEMMs."""
 
@@ -122,9 +123,13 @@ class MemoryPlan:
         if self.fits:
             return
         plan: MemoryPlan | HostPlan = self
-        what, needed, last = "the model", self.peak - self.base, "logits"
+        what = "the model"
+        needed = self.peak - self.base
+        last = "logits"
         if needed <= self.available and self.host:
-            plan, needed, last = self.host, self.host.needed, "staging"
+            plan = self.host
+            needed = self.host.needed
+            last = "staging"
             what = f"computing prompts on {plan.backend}"
         parts = ("weights", "kv_cache", *(("fixed_state",) if self.fixed_state else ()), "activations", last)
         listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts if hasattr(plan, part))
@@ -349,13 +354,15 @@ GOLDEN_SAMPLING_BYTES = 6 * torch.float32.itemsize
 PANELS = 4
 """Panels of LANES weights that a thread of the native GEMMs works on at a time."""
 
-HIDDEN_COPIES, GOLDEN_HIDDEN_COPIES = 5, 2
+HIDDEN_COPIES = 5
+GOLDEN_HIDDEN_COPIES = 2
 """Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
 
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
-    hidden, layers = config.hidden_size, list(dict.fromkeys(config.local_layers))
+    hidden = config.hidden_size
+    layers = list(dict.fromkeys(config.local_layers))
     summed = 0 if backend.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
     linears = [matrix for index in range(config.num_layers) for matrix in storage.linears(config, index)]
     if not _has_own(backend, paged_attention):

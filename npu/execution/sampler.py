@@ -194,7 +194,8 @@ class Sampler:
         """Add a request. Raises ValueError if it exists."""
         if request.request_id in self._states:
             raise ValueError(f"request {request.request_id} exists already")
-        sampling, vocabulary = request.sampling, self._vocabulary
+        sampling = request.sampling
+        vocabulary = self._vocabulary
         allowed = {i for i in sampling.allowed_token_ids if i < vocabulary}
         ending = {i for i in sampling.ending_ids if i < vocabulary} if sampling.min_tokens > 0 else set()
         # If only ending ids are allowed, they are not masked: a row must always have a token to choose.
@@ -320,7 +321,8 @@ class Sampler:
         """
         assert self._penalties
         scores = logits[:, : self._vocabulary].to(torch.float32)
-        in_prompt, counts = self._penalties.in_prompt, self._penalties.output_counts
+        in_prompt = self._penalties.in_prompt
+        counts = self._penalties.output_counts
         self._k.penalize(scores, in_prompt.index_select(0, inputs.slots), counts.index_select(0, inputs.slots),
                          inputs.repetition, inputs.presence, inputs.frequency)
         ids = self._k.sample(scores, self._vocabulary, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p,
@@ -381,7 +383,8 @@ class Sampler:
         """Return sampled ids [R, W]."""
         if plan.chance is None:
             return self._k.greedy(logits, self._vocabulary)
-        arguments, filters = plan.chance.arguments, plan.chance.filters
+        arguments = plan.chance.arguments
+        filters = plan.chance.filters
         if plan.chance.rows is None:
             return self._k.sample(logits, self._vocabulary, *arguments, filters)
         chance, greedy = plan.chance.rows

@@ -58,14 +58,17 @@ def load_weights(
     if loaded:
         return made.weights
     with ExitStack() as stack:
-        files, targets = _open_files(weight_files(Path(folder)), stack), made.targets
+        files = _open_files(weight_files(Path(folder)), stack)
+        targets = made.targets
         _remove_ignored(files, config)
         _check(files, targets, Path(folder), config.prefix)
         if progress is None:
             progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
-        total, done = sum(targets[name].nbytes for name in files), 0
+        total = sum(targets[name].nbytes for name in files)
+        done = 0
         for name, file in sorted(files.items(), key=lambda item: not targets[item[0]].early):
-            target, row = targets[name], 0
+            target = targets[name]
+            row = 0
             source = file.get_tensor(name).reshape(target.shapes[0])
             if target.rows:
                 source = source.narrow(0, target.rows.first, target.rows.size)
@@ -239,7 +242,8 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
     }
     for name, file in files.items():
         if name in targets:
-            header, target = file.get_slice(name), targets[name]
+            header = file.get_slice(name)
+            target = targets[name]
             if tuple(header.get_shape()) not in target.shapes:
                 wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")

@@ -149,7 +149,9 @@ def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
-    c, ids, hidden = config, config.vocabulary(vocabulary_tile), Span.all(config.hidden_size)
+    c = config
+    ids = config.vocabulary(vocabulary_tile)
+    hidden = Span.all(config.hidden_size)
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     requested = W8A8() if c.lm_head_dtype == "int8" else None
 

@@ -99,9 +99,11 @@ class TraceFolder:
         return [file for *_, file in sorted(found)]
 
     def _prune(self, newest: Path) -> None:
-        kept, nbytes = 1, newest.stat().st_size
+        kept = 1
+        nbytes = newest.stat().st_size
         for file in reversed([file for file in self._files() if file != newest]):
-            kept, nbytes = kept + 1, nbytes + file.stat().st_size
+            kept = kept + 1
+            nbytes = nbytes + file.stat().st_size
             if kept > MAX_TRACES or nbytes > MAX_TRACES_BYTES:
                 self._remove(file)
 

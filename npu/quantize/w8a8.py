@@ -121,7 +121,8 @@ def _layer(
         strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
         weights = layer.weights
     for name, weight in weights.items():
-        whole, dtype = prefix + name, short[name].dtype
+        whole = prefix + name
+        dtype = short[name].dtype
         if whole.removesuffix(".weight") in int8:
             values, scale = to_int8(weight, dtype)
             writer.write(whole, values)

@@ -25,7 +25,8 @@ from npuserve.npu.quantize.source import FLOATS, TensorSpec
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8"}
 """safetensors' names of the dtypes that are written."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class Writer:
@@ -35,7 +36,8 @@ class Writer:
     """
 
     def __init__(self, folder: Path, specs: Mapping[str, TensorSpec]):
-        self._folder, self._specs = folder, dict(specs)
+        self._folder = folder
+        self._specs = dict(specs)
         self._places: dict[str, int] = {}
         self._left = {name: spec.nbytes for name, spec in specs.items()}
         self._files: dict[str, int] = {}
@@ -69,7 +71,8 @@ class Writer:
         self._left[name] -= len(data)
         while data:
             written = os.pwrite(self._files[spec.file], data, at)
-            data, at = data[written:], at + written
+            data = data[written:]
+            at = at + written
 
     def _create(self, file: str) -> None:
         """Allocate a file and write its header. Wide dtypes come first, so that each tensor is aligned."""
@@ -78,7 +81,8 @@ class Writer:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
-            spec, begin = self._specs[name], end
+            spec = self._specs[name]
+            begin = end
             end += spec.nbytes
             header[name] = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (begin, end)}
         text = json.dumps(header, separators=(",", ":")).encode()

@@ -70,7 +70,7 @@ class CrashRecord(msgspec.Struct, array_like=True):
 
     is_alone: no other request was in the steps in flight at the last crash.
     has_passed: it had passed a quarantine before one of the crashes.
-    repeats: number of last crashes before each of which `generated_tokens` was about the same as before the crash before it.
+    repeats: number of last crashes before each of which `generated_tokens` was about the same as at the crash before.
     is_killer: it was found to be the killer.
     """
 

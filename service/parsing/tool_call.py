@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from npuserve.service.text.answer_format import CALL_BEGIN, CALL_END
 
-OPEN, MALFORMED = "", "malformed"
+OPEN = ""
+MALFORMED = "malformed"
 _SPACE = " \t\r\n"
 _IN_STRING = re.compile(r'[^"\\\n]+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<\n]+')

@@ -59,7 +59,9 @@ class FetchedAfterLengths:
     __slots__ = ("_fetched", "_given", "_lengths")
 
     def __init__(self, fetched: Event, lengths: LengthUpdates):
-        self._fetched, self._lengths, self._given = fetched, lengths, lengths.given
+        self._fetched = fetched
+        self._lengths = lengths
+        self._given = lengths.given
 
     def wait(self) -> None:
         self._lengths.check(self._given)

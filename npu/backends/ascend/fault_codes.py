@@ -156,13 +156,15 @@ def explain_code(code: int) -> str:
 
 def is_capture_error(error: BaseException) -> bool:
     """Return True for errors that only captured graphs raise."""
-    found, code = known(error), code_of(error)
+    found = known(error)
+    code = code_of(error)
     return code in _CAPTURES or (found is not None and found.is_capture)
 
 
 def capture_advice(error: BaseException) -> str | None:
     """Return why steps cannot be captured, with advice; None if the step itself raised the error."""
-    found, code = known(error), code_of(error)
+    found = known(error)
+    code = code_of(error)
     operator = _operator_of(error)
     number = f" (error {code})" if code is not None else ""
     refused = f"steps cannot be captured with {operator}" if operator else "steps cannot be captured"
@@ -189,7 +191,8 @@ def _operator_of(error: BaseException) -> str:
 
 def advice(error: BaseException) -> str:
     """Return why the device cannot be started, with advice, in one sentence."""
-    text, code = str(error), code_of(error)
+    text = str(error)
+    code = code_of(error)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, ImportError):
         library = re.search(r"(lib\w+\.so[\w.]*): cannot open shared object file", text)

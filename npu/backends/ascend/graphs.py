@@ -39,7 +39,10 @@ class AscendGraphs(Graphs[CapturedGraph]):
         self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthUpdates, stream: Any, pool: Any,
         *, decode: bool = True,
     ):
-        self._lengths, self._stream, self._pool, self._decode = lengths, stream, pool, decode
+        self._lengths = lengths
+        self._stream = stream
+        self._pool = pool
+        self._decode = decode
         super().__init__(torch.npu, step, buckets)
 
     def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
@@ -78,7 +81,9 @@ def takes_lengths(lengths: LengthUpdates, stream: Any, pool: Any, device: torch.
     update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
     """
     slots = torch.arange(BLOCK).to(torch.bfloat16).view(1, BLOCK, 1, 1).repeat(1, 1, 1, 128)
-    values, keys, query = slots.to(device), torch.zeros_like(slots).to(device), slots[0, :1].to(device)
+    values = slots.to(device)
+    keys = torch.zeros_like(slots).to(device)
+    query = slots[0, :1].to(device)
     tables = torch.zeros(1, 1, dtype=torch.int32).to(device)
     attend = paged_attention.implementations[LABEL].function
     metadata = AttentionMetadata.from_lengths(tables, [1], [1])

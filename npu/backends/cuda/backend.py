@@ -32,7 +32,8 @@ FLOAT8_CAPABILITY = (8, 9)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-NCCL_CHANNELS, NCCL_BUFFSIZE = 32, 4 << 20
+NCCL_CHANNELS = 32
+NCCL_BUFFSIZE = 4 << 20
 """Maximum number of NCCL's channels, and default bytes of the largest of the three buffers of a channel's connection
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize)."""
 
@@ -114,7 +115,8 @@ class CudaBackend(StreamBackend):
     def limit_types(self, capability: tuple[int, int]) -> None:
         """Leave out float8, also of the KV cache, if a GPU of this compute capability has none."""
         if capability < FLOAT8_CAPABILITY:
-            self.float8, self.cache_dtypes = False, (torch.int8,)
+            self.float8 = False
+            self.cache_dtypes = (torch.int8,)
 
     @classmethod
     def unavailable(cls) -> str:

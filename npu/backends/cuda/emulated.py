@@ -72,7 +72,10 @@ class Event:
         self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
-        self._stream, self._after, self._queries, self._time = stream, stream.taken, 0, time.perf_counter()
+        self._stream = stream
+        self._after = stream.taken
+        self._queries = 0
+        self._time = time.perf_counter()
 
     def synchronize(self) -> None:
         if self._stream is None:
