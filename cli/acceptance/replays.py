@@ -81,13 +81,13 @@ def check_crossing(replays: Replays, rows: int, first: int, last: int, limit: fl
     except Exception as error:  # raised by the device or its software
         return failure("contexts", error, f"batch {rows}, context {contexts[len(differences)]:,}")
     worst = max(differences)
-    at = contexts[next((place for place, off in enumerate(differences) if off > limit), differences.index(worst))]
+    context = contexts[next((place for place, off in enumerate(differences) if off > limit), differences.index(worst))]
     reduced = f", reduced: {len(contexts)} of {last - first + 1} contexts" if quick else ""
-    where = f"first wrong at {at:,}" if worst > limit else f"largest at {at:,}"
+    where = f"first wrong at {context:,}" if worst > limit else f"largest at {context:,}"
     return Finding(
         "contexts", f"{first:,} to {last:,}, batch {rows}",
         f"difference {worst:.1e}, {where} (limit {limit:.0e}), {len(contexts)} replays{reduced}",
-        worst <= limit, {"difference": worst, "context": at, "limit": limit, "contexts": len(contexts),
+        worst <= limit, {"difference": worst, "context": context, "limit": limit, "contexts": len(contexts),
                          "reduced": quick},
         "the captured step computes other numbers than its kernels from this context on: serve with "
         "--max-model-len below it until this is fixed, and send this report")

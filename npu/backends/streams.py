@@ -184,9 +184,9 @@ class StreamBackend(Backend):
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         staged = tensor.clone(memory_format=torch.contiguous_format)
-        made, end = events = [self._events.pop() if self._events else self._streams.Event() for _ in range(2)]
-        made.record(self._stream)
-        self._copies.wait_event(made)
+        begin, end = events = [self._events.pop() if self._events else self._streams.Event() for _ in range(2)]
+        begin.record(self._stream)
+        self._copies.wait_event(begin)
         with self._streams.stream(self._copies):
             buffer.copy_(staged, non_blocking=True)
         end.record(self._copies)

@@ -80,8 +80,8 @@ def _allocator(host: Readings, *, captures: bool) -> Notice:
 
 def _number(text: str) -> int:
     """Return the integer at the beginning of a text, 0 without one, as torch_npu reads variables (strtol)."""
-    found = re.match(r"\s*[+-]?\d+", text, re.ASCII)
-    return int(found[0]) if found else 0
+    match = re.match(r"\s*[+-]?\d+", text, re.ASCII)
+    return int(match[0]) if match else 0
 
 
 def _collectives(host: Readings, *, captures: bool) -> Iterator[Notice]:

@@ -99,8 +99,8 @@ def threads(host: Readings) -> list[tuple[int, str]]:
 def visible_npu(devices: str, index: int = 0) -> int:
     """Return the number of a visible NPU. devices: ASCEND_RT_VISIBLE_DEVICES."""
     numbers = re.match(r"\s*(\d+\s*(,\s*\d+\s*)*)", devices)
-    found = [int(number) for number in numbers[1].split(",")] if numbers else []
-    return found[index] if index < len(found) else index
+    visible = [int(number) for number in numbers[1].split(",")] if numbers else []
+    return visible[index] if index < len(visible) else index
 
 
 def logical_npus(mapping: str) -> list[int]:
@@ -115,17 +115,17 @@ def logical_npus(mapping: str) -> list[int]:
 
 def topology(text: str) -> dict[int, set[int]]:
     """Return the processors near each NPU from `npu-smi info -t topo`: the last column of its rows."""
-    found = re.findall(r"^\s*NPU(\d+)\s.*?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\s*$", text, re.MULTILINE)
-    return {int(npu): _numbers(processors) for npu, processors in found}
+    rows = re.findall(r"^\s*NPU(\d+)\s.*?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\s*$", text, re.MULTILINE)
+    return {int(npu): _numbers(processors) for npu, processors in rows}
 
 
 def _numbers(ranges: str) -> set[int]:
     """Return the numbers of a list such as 0-3,8."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def _ranges(numbers: Collection[int]) -> str:

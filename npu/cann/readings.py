@@ -82,8 +82,8 @@ class Readings:
         given = self.environ.get("ASCEND_HOME_PATH") or self.environ.get("ASCEND_TOOLKIT_HOME")
         for folder in (given, f"{home}/ascend-toolkit/latest", f"{home}/cann", f"{home}/cann-*"):
             for path in self.glob(f"{folder}/*-linux/ascend_toolkit_install.info") if folder else ():
-                if found := _value(self.text(path), "version"):
-                    return found
+                if version := _value(self.text(path), "version"):
+                    return version
         return ""
 
     @property
@@ -110,8 +110,8 @@ def _installed(package: str) -> str:
 
 def _value(text: str, *keys: str) -> str:
     """Return the value of the first key that a file of KEY=VALUE lines has."""
-    found = dict(re.findall(r"^\s*(\w+)\s*=\s*\[?([^\]\s]+)", text, re.MULTILINE))
-    return next((found[key] for key in keys if key in found), "")
+    values = dict(re.findall(r"^\s*(\w+)\s*=\s*\[?([^\]\s]+)", text, re.MULTILINE))
+    return next((values[key] for key in keys if key in values), "")
 
 
 def _found(pattern: str, text: str) -> str:

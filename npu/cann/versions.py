@@ -56,8 +56,8 @@ def is_accepted(torch: str) -> bool:
 
 def pair_of(torch_npu: str) -> Pair | None:
     """Return the pair of a version of torch_npu, by major and minor version; None for an unknown one."""
-    found = (pair for name, pair in PAIRS.items() if numbers(name)[:2] == numbers(torch_npu)[:2])
-    return next(found, None)
+    pairs = (pair for name, pair in PAIRS.items() if numbers(name)[:2] == numbers(torch_npu)[:2])
+    return next(pairs, None)
 
 
 def fits_cann(pair: Pair, cann: str) -> bool:

@@ -91,8 +91,8 @@ def find() -> Packages:
     torch_npu, version = _package("torch_npu", "pip install 'npuserve[npu]'")
     release = r"\d+\.\d+\.\d+"
     needed = re.match(release, version)
-    found = re.match(release, torch_version)
-    if needed is None or found is None or needed[0] != found[0]:
+    installed = re.match(release, torch_version)
+    if needed is None or installed is None or needed[0] != installed[0]:
         needs = needed[0] if needed else "another one"
         raise EmulatorError(f"emulated NPU: torch_npu {version} is made for torch {needs}, and torch {torch_version} "
                             f"is installed: pip install torch=={needs}")
@@ -128,10 +128,10 @@ def cache() -> Path:
 
 
 def _digest(*parts: object) -> str:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        made.update(b"\0" + (part.read_bytes() if isinstance(part, Path) else repr(part).encode()))
-    return made.hexdigest()[:24]
+        digest.update(b"\0" + (part.read_bytes() if isinstance(part, Path) else repr(part).encode()))
+    return digest.hexdigest()[:24]
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ def _build(
     log.warning("building the emulated NPU, which is done once for torch_npu %s", place.versions[1])
 
     def compile(unit: _Unit) -> str:
-        made = home / "objects" / f"{unit.digest}.o"
-        if not made.exists():
-            part = made.with_suffix(".part")
+        target = home / "objects" / f"{unit.digest}.o"
+        if not target.exists():
+            part = target.with_suffix(".part")
             _run([*compiler, *unit.flags, *(include if unit in ops else ()), "-c", str(unit.source), "-o", str(part)])
-            part.rename(made)
-        return str(made)
+            part.rename(target)
+        return str(target)
 
     part = libraries.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)

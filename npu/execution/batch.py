@@ -170,8 +170,8 @@ class BatchBuffers:
         begin = 0
         for name, (n, dtype) in sections.items():
             self._on[name] = _view(self._device, begin, dtype, (n,))
-            for at, host in zip(self._at, self._hosts, strict=True):
-                at[name] = _view(host, begin, dtype, (n,)).numpy()
+            for arrays, host in zip(self._at, self._hosts, strict=True):
+                arrays[name] = _view(host, begin, dtype, (n,)).numpy()
             begin += _aligned(n * dtype.itemsize)
         self._current = 0
         # Each row's blocks as they were written last, with the version and the number of blocks of that row.
@@ -199,15 +199,16 @@ class BatchBuffers:
 
     def host_sampling(self, rows: int) -> HostSampling:
         """Return the host's side of `sampling` in the buffer of the step that was filled last."""
-        at = self._at[self._current]
-        floats = at["sampling"].reshape(NUM_FLOATS, -1)[:, :rows]
-        return HostSampling(at["penalty_slots"][:rows], at["top_k"][:rows], floats, self._vocabulary)
+        arrays = self._at[self._current]
+        floats = arrays["sampling"].reshape(NUM_FLOATS, -1)[:, :rows]
+        return HostSampling(arrays["penalty_slots"][:rows], arrays["top_k"][:rows], floats, self._vocabulary)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step that the buffers and the cache can hold."""
-        most, rows, blocks = self._limits
-        return min(most, (min(rows * blocks, self._padding) if self._padding else rows * blocks) * self._block_size)
+        max_tokens, rows, blocks = self._limits
+        cached_blocks = min(rows * blocks, self._padding) if self._padding else rows * blocks
+        return min(max_tokens, cached_blocks * self._block_size)
 
     def tokens(self, tokens: int) -> Batch:
         """Return the batch of `tokens` tokens of any rows.
@@ -218,8 +219,8 @@ class BatchBuffers:
         rows = self._limits[1]
         if not self._host_lengths:
             return self._batch(0, tokens, rows, rows, [], [], 0)
-        most = self._limits[2] * self._block_size
-        lengths = [min(most, max(0, tokens - most * row)) for row in range(rows + 1)]
+        max_context = self._limits[2] * self._block_size
+        lengths = [min(max_context, max(0, tokens - max_context * row)) for row in range(rows + 1)]
         return self._batch(0, tokens, rows + 1, rows, [0, *accumulate(lengths)], lengths, 0)
 
     def batch(self, part: Part) -> Batch:
@@ -246,22 +247,22 @@ class BatchBuffers:
         attention reads lengths from the host, the tokens belong to the row after the part's, and are cached in the
         padding block.
         """
-        at = self._at[self._current]
+        arrays = self._at[self._current]
         rows = len(part.rows)
         beyond = slice(part.tokens, tokens)
-        at["ids"][beyond] = at["positions"][beyond] = 0
+        arrays["ids"][beyond] = arrays["positions"][beyond] = 0
         if self._num_slots:
-            at["state_slots"][rows : self._limits[1]] = self._num_slots
+            arrays["state_slots"][rows : self._limits[1]] = self._num_slots
         if self._host_lengths:
-            at["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
-            at["sample_tokens"][len(part.samples) : self._limits[1]] = 0
+            arrays["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
+            arrays["sample_tokens"][len(part.samples) : self._limits[1]] = 0
             more = self._limits[1] - rows
             part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
             part.context_lens[rows:] = [tokens - part.tokens, *[0] * more]
             return
-        at["slots"][beyond] = -1
-        at["contexts"][rows : self._limits[1]] = 0
-        at["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
+        arrays["slots"][beyond] = -1
+        arrays["contexts"][rows : self._limits[1]] = 0
+        arrays["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
 
     def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
         """Write the inputs of a step to the next host buffer.
@@ -286,7 +287,7 @@ class BatchBuffers:
         return staged
 
     def _fill(
-        self, at: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
+        self, arrays: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
     ) -> tuple[Part, int]:
         """Return the part and the number of blocks of its longest row."""
         count = len(rows)
@@ -298,38 +299,38 @@ class BatchBuffers:
         blocks = [-(-context // block_size) for context in contexts]
         total = ends[-1]
         width = max(blocks)
-        if any(n > most for n, most in zip((total, size, width), self._limits, strict=True)):
+        if any(n > limit for n, limit in zip((total, size, width), self._limits, strict=True)):
             raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
                              f"while the buffers hold at most {', '.join(map(str, self._limits))}")
         self._write_tables(rows, blocks, first)
 
         here = slice(first, first + total)
-        at["ids"][here] = self._ids(rows, ends, sampled)
+        arrays["ids"][here] = self._ids(rows, ends, sampled)
         if total == count:  # one token each
-            at["positions"][here] = starts
-            at["slots"][here] = [
+            arrays["positions"][here] = starts
+            arrays["slots"][here] = [
                 row.block_ids[start // block_size] * block_size + start % block_size
                 for row, start in zip(rows, starts, strict=True)]
         else:
             positions = np.arange(total) + np.repeat(np.subtract(contexts, ends), lengths)
             place = np.repeat(np.arange(first, first + count), lengths)
-            at["positions"][here] = positions
-            at["slots"][here] = (
+            arrays["positions"][here] = positions
+            arrays["slots"][here] = (
                 self._table[place, positions // block_size].astype(np.int64) * block_size + positions % block_size)
         if self._num_slots:
-            at["state_slots"][first : first + count] = [row.state_slot for row in rows]
-        at["contexts"][first : first + count] = contexts
-        cu_seqlens = at["cu_seqlens"][first + (first > 0) :]
+            arrays["state_slots"][first : first + count] = [row.state_slot for row in rows]
+        arrays["contexts"][first : first + count] = contexts
+        cu_seqlens = arrays["cu_seqlens"][first + (first > 0) :]
         cu_seqlens[: count + 1] = [0, *ends]
         last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        at["sample_tokens"][first : first + len(last)] = last
+        arrays["sample_tokens"][first : first + len(last)] = last
         if size > count:
-            self._pad(at, first, count, size)
+            self._pad(arrays, first, count, size)
         samples = [(row.request_id, context) for row, context in zip(rows, contexts, strict=True) if row.samples]
         constrained = [i for i, row in enumerate(row for row in rows if row.samples) if row.is_constrained]
         return Part(
             rows, first, total, sum(row.is_decode for row in rows), samples, cu_seqlens[: size + 1].tolist(),
-            at["contexts"][first : first + size].tolist(), constrained), width
+            arrays["contexts"][first : first + size].tolist(), constrained), width
 
     @staticmethod
     def _ids(rows: Sequence[Row], ends: Sequence[int], sampled: Mapping[int, int]) -> list[int]:
@@ -353,19 +354,19 @@ class BatchBuffers:
                 self._table[place, count:used] = row.block_ids[count:used]
                 self._written[place] = row.block_version, used
 
-    def _pad(self, at: dict[str, Array], first: int, begin: int, end: int) -> None:
+    def _pad(self, arrays: dict[str, Array], first: int, begin: int, end: int) -> None:
         """Make rows [begin, end) of the part at `first` padding of one token each.
 
         Their results are not read, and they write to the padding blocks. The rows before them have one token each.
         """
         rows = slice(first + begin, first + end)
-        at["ids"][rows] = at["positions"][rows] = 0
-        at["slots"][rows] = self._padding_slots[: end - begin]
+        arrays["ids"][rows] = arrays["positions"][rows] = 0
+        arrays["slots"][rows] = self._padding_slots[: end - begin]
         if self._num_slots:
-            at["state_slots"][rows] = self._num_slots
-        at["contexts"][rows] = 1
-        at["sample_tokens"][rows] = np.arange(begin, end)
-        at["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
+            arrays["state_slots"][rows] = self._num_slots
+        arrays["contexts"][rows] = 1
+        arrays["sample_tokens"][rows] = np.arange(begin, end)
+        arrays["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
         self._table[rows, 0] = self._padding
         self._written[rows] = [(0, 0)] * (end - begin)
 

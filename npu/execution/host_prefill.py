@@ -226,8 +226,8 @@ class HostPrefill:
         to = self._staged[buffer][:, :, : part.tokens]
         slots = self._slots(runs)
         for target, layer in zip(to, self._mirror.plain, strict=True):
-            for into, own in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
-                into[..., : self._head_dim] = own
+            for into, cached in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
+                into[..., : self._head_dim] = cached
         return Chunk(to, runs, hidden, self._cache, self._device.device, timings)
 
     def _decode(self, part: Part, timings: Timings | None = None) -> Tensor:

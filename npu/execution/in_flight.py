@@ -227,12 +227,13 @@ def prompt_rows(
 
     A row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length)).
     """
-    found = []
+    rows = []
     for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
         request = prompts.get(row.request_id)
         if request is None or request.sampling.prompt_logprobs is None:
             continue
         following = request.prompt_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
         if following:
-            found.append(PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
-    return found
+            rows.append(
+                PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
+    return rows

@@ -165,28 +165,28 @@ def predict(
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
-    made, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
+    resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
     available = backend.memory_available() - reserved
 
-    weights = stored_bytes(config, made, backend)
+    weights = stored_bytes(config, resolved, backend)
     rows = min(max_num_seqs, max_num_batched_tokens)
-    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
+    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, resolved.itemsize)
     if prefill:  # hidden states of a chunk, copied from the host
-        activations += max_num_batched_tokens * config.hidden_size * made.itemsize
-    activations += _dequantized_bytes(config, backend, length, block_size) if cached != made else 0
-    logits = _logits(config, backend, max_num_seqs, made.itemsize)
+        activations += max_num_batched_tokens * config.hidden_size * resolved.itemsize
+    activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
+    logits = _logits(config, backend, max_num_seqs, resolved.itemsize)
     block = block_bytes(config, block_size, cached, backend)
-    host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
-    mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
+    host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
+    mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
-    num_slots, fixed_state = _slots(config, backend, made, max_num_seqs, kv_cache_memory, free)
+    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
         num_blocks = _given_blocks(
-            kv_cache_memory, fixed_state, slot_bytes(config, made), block, block_size, max_model_len, max_num_seqs)
+            kv_cache_memory, fixed_state, slot_bytes(config, resolved), block, block_size, max_model_len, max_num_seqs)
     else:
         per_request = -(-length // block_size)
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
@@ -198,7 +198,7 @@ def predict(
         logits=logits,
         base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
         available=available,
-        dtype=str(made).removeprefix("torch."),
+        dtype=str(resolved).removeprefix("torch."),
         kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks,
         block_size=block_size,
@@ -265,21 +265,21 @@ def _checked(
             raise BackendError(
                 f"prefill_device: {prefill.name} cannot compute this model's prompts ({error}); possible is "
                 "prefill_device: same") from None
-    made: torch.dtype = getattr(torch, dtype)
+    resolved: torch.dtype = getattr(torch, dtype)
     if prefill and dtype not in prefill.dtypes:
         raise BackendError(
             f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
             f"{', '.join(prefill.dtypes)}")
-    cached = backend.cache_dtype(kv_cache_dtype, made)
+    cached = backend.cache_dtype(kv_cache_dtype, resolved)
     if prefill and (config.has_fixed_state or len(config.paged_states) > 1):
         raise BackendError(
             "prefill_device: prompts of a model whose layers have different states cannot be computed on another "
             "device; possible is prefill_device: same")
-    if prefill and cached != made:
+    if prefill and cached != resolved:
         raise BackendError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
             "(prefill_device); only auto is possible")
-    return made, cached, resolve_block_size(block_size, backend, prefill)
+    return resolved, cached, resolve_block_size(block_size, backend, prefill)
 
 
 def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | None = None) -> int:
@@ -287,8 +287,8 @@ def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | Non
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple or block_size > backend.max_block_size:
-        most = backend.max_block_size
-        possible = f"is {most}" if multiple == most else f"are powers of two from {multiple} to {most}"
+        largest = backend.max_block_size
+        possible = f"is {largest}" if multiple == largest else f"are powers of two from {multiple} to {largest}"
         raise ModelError(f"block_size: {block_size} is not possible here; possible {possible}")
     return block_size
 

@@ -358,11 +358,11 @@ class Sampler:
 
     def warm_up(self, logits: Tensor) -> None:
         """Call each kernel that `sample` may call for logits [R, Vp], so that it is compiled."""
-        def made(value: float, dtype: torch.dtype, *more: int) -> Tensor:
+        def full(value: float, dtype: torch.dtype, *more: int) -> Tensor:
             return torch.full((len(logits), *more), value, dtype=dtype, device=logits.device)
 
-        shaping = [made(1, torch.float32), made(0, torch.int64), made(1, torch.float32), made(0, torch.float32),
-                   made(0, torch.float64)]
+        shaping = [full(1, torch.float32), full(0, torch.int64), full(1, torch.float32), full(0, torch.float32),
+                   full(0, torch.float64)]
         edited = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for choices in (logits, edited):
             ids = self._k.greedy(choices, self._vocabulary)
@@ -370,10 +370,10 @@ class Sampler:
                 self._k.sample(choices, self._vocabulary, *shaping, filters)
         for n in (0, 1, 20):
             self._logprobs(logits, ids[:, 0], [n])
-        self._k.mask_logits(logits, self._vocabulary, made(-1, torch.int32, -(-self._vocabulary // BITS)),
-                            made(0, torch.int32))
+        self._k.mask_logits(logits, self._vocabulary, full(-1, torch.int32, -(-self._vocabulary // BITS)),
+                            full(0, torch.int32))
         width = edited.shape[1]
-        self._k.penalize(edited, made(0, torch.bool, width), made(0, torch.int32, width), *shaping[:1] * 3)
+        self._k.penalize(edited, full(0, torch.bool, width), full(0, torch.int32, width), *shaping[:1] * 3)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Tensor, n: int) -> Logprobs:
         """Return reports of prompt tokens next_ids [T] int64 predicted by logits [T, Vp], with n top tokens each."""

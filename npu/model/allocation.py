@@ -86,9 +86,9 @@ class StaticInputs:
         if not agree and self.scheme.zero is None:
             scale = self.scales.amax().reshape(1)
         elif not agree:
-            least, most = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
-            scale = ((most.amax() - least.amin()) / 255).reshape(1)
-            zero = (-128 - least.amin() / scale).round().int()
+            lows, highs = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
+            scale = ((highs.amax() - lows.amin()) / 255).reshape(1)
+            zero = (-128 - lows.amin() / scale).round().int()
         self.scheme.scale.copy_(scale)
         if self.scheme.zero is not None:
             self.scheme.zero.copy_(zero)
@@ -263,10 +263,10 @@ def _put_ranges(
 
 
 def _put_both(
-    one: Callable[[int, Tensor], None], other: Callable[[int, Tensor], None], row: int, piece: Tensor
+    first: Callable[[int, Tensor], None], second: Callable[[int, Tensor], None], row: int, piece: Tensor
 ) -> None:
-    one(row, piece)
-    other(row, piece)
+    first(row, piece)
+    second(row, piece)
 
 
 def _put_array(values: Tensor, offset: float, row: int, piece: Tensor) -> None:

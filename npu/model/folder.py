@@ -44,10 +44,10 @@ def check_downloaded(files: Iterable[Path]) -> None:
 
 def content_of(folder: Path) -> str:
     """Return what a folder without config.json or weights holds, and what to serve, as the end of a sentence."""
-    found = next((text for pattern, text in OTHER_FORMATS if any(folder.glob(pattern))), "")
-    if not found and "gguf" in str(folder).lower():
+    description = next((text for pattern, text in OTHER_FORMATS if any(folder.glob(pattern))), "")
+    if not description and "gguf" in str(folder).lower():
         return f"is named for GGUF, which is not read; serve the model that it was made from, such as {EXAMPLE}"
-    return found
+    return description
 
 
 def _check_readable(files: Iterable[Path]) -> None:

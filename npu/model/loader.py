@@ -54,12 +54,12 @@ def load_weights(
     Raises BackendError for a quantization that the kernels do not support.
     """
     check_schemes(config, backend)
-    made = allocate(config, dtype, backend)
+    allocation = allocate(config, dtype, backend)
     if loaded:
-        return made.weights
+        return allocation.weights
     with ExitStack() as stack:
         files = _open_files(weight_files(Path(folder)), stack)
-        targets = made.targets
+        targets = allocation.targets
         _remove_ignored(files, config)
         _check(files, targets, Path(folder), config.prefix)
         if progress is None:
@@ -85,11 +85,11 @@ def load_weights(
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
     _report_converted(config, dtype, backend)
-    if merged := sum([inputs.merge() for inputs in made.static]):
+    if merged := sum([inputs.merge() for inputs in allocation.static]):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
-    made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
-    return made.weights
+    allocation.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
+    return allocation.weights
 
 
 def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
@@ -195,11 +195,11 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     """Return whether the files have two tensors, with different numbers."""
     if not all(name in files for name in names):
         return False
-    one, other = (files[name].get_tensor(name) for name in names)
-    if one.shape != other.shape:
+    first, second = (files[name].get_tensor(name) for name in names)
+    if first.shape != second.shape:
         return True
-    step = MAX_PIECE_BYTES // one.itemsize
-    for pieces in zip(one.flatten().split(step), other.flatten().split(step), strict=True):
+    step = MAX_PIECE_BYTES // first.itemsize
+    for pieces in zip(first.flatten().split(step), second.flatten().split(step), strict=True):
         is_same = torch.equal(*(piece.float() for piece in pieces))
         for piece in pieces:
             _drop_pages(piece)
@@ -251,11 +251,11 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
                 kind = ("not of a float type" if target.dtypes is FLOATS else
                         "not float8 (e4m3)" if target.dtypes is FLOAT8S else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
-    found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    differences = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):
-        found.append(f"config.json has {configured} layers, the files have {found_layers}")
-    if found:
-        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
+        differences.append(f"config.json has {configured} layers, the files have {found_layers}")
+    if differences:
+        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(differences))
 
 
 def _layers(names: Iterable[str], prefix: str) -> int:

@@ -193,8 +193,8 @@ class MetaModel:
                 constant + of_token * step.tokens + of_context * step.context + of_row * step.rows
                 + of_continued * step.continued for step in steps)
         if sampling := [step for step in steps if step.samples]:
-            one, two = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
-            moved[LM_HEAD] = sum(one + (two - one) * (step.samples - 1) for step in sampling)
+            one_row, two_rows = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
+            moved[LM_HEAD] = sum(one_row + (two_rows - one_row) * (step.samples - 1) for step in sampling)
         return moved
 
     def _bytes_of(self, rows: Sequence[tuple[int, int]], samples: int = 0) -> dict[str, int]:

@@ -168,11 +168,11 @@ class Profiler:
         has_times = True
         said = f"{runner.backend_name}: kernel timers of the runner"
         if device:
-            events = found = device.events()
+            events = recorded = device.events()
             names = device.names
             has_times = device.has_times
             said = device.description
-            calls = [(event["name"], float(event.get("dur", 0.0)) * 1e-6) for event in device.kernels(found)]
+            calls = [(event["name"], float(event.get("dur", 0.0)) * 1e-6) for event in device.kernels(recorded)]
         model = MetaModel(
             runner.config, getattr(torch, runner.dtype_name), vocabulary_tile=runner.backend.vocabulary_tile,
             int8_levels=runner.backend.int8_levels, cache_dtype=runner.cache_dtype,

@@ -240,9 +240,9 @@ def to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     A row's scale is its maximum magnitude / 127, rounded up so that nothing is clipped; 1 for a row of zeros.
     """
-    least = weight.abs().amax(dim=1, keepdim=True) / 127
-    scale = least.to(dtype)
-    scale = torch.where(scale < least, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+    exact = weight.abs().amax(dim=1, keepdim=True) / 127
+    scale = exact.to(dtype)
+    scale = torch.where(scale < exact, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
     scale = torch.where(scale > 0, scale, 1.0)
     return (weight / scale).round().to(torch.int8), scale
 

@@ -66,13 +66,13 @@ class Writer:
         """Write rows of a tensor from row `first` on, in its dtype and row shape."""
         spec = self._specs[name]
         assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), name
-        at = self._places[name] + first * math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        offset = self._places[name] + first * math.prod(spec.shape[1:]) * spec.dtype.itemsize
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         self._left[name] -= len(data)
         while data:
-            written = os.pwrite(self._files[spec.file], data, at)
+            written = os.pwrite(self._files[spec.file], data, offset)
             data = data[written:]
-            at = at + written
+            offset = offset + written
 
     def _create(self, file: str) -> None:
         """Allocate a file and write its header. Wide dtypes come first, so that each tensor is aligned."""
@@ -118,19 +118,19 @@ def replaced_folder(out: Path) -> Iterator[Path]:
 
     If an exception is raised within the context, `out` is unchanged and the new folder is deleted. Raises OSError.
     """
-    made = out.with_name(f".{out.name}.{secrets.token_hex(4)}.unfinished")
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.unfinished")
     try:
-        made.mkdir()
-        yield made
-        old = made.with_suffix(".old")
+        unfinished.mkdir()
+        yield unfinished
+        old = unfinished.with_suffix(".old")
         if out.exists():
             out.rename(old)
         try:
-            made.rename(out)
+            unfinished.rename(out)
         except BaseException:
             if old.exists():
                 old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -121,10 +121,10 @@ class NativeLengths:
         pointers = [*_runtime_functions(acl), *_operator_functions()]
         addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         context = ctypes.c_void_p()
-        made = ctypes.c_void_p()
+        updater = ctypes.c_void_p()
         check(acl.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
-        check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
-        self._updater: int | None = made.value
+        check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(updater)), "aclrtCreateStreamWithConfig")
+        self._updater: int | None = updater.value
         self._stream = ctypes.c_void_p(stream.npu_stream)
         self._lags = (ctypes.c_double * MAX_LAGS)()
         self.given = 0
@@ -133,12 +133,12 @@ class NativeLengths:
         """Read the graph's calls. Raises UnsupportedCall."""
         records = graph.records
         calls = (_Call * len(records))()
-        made = ctypes.c_void_p()
+        handle = ctypes.c_void_p()
         keep = [_fill(call, record) for call, record in zip(calls, records, strict=True)]
-        check(self._lib.npuserve_lengths_add(self._updater, calls, len(records), ctypes.byref(made)),
+        check(self._lib.npuserve_lengths_add(self._updater, calls, len(records), ctypes.byref(handle)),
                "aclrtCreateEventExWithFlag")
         del keep  # copied
-        graph.handle = made.value
+        graph.handle = handle.value
 
     def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
         contexts = array("q", lengths["actual_seq_lengths_kv"])
@@ -240,16 +240,16 @@ def _fill(call: _Call, record: Any) -> Any:
     return ends
 
 
-def _describe(made: _Tensor, tensor: Tensor) -> None:
+def _describe(record: _Tensor, tensor: Tensor) -> None:
     """Describe a tensor as op-plugin does."""
     dims = tensor.dim()
     if tensor.dtype not in DTYPES or dims > MAX_DIMENSIONS:
         raise UnsupportedCall(f"tensor {tensor.dtype} {list(tensor.shape)}")
-    made.given = 1
-    made.data = tensor.untyped_storage().data_ptr()
-    made.offset = tensor.storage_offset()
-    made.storage = tensor.untyped_storage().nbytes() // tensor.itemsize
-    made.dims = dims
-    made.sizes[:dims], made.strides[:dims] = tensor.shape, tensor.stride()
-    made.dtype = DTYPES[tensor.dtype]
-    made.format = {3: NCL, 4: NCHW}.get(dims, ND)
+    record.given = 1
+    record.data = tensor.untyped_storage().data_ptr()
+    record.offset = tensor.storage_offset()
+    record.storage = tensor.untyped_storage().nbytes() // tensor.itemsize
+    record.dims = dims
+    record.sizes[:dims], record.strides[:dims] = tensor.shape, tensor.stride()
+    record.dtype = DTYPES[tensor.dtype]
+    record.format = {3: NCL, 4: NCHW}.get(dims, ND)

@@ -125,13 +125,13 @@ _streams: WeakSet[Stream] = WeakSet()
 _current: Stream | None = None
 
 
-def set_stream(own: Stream) -> None:
+def set_stream(new: Stream) -> None:
     global _current
-    _current = own
+    _current = new
 
 
-def stream(own: Stream) -> AbstractContextManager[Any]:
-    return nullcontext() if own is _current else _OnStream(own)
+def stream(new: Stream) -> AbstractContextManager[Any]:
+    return nullcontext() if new is _current else _OnStream(new)
 
 
 def synchronize() -> None:
