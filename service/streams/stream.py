@@ -24,7 +24,6 @@ from npuserve.service.ipc.messages import (
     Output,
     Pause,
     Record,
-    Request,
     Started,
     Timing,
     ToEngine,
@@ -81,6 +80,7 @@ class Stream:
     """Async iterator over lists of outputs, each holding everything since the last. Raises the error that ended the
     stream. `close` it in any case.
 
+    request: the record's.
     record: all outputs so far. The first read of a resumed stream returns the record's outputs.
     buffered: number of unread tokens.
     first_token, last_token: arrival times, time.monotonic() seconds; None before. first_token stays None in a resumed
@@ -91,6 +91,7 @@ class Stream:
 
     def __init__(self, client: StreamClient, key: int, record: Record, resumed: bool = False):
         self.key = key
+        self.request = record.request
         self.record = record
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -112,10 +113,6 @@ class Stream:
         # Under the current engine: launch of its first step, arrival of its first token.
         self._first_step: float | None = None
         self._first_arrival: float | None = None
-
-    @property
-    def request(self) -> Request:
-        return self.record.request
 
     @property
     def is_live(self) -> bool:
