@@ -4,22 +4,39 @@ By default a test function with two or more parameters runs a pairwise choice of
 parameters occurs in one of them. Most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests and
 cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line
 runs all its cases. `.ci/run` runs tests with `--slow`.
+
+Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
+unless the command line names the folder, or something in it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
+WHOLE_SERVERS = Path(__file__).parent / "e2e"
+SMOKE_TEST = WHOLE_SERVERS / "test_smoke.py"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests marked slow, too")
     parser.addoption("--full", action="store_true", help="run every combination of parameters, and tests marked full")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of whole servers but the smoke test, unless they are asked for."""
+    if config.getoption("--slow") or config.getoption("--full"):
+        return None
+    if WHOLE_SERVERS not in collection_path.parents or collection_path == SMOKE_TEST:
+        return None
+    named = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+    return None if any(path.is_relative_to(WHOLE_SERVERS) for path in named) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
