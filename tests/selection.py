@@ -6,12 +6,14 @@ cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A t
 runs all its cases. `.ci/run` runs tests with `--slow`.
 
 Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
-unless the command line names the folder, or something in it.
+unless the command line names the folder, or something in it. Of the tests that are skipped for the same reason, such as
+a program that is not installed, one is left.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         groups[item.parent, _function(item)].append(item)
     chosen: set[pytest.Item] = set()
     for (_, function), group in groups.items():
-        if function in named:
-            chosen.update(group)
-        else:
+        if function not in named:
             chosen.update(pairwise([item for item in group if not any(map(item.get_closest_marker, left_out))]))
-    chosen.update(item for item in items if item.name in named)
+    if not config.getoption("--slow"):
+        chosen -= set(repeated_skips(item for item in items if item in chosen))
+    chosen.update(item for item in items if item.name in named or _function(item) in named)
     if left := [item for item in items if item not in chosen]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item in chosen]
@@ -78,6 +80,20 @@ def pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
         chosen.add(best)
         missing -= pairs[best]
     return [item for item in items if item in chosen]
+
+
+def repeated_skips(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that a mark `skipif` skips for the same reason as an earlier one."""
+    reasons: set[str] = set()
+    repeated = []
+    for item in items:
+        for mark in item.iter_markers("skipif"):
+            if mark.args[0]:
+                if mark.kwargs["reason"] in reasons:
+                    repeated.append(item)
+                reasons.add(mark.kwargs["reason"])
+                break
+    return repeated
 
 
 def _function(item: pytest.Item) -> str:

@@ -27,9 +27,27 @@ def test_long(): pass
 def test_some(a): pass
 """
 
+SKIPPED = """
+import pytest
 
-def cases(folder: Path, *arguments: str) -> list[str]:
-    """Return the tests of TESTS that pytest collects with these arguments."""
+@pytest.mark.skipif(True, reason="no tool")
+@pytest.mark.parametrize("a", range(3))
+def test_tool(a): pass
+
+@pytest.mark.skipif(True, reason="no tool")
+class TestMore:
+    def test_more(self): pass
+
+@pytest.mark.skipif(False, reason="no tool")
+def test_runs(): pass
+
+@pytest.mark.skipif(True, reason="no other tool")
+def test_other(): pass
+"""
+
+
+def cases(folder: Path, *arguments: str, tests: str = TESTS) -> list[str]:
+    """Return the tests that pytest collects with these arguments, of which FILE is a file of `tests`."""
 
     found: list[str] = []
 
@@ -38,8 +56,8 @@ def cases(folder: Path, *arguments: str) -> list[str]:
             found.extend(item.name for item in session.items)
 
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n")
-    file = folder / "test_cases.py"
-    file.write_text(TESTS)
+    file = folder / f"test_{folder.name}.py"
+    file.write_text(tests)
     pytest.main(
         ["--collect-only", "-qq", "--import-mode=importlib", "-W", "ignore", "-p", "no:cacheprovider",
          "-c", str(folder / "pytest.ini"),
@@ -84,6 +102,15 @@ def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
     left = [(c, b, a) for c, b, a in product(range(4), range(3), range(2)) if f"test_three[{c}-{b}-{a}]" not in default]
     for c, b, a in left[:3]:
         assert cases(tmp_path, f"FILE::test_three[{c}-{b}-{a}]") == [f"test_three[{c}-{b}-{a}]"]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["FILE"], ["test_other", "test_runs", "test_tool[0]"]),
+    (["--slow", "FILE"], ["test_more", "test_other", "test_runs", "test_tool[0]", "test_tool[1]", "test_tool[2]"]),
+    (["FILE::test_tool", "FILE::TestMore::test_more"], ["test_more", "test_tool[0]", "test_tool[1]", "test_tool[2]"]),
+])
+def test_skips_for_one_reason_are_one_case(arguments: list[str], expected: list[str], tmp_path: Path) -> None:
+    assert sorted(cases(tmp_path, *arguments, tests=SKIPPED)) == expected
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
