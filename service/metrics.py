@@ -153,7 +153,7 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     requests_total: tuple(
         (rpc, code) for rpc in ("Generate", "StreamGenerate", "vllm.Generate")
         for code in ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED",
-                     "UNAVAILABLE")),
+                     "UNAUTHENTICATED", "UNAVAILABLE")),
     request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",)),
     streams_continued_total: (("engine",), ("client",)),
     queue_rejections_total: (

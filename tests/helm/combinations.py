@@ -73,7 +73,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "service monitor, rules, dashboards": ((), {
         **_MONITORING, "rules": {
             "enabled": True, "labels": {"release": "prometheus"},
-            "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md"},
+            "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md",
+            "grafanaUrl": "https://grafana.example.com"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
     "pod monitor and route": (("ascend",), {"metrics": {
         "scrape": "podMonitor", "scrapeTimeout": "10s",
