@@ -392,7 +392,7 @@ class Scheduler:
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
         check_size(request, self.blocks.capacity, self._max_model_len)
-        if request.prior.accepted:
+        if request.progress.accepted:
             return None
         num_samples = request.samples - request.index
         if request.client_limit and account.live + num_samples > request.client_limit:
@@ -582,7 +582,7 @@ class Scheduler:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
             prefix, checkpoint = self._find_prefix(sequence)
-        is_new = not sequence.was_admitted and sequence.request.prior.cached_tokens is None
+        is_new = not sequence.was_admitted and sequence.request.progress.cached_tokens is None
         num_cached_tokens = len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
         sequence.admit(num_cached_tokens, now)
