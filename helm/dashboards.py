@@ -250,6 +250,11 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
     Row("Queue", [
         *REQUESTS,
         *SATURATION,
+        Panel("Predicted time to first token", {
+            "{{instance}}": total("predicted_ttft_seconds", "instance", how="max")} | TTFT_TARGET, "s",
+            "Expected for a request that arrives now and waits for all that wait. Autoscalers compare it with the "
+            "target.",
+            lines=("target",)),
         Panel("Queue time", quantiles("queue_time_seconds", 0.5, 0.95, 0.99), "s", "Arrival to the first step."),
         Panel("Unread tokens", {"{{instance}}": total("stream_buffered_tokens", "instance")}, "short",
               "Made and not yet taken by their clients: slow readers show here."),
