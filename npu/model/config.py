@@ -19,7 +19,9 @@ from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.formats import quantization_of
+from npuserve.npu.quantization.scheme import WeightScheme
 
 __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
 
@@ -147,7 +149,7 @@ class ModelConfig:
         return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto")
 
     @property
-    def schemes(self) -> list[W8A8]:
+    def schemes(self) -> list[WeightScheme]:
         """Return the schemes of the quantized layers as they are served."""
         groups = self.quantization.groups if self.quantization else ()
         return [scheme for _, scheme in groups if not (scheme.float8 and self.converts_float8)]
@@ -159,10 +161,8 @@ class ModelConfig:
 
     @property
     def quantization_name(self) -> str:
-        """"none", "w8a8", or "w8a8-fp8" if layers are float8."""
-        if not self.schemes:
-            return "none"
-        return "w8a8-fp8" if self.has_float8 else "w8a8"
+        """Name of the scheme of the first group of quantized layers; "none" without any."""
+        return self.schemes[0].name if self.schemes else "none"
 
     def padded_vocabulary(self, tile: int) -> int:
         """Return vocab_size rounded up to a multiple of `tile` on each rank."""
@@ -251,7 +251,7 @@ def _dtype(data: Mapping[str, Any]) -> str:
 
 def _quantization(data: Mapping[str, Any]) -> Quantization | None:
     try:
-        quantization = Quantization.from_config(data)
+        quantization = quantization_of(data)
     except ValueError as error:
         raise ModelError(f"config.json: {error}. Serve the model that this one was made from, or a W8A8 checkpoint of "
                          "that: npuserve quantize MODEL OUT") from None

@@ -24,13 +24,15 @@ from torch import Tensor
 from npuserve.kernels.native import LANES
 from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate, allocate_meta
+from npuserve.npu.model.allocation import allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.folder import listed, weight_files
+from npuserve.npu.model.forms.floats import converted
+from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, Targets
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
-from npuserve.npu.model.storage import StoredMatrix, check_schemes, matrices
+from npuserve.npu.model.storage import check_schemes, matrices
 from npuserve.npu.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -85,26 +87,25 @@ def load_weights(
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
     _report_converted(config, dtype, backend)
-    if merged := sum([inputs.merge() for inputs in allocation.static]):
+    if merged := allocation.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
-    allocation.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
     return allocation.weights
 
 
 def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many float8 layers became floats. Ranks other than 0 log nothing."""
     stored = matrices(config, backend.vocabulary_tile)
-    of_float8 = [matrix for matrix in stored if matrix.float8]
+    of_float8 = [matrix for matrix in stored if matrix.form.converted]
     if not of_float8 or config.shard.rank:
         return
     numbers = sum(rows.size * matrix.inputs for matrix in of_float8
-                  for name, rows in matrix.parts.items() if name in matrix.float8)
+                  for name, rows in matrix.parts.items() if name in matrix.form.converted)
     name = str(dtype).removeprefix("torch.")
     log.warning(
         "%d of %d linear layers are float8, which %s does not multiply: they were converted to %s and take %s MiB "
         "instead of %s; npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8",
-        len({part for matrix in of_float8 for part in matrix.float8}),
+        len({part for matrix in of_float8 for part in matrix.form.converted}),
         len({part for matrix in stored for part in matrix.parts} - {f"{config.prefix}embed_tokens"}),
         backend.name, name, *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers)))
 
@@ -143,7 +144,7 @@ def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, b
     Raises ModelError for files that cannot be read.
     """
     plain = [(-(-m.rows // LANES) * LANES * m.inputs * dtype.itemsize, m)
-             for m in matrices(config, backend.vocabulary_tile) if m.scheme is None]
+             for m in matrices(config, backend.vocabulary_tile) if m.form.is_float]
     compact = [(nbytes, m) for nbytes, m in plain if backend.weight_bytes(m.rows, m.inputs, dtype) < nbytes]
     if not compact:
         return 0
@@ -162,7 +163,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
-        scheme = matrix.float8.get(name)
+        scheme = matrix.form.converted.get(name)
         scale = f"{name}.{scheme.scale_name}" if scheme else ""
         if scheme and scale not in files:
             continue
@@ -195,11 +196,11 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     """Return whether the files have two tensors, with different numbers."""
     if not all(name in files for name in names):
         return False
-    first, second = (files[name].get_tensor(name) for name in names)
-    if first.shape != second.shape:
+    one, other = (files[name].get_tensor(name) for name in names)
+    if one.shape != other.shape:
         return True
-    step = MAX_PIECE_BYTES // first.itemsize
-    for pieces in zip(first.flatten().split(step), second.flatten().split(step), strict=True):
+    step = MAX_PIECE_BYTES // one.itemsize
+    for pieces in zip(one.flatten().split(step), other.flatten().split(step), strict=True):
         is_same = torch.equal(*(piece.float() for piece in pieces))
         for piece in pieces:
             _drop_pages(piece)
@@ -242,8 +243,7 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
     }
     for name, file in files.items():
         if name in targets:
-            header = file.get_slice(name)
-            target = targets[name]
+            header, target = file.get_slice(name), targets[name]
             if tuple(header.get_shape()) not in target.shapes:
                 wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
@@ -251,11 +251,11 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
                 kind = ("not of a float type" if target.dtypes is FLOATS else
                         "not float8 (e4m3)" if target.dtypes is FLOAT8S else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
-    differences = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):
-        differences.append(f"config.json has {configured} layers, the files have {found_layers}")
-    if differences:
-        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(differences))
+        found.append(f"config.json has {configured} layers, the files have {found_layers}")
+    if found:
+        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
 
 
 def _layers(names: Iterable[str], prefix: str) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import FineGrainedFP8Config
 
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.formats import quantization_of
+from npuserve.npu.quantization.w8a8 import W8A8
 
 # As written by llm-compressor with QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]).
 W8A8_JSON: dict[str, Any] = {
@@ -33,7 +35,7 @@ PLAIN = Quantization(((("Linear",), W8A8()),), ("lm_head",))
 
 
 def read(data: Any) -> Quantization | None:
-    return Quantization.from_config({"quantization_config": data})
+    return quantization_of({"quantization_config": data})
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def test_quantization_config_of_llm_compressor():
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_quantization_absent_is_none(nothing):
     assert read(nothing) is None
-    assert Quantization.from_config({}) is None
+    assert quantization_of({}) is None
 
 
 @pytest.mark.parametrize("harmless", [
@@ -93,7 +95,7 @@ def test_quantization_absent_is_none(nothing):
 ])
 def test_quantization_keys_without_effect_are_accepted(harmless):
     assert read(harmless) == PLAIN
-    assert Quantization.from_config({"compression_config": harmless}) == PLAIN
+    assert quantization_of({"compression_config": harmless}) == PLAIN
 
 
 @pytest.mark.parametrize(("group", "scheme"), [
@@ -221,13 +223,19 @@ def test_quantization_config_of_method_fp8_as_transformers_writes_it():
     assert read({**written, "scale_fmt": "float", "expert_dtype": "fp8"}) == read(QWEN_FP8)
 
 
+class Device(NamedTuple):
+    name: str
+    int8_zeros: bool
+    float8: bool
+
+
 def test_scheme_refusal_names_what_a_device_supports():
     float8, zeros = W8A8(float8=True), W8A8(symmetric=False)
-    assert float8.refusal("npu", zeros=True, float8=False) == (
+    assert float8.refusal(Device("npu", int8_zeros=True, float8=False)) == (
         "float8 weights and input_activations (type: float) are not possible on npu; possible is int8 (type: int)")
-    assert not float8.refusal("cuda", zeros=False, float8=True)
-    assert not zeros.refusal("cpu", zeros=True, float8=False)
-    assert zeros.refusal("cuda", zeros=False, float8=True).startswith("weights with zero points")
+    assert not float8.refusal(Device("cuda", int8_zeros=False, float8=True))
+    assert not zeros.refusal(Device("cpu", int8_zeros=True, float8=False))
+    assert zeros.refusal(Device("cuda", int8_zeros=False, float8=True)).startswith("weights with zero points")
 
 
 @pytest.mark.parametrize(("data", "message"), [
