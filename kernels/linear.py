@@ -46,8 +46,8 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
 
     int8: "" for a weight of floats; "given" for x and weight in int8; "zeros" for both with zero points.
         With "made" the kernel quantizes x. "float8" and "float8 made" are the same in float8; "grouped float8" and
-        "grouped float8 made" have a scale for each group of columns. "int4 SIZE", or with zero points "int4 zeros SIZE",
-        for x of floats and a weight of 4 bits in groups of SIZE.
+        "grouped float8 made" have a scale for each group of columns. "int4 SIZE" for x of floats and a weight of 4 bits
+        in groups of SIZE; "int4 zeros SIZE" with zero points.
     """
     int4 = int8.startswith("int4")
     float8, made, zeros = "float8" in int8, int8.endswith("made"), int8 == "zeros"

@@ -25,7 +25,7 @@ from npuserve.kernels.sample import Filters
 from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.notices import Notice
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.scheme import WeightScheme
 
 
 class BackendError(ValueError):
@@ -288,9 +288,9 @@ class Backend(ABC):
         """Return the bytes of an `int4_weight`."""
         return grouping.plain_bytes(n, k)
 
-    def check_scheme(self, scheme: W8A8) -> None:
+    def check_scheme(self, scheme: WeightScheme) -> None:
         """Raise BackendError for a quantization scheme that the kernels do not support."""
-        if refusal := scheme.refusal(self.name, zeros=self.int8_zeros, float8=self.float8):
+        if refusal := scheme.refusal(self):
             raise BackendError(f"quantization_config: {refusal}")
 
     def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:

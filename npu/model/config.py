@@ -19,7 +19,9 @@ from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.formats import quantization_of
+from npuserve.npu.quantization.scheme import WeightScheme
 
 __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
 
@@ -40,7 +42,7 @@ class ModelConfig:
     zero_centred_norms: the checkpoint has the weights of the norms before layers, and of the last one, less 1.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
-    converts_float8: float8 layers become floats while loading.
+    converts_float8, converts_int4: layers in float8, or in 4 bits, become floats while loading.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     shard: part of the model that this process computes.
     """
@@ -60,6 +62,7 @@ class ModelConfig:
     zero_centred_norms: bool = False
     quantization: Quantization | None = None
     converts_float8: bool = False
+    converts_int4: bool = False
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
 
@@ -147,10 +150,14 @@ class ModelConfig:
         return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto")
 
     @property
-    def schemes(self) -> list[W8A8]:
+    def schemes(self) -> list[WeightScheme]:
         """Return the schemes of the quantized layers as they are served."""
         groups = self.quantization.groups if self.quantization else ()
-        return [scheme for _, scheme in groups if not (scheme.float8 and self.converts_float8)]
+        return [scheme for _, scheme in groups if not self.becomes_floats(scheme)]
+
+    def becomes_floats(self, scheme: WeightScheme) -> bool:
+        """Return True if layers of the scheme become floats while loading."""
+        return (scheme.act_order or (scheme.float8 and self.converts_float8) or (scheme.int4 and self.converts_int4))
 
     @property
     def has_float8(self) -> bool:
@@ -159,10 +166,8 @@ class ModelConfig:
 
     @property
     def quantization_name(self) -> str:
-        """"none", "w8a8", or "w8a8-fp8" if layers are float8."""
-        if not self.schemes:
-            return "none"
-        return "w8a8-fp8" if self.has_float8 else "w8a8"
+        """Name of the scheme of the first group of quantized layers; "none" without any."""
+        return self.schemes[0].name if self.schemes else "none"
 
     def padded_vocabulary(self, tile: int) -> int:
         """Return vocab_size rounded up to a multiple of `tile` on each rank."""
@@ -175,11 +180,12 @@ class ModelConfig:
 
     @staticmethod
     def from_folder(
-        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True
+        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True, int4: bool = True
     ) -> ModelConfig:
         """Read `folder`/config.json. Raises ModelError.
 
-        float8: the device multiplies float8 (`Backend.float8`). If not, float8 layers become floats while loading.
+        float8, int4: the device multiplies weights in float8, and in 4 bits (`Backend`). Others become floats while
+            loading.
         """
         path = Path(folder) / "config.json"
         check_links(Path(folder))
@@ -194,7 +200,8 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8)
+        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8,
+                       converts_int4=not int4)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
@@ -251,7 +258,9 @@ def _dtype(data: Mapping[str, Any]) -> str:
 
 def _quantization(data: Mapping[str, Any]) -> Quantization | None:
     try:
-        quantization = Quantization.from_config(data)
+        quantization = quantization_of(data)
+        if quantization is not None:
+            quantization = quantization.with_scales(_dtype(data).replace("float64", "float32"))
     except ValueError as error:
         raise ModelError(f"config.json: {error}. Serve the model that this one was made from, or a W8A8 checkpoint of "
                          "that: npuserve quantize MODEL OUT") from None
