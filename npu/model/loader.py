@@ -227,7 +227,8 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     return False
 
 
-_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))")
+_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point)|"
+                           r"[kv]_proj\.kv_cache_(scale|offset))")
 
 
 def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,11 +40,7 @@ class Quantization:
         If several targets match, names take precedence over regular expressions, and these over "Linear"; within a
         kind the first in alphabetical order applies, and the last of equal targets.
         """
-        if any(_names(pattern, name) for pattern in self.ignore):
-            return None
-        schemes = {target: scheme for targets, scheme in self.groups for target in targets}
-        order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
-        return next((schemes[target] for target in order if _names(target, name)), None)
+        return _scheme_of(self, name)
 
     def with_scales(self, dtype: str) -> Quantization:
         """Return the assignment for a checkpoint of floats of `dtype`, which its scales have too."""
@@ -64,6 +61,15 @@ class Quantization:
             "sparsity_config": {},
             "transform_config": {},
         }
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _scheme_of(quantization: Quantization, name: str) -> WeightScheme | None:
+    if any(_names(pattern, name) for pattern in quantization.ignore):
+        return None
+    schemes = {target: scheme for targets, scheme in quantization.groups for target in targets}
+    order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
+    return next((schemes[target] for target in order if _names(target, name)), None)
 
 
 def in_decoder(name: str) -> str:
