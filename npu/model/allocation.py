@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuserve.kernels.int4 import PlainInt4
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
@@ -59,7 +60,8 @@ def allocate_meta(
     backend: Any = SimpleNamespace(
         vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
         weight=lambda n, k, dtype: torch.empty(n, k, dtype=dtype, device=device),
-        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device),
+        int4_weight=lambda n, k, grouping: PlainInt4.allocate(n, k, grouping, partial(torch.empty, device=device)))
     return allocate(config, dtype, backend)
 
 
@@ -94,8 +96,7 @@ class _Allocator:
     def _add(self, name: str, target: Target) -> None:
         """Add a target. Several may take different rows of one tensor."""
         if (other := self.targets.get(name)) is not None:
-            assert other.shapes == target.shapes
-            assert other.rows is target.rows is None
+            assert (other.shapes, other.rows, other.columns) == (target.shapes, target.rows, target.columns)
             target = replace(target, put=partial(put_both, other.put, target.put),
                              nbytes=other.nbytes + target.nbytes)
         self.targets[name] = target

@@ -19,6 +19,7 @@ from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
+from npuserve.npu.quantization import modelslim
 from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.formats import quantization_of
 from npuserve.npu.quantization.scheme import WeightScheme
@@ -29,6 +30,11 @@ HeadDtype = Literal["auto", "int8"]
 
 DTYPES = "bfloat16", "float16", "float32", "float64"
 """Possible dtypes of a checkpoint."""
+
+NEXT_STEP = ("Serve the model that this one was made from, or a checkpoint of that in W8A8 or W4A16: npuserve quantize "
+             "MODEL OUT")
+"""End of the message about a quantization that is not supported."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -42,7 +48,7 @@ class ModelConfig:
     zero_centred_norms: the checkpoint has the weights of the norms before layers, and of the last one, less 1.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
-    converts_float8: float8 layers become floats while loading.
+    converts_float8, converts_int4: layers in float8, or in 4 bits, become floats while loading.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     shard: part of the model that this process computes.
     """
@@ -62,6 +68,7 @@ class ModelConfig:
     zero_centred_norms: bool = False
     quantization: Quantization | None = None
     converts_float8: bool = False
+    converts_int4: bool = False
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
 
@@ -152,7 +159,11 @@ class ModelConfig:
     def schemes(self) -> list[WeightScheme]:
         """Return the schemes of the quantized layers as they are served."""
         groups = self.quantization.groups if self.quantization else ()
-        return [scheme for _, scheme in groups if not (scheme.float8 and self.converts_float8)]
+        return [scheme for _, scheme in groups if not self.becomes_floats(scheme)]
+
+    def becomes_floats(self, scheme: WeightScheme) -> bool:
+        """Return True if layers of the scheme become floats while loading."""
+        return (scheme.act_order or (scheme.float8 and self.converts_float8) or (scheme.int4 and self.converts_int4))
 
     @property
     def has_float8(self) -> bool:
@@ -175,11 +186,12 @@ class ModelConfig:
 
     @staticmethod
     def from_folder(
-        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True
+        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True, int4: bool = True
     ) -> ModelConfig:
         """Read `folder`/config.json. Raises ModelError.
 
-        float8: the device multiplies float8 (`Backend.float8`). If not, float8 layers become floats while loading.
+        float8, int4: the device multiplies weights in float8, and in 4 bits (`Backend`). Others become floats while
+            loading.
         """
         path = Path(folder) / "config.json"
         check_links(Path(folder))
@@ -194,7 +206,12 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8)
+        config = replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8,
+                         converts_int4=not int4)
+        if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
+            config = replace(config, quantization=_modelslim(description))
+            _check_tied(config)
+        return config
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
@@ -211,7 +228,7 @@ class ModelConfig:
         family = FAMILIES[architecture]
         data = family.text_config(data)
         context = whole(data, "max_position_embeddings", family.context)
-        return ModelConfig(
+        config = ModelConfig(
             architecture=architecture,
             family=family.name,
             vocab_size=whole(data, "vocab_size"),
@@ -227,6 +244,8 @@ class ModelConfig:
             zero_centred_norms=family.zero_centred_norms,
             quantization=_quantization(data),
         )
+        _check_tied(config)
+        return config
 
 
 def _count(layer: Layer, hidden: int) -> int:
@@ -252,11 +271,27 @@ def _dtype(data: Mapping[str, Any]) -> str:
 def _quantization(data: Mapping[str, Any]) -> Quantization | None:
     try:
         quantization = quantization_of(data)
+        if quantization is not None:
+            quantization = quantization.with_scales(_dtype(data).replace("float64", "float32"))
     except ValueError as error:
-        raise ModelError(f"config.json: {error}. Serve the model that this one was made from, or a W8A8 checkpoint of "
-                         "that: npuserve quantize MODEL OUT") from None
-    if quantization and flag(data, "tie_word_embeddings", False) and quantization.of("lm_head"):
+        raise ModelError(f"config.json: {error}. {NEXT_STEP}") from None
+    return quantization
+
+
+def _modelslim(path: Path) -> Quantization:
+    """Read the description of a checkpoint of ModelSlim."""
+    check_downloaded([path])
+    try:
+        return modelslim.read(json.loads(path.read_text(encoding="utf-8")), path.name)
+    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ModelError(f"{error}. {NEXT_STEP}") from None
+
+
+def _check_tied(config: ModelConfig) -> None:
+    """Raise ModelError for a quantized LM head that is tied to an embedding in floats."""
+    if config.quantization and config.tie_word_embeddings and config.quantization.of("lm_head"):
         raise ModelError(
             "config.json: tie_word_embeddings: the LM head is quantized, and the embedding that it is tied to is not; "
             "supported: lm_head in quantization_config's ignore, or a model that is not tied")
-    return quantization

@@ -29,7 +29,8 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.forms.matrix import StoredMatrix
-from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, Targets
+from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, Targets
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
 from npuserve.npu.model.storage import check_schemes, matrices
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 8 << 20
 """Maximum resident bytes of a mapped file."""
+
+PIECE_ROWS = 128
+"""Rows that the pieces of a tensor are multiples of, but for the last: whole panels of a weight, and whole groups."""
 
 SAMPLES = 3
 """Panels of rows of a tensor that `refused_bytes` reads."""
@@ -74,7 +78,8 @@ def load_weights(
             source = file.get_tensor(name).reshape(target.shapes[0])
             if target.rows:
                 source = source.narrow(0, target.rows.first, target.rows.size)
-            for read in source.split(max(LANES, MAX_PIECE_BYTES // max(1, source[:1].nbytes) // LANES * LANES)):
+            rows = MAX_PIECE_BYTES // max(1, source[:1].nbytes) // PIECE_ROWS * PIECE_ROWS
+            for read in source.split(max(PIECE_ROWS, rows)):
                 piece = read.narrow(1, target.columns.first, target.columns.size) if target.columns else read
                 try:
                     if target.dtypes is FLOATS:
@@ -87,6 +92,7 @@ def load_weights(
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
     _report_converted(config, dtype, backend)
+    _report_converted_int4(config, dtype, backend)
     if merged := allocation.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
@@ -108,6 +114,21 @@ def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend)
         len({part for matrix in of_float8 for part in matrix.form.converted}),
         len({part for matrix in stored for part in matrix.parts} - {f"{config.prefix}embed_tokens"}),
         backend.name, name, *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers)))
+
+
+def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
+    """Log how many layers in 4 bits became floats. Ranks other than 0 log nothing."""
+    forms = [(matrix, matrix.form) for matrix in matrices(config, backend.vocabulary_tile)]
+    converted = [(matrix, form.scheme) for matrix, form in forms if isinstance(form, ConvertedInt4)]
+    if not converted or config.shard.rank:
+        return
+    reason = ("have columns in the order of their activations (desc_act), which no kernel multiplies"
+              if all(scheme.act_order for _, scheme in converted) else
+              f"have 4 bits, which {backend.name} does not multiply")
+    numbers = sum(matrix.rows * matrix.inputs for matrix, _ in converted)
+    log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
+                sum(len(matrix.parts) for matrix, _ in converted), reason, str(dtype).removeprefix("torch."),
+                *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
 
 
 def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
@@ -209,7 +230,8 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     return False
 
 
-_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))")
+_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point)|"
+                           r"[kv]_proj\.kv_cache_(scale|offset))")
 
 
 def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
@@ -239,6 +261,7 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
         "of the wrong shape": [],
         "not of a float type": [],
         "not int8": [],
+        "not int32": [],
         "not float8 (e4m3)": [],
     }
     for name, file in files.items():
@@ -249,7 +272,8 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
             if header.get_dtype() not in target.dtypes:
                 kind = ("not of a float type" if target.dtypes is FLOATS else
-                        "not float8 (e4m3)" if target.dtypes is FLOAT8S else "not int8")
+                        "not float8 (e4m3)" if target.dtypes is FLOAT8S else
+                        "not int32" if target.dtypes is INT32 else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
     found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):

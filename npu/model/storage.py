@@ -14,9 +14,11 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.forms import form_of_scheme
 from npuserve.npu.model.forms.floats import Floats
 from npuserve.npu.model.forms.matrix import StoredForm, StoredMatrix
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4
 from npuserve.npu.model.forms.w8a8 import RoundedInt8
 from npuserve.npu.model.layers.layer import Array, Layer, Matrix, norm
 from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 
 
@@ -107,7 +109,7 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
     form = Floats() if c.tie_word_embeddings else _form(c, list(head), hidden)
-    if c.lm_head_dtype == "int8" and form.is_float:
+    if c.lm_head_dtype == "int8" and isinstance(form, Floats):
         form = RoundedInt8(W8A8(), form.converted)
     if c.tie_word_embeddings:
         return [StoredMatrix(embedding, hidden, form, padding)]
@@ -130,7 +132,10 @@ def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize:
         return Floats(converted)
     if not can_quantize:
         raise ModelError(f"config.json: quantization_config: {first} is quantized; supported: floats")
-    form = form_of_scheme(scheme)
+    if isinstance(scheme, W4A16) and config.becomes_floats(scheme):
+        form: StoredForm = ConvertedInt4(scheme)
+    else:
+        form = form_of_scheme(scheme)
     form.check(first, columns)
     return form
 

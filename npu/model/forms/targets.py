@@ -11,7 +11,7 @@ from torch import Tensor
 from npuserve.npu.model.layers.shard import Rows, Span
 
 FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
-FLOAT8S = ("F8_E4M3",)
+FLOAT8S, INT32 = ("F8_E4M3",), ("I32",)
 """Names of dtypes in safetensors."""
 
 Put = Callable[[int, Tensor], None]
