@@ -67,7 +67,7 @@ class StepBuilder:
             end = planned
         if sequence.checkpoint_positions:
             end = _end_at_checkpoint(sequence, end)
-        samples = end == planned
+        samples = end == planned and not sequence.pools
         is_constrained = False
         if samples:
             sequence.num_pending_tokens += 1
@@ -99,6 +99,7 @@ class StepBuilder:
             is_constrained,
             state_slot,
             state_source,
+            pools=sequence.pools and end == planned,
         )
         self.rows.append(row)
 
