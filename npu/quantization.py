@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-METHOD, FP8, LINEAR = "compressed-tensors", "fp8", "Linear"
+METHOD = "compressed-tensors"
+FP8 = "fp8"
+LINEAR = "Linear"
 BLOCK = 128
 """Rows and columns of a block of weights, and columns of a group of inputs."""
 
@@ -155,48 +157,48 @@ def _group_json(targets: Sequence[str], scheme: W8A8) -> dict[str, Any]:
 
 
 def _read(data: Any, where: str) -> Quantization:
-    found = _object(data, where)
-    if isinstance(inner := found.get("quantization_config"), dict):  # older versions of transformers nest it
-        found = {**{key: value for key, value in found.items() if key != "quantization_config"}, **inner}
-    if (method := found.get("quant_method", METHOD)) == FP8:
-        return _read_fp8(found, where)
+    section = _object(data, where)
+    if isinstance(inner := section.get("quantization_config"), dict):  # older versions of transformers nest it
+        section = {**{key: value for key, value in section.items() if key != "quantization_config"}, **inner}
+    if (method := section.get("quant_method", METHOD)) == FP8:
+        return _read_fp8(section, where)
     if method != METHOD:
         raise ValueError(
             f"{where}: the checkpoint is quantized by another method ({method}); supported: {METHOD}, {FP8}")
-    if not isinstance(groups := found.get("config_groups"), dict) or not groups:
+    if not isinstance(groups := section.get("config_groups"), dict) or not groups:
         raise ValueError(f"{where}: config_groups is missing; a checkpoint of {METHOD} has it ({method})")
-    sparsity = found.get("sparsity_config")
+    sparsity = section.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
-        found = {**found, "sparsity_config": None}
+        section = {**section, "sparsity_config": None}
     # Accepted without effect: keys of provenance, and kv_cache_scheme, since the server's settings define the cache.
-    _refuse_others(found, where, {
+    _refuse_others(section, where, {
         "quant_method", "config_groups", "ignore", "kv_cache_scheme", "global_compression_ratio", "version", "format",
         "quantization_status", "sparsity_config", "transform_config", "moe_sparsity_config"})
-    _one_of(found, where, "format", *FORMATS.values(), "naive-quantized")
-    _one_of(found, where, "quantization_status", "compressed", "frozen")
+    _one_of(section, where, "format", *FORMATS.values(), "naive-quantized")
+    _one_of(section, where, "quantization_status", "compressed", "frozen")
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
-        _one_of(found, where, key, None, {}, {"config_groups": {}})
-    ignore = found.get("ignore")
+        _one_of(section, where, key, None, {}, {"config_groups": {}})
+    ignore = section.get("ignore")
     return Quantization(
         tuple(_group(group, f"{where}: config_groups.{name}") for name, group in groups.items()),
         _patterns([] if ignore is None else ignore, f"{where}: ignore"))
 
 
-def _read_fp8(found: Mapping[str, Any], where: str) -> Quantization:
+def _read_fp8(section: Mapping[str, Any], where: str) -> Quantization:
     """Parse the section of the method `fp8`. A module that is not converted is a name or a part of names."""
-    _refuse_others(found, where, {
+    _refuse_others(section, where, {
         "quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "ignored_layers",
         "kv_cache_scheme", "scale_fmt", "expert_dtype"})
-    _one_of(found, where, "fmt", None, "e4m3")
-    _one_of(found, where, "scale_fmt", None, "float")
-    _one_of(found, where, "expert_dtype", None, "fp8")
-    _one_of(found, where, "weight_block_size", None, [BLOCK, BLOCK])
-    blocks = found.get("weight_block_size") is not None
-    _one_of(found, where, "activation_scheme", "dynamic", *([] if blocks else ["static"]))
+    _one_of(section, where, "fmt", None, "e4m3")
+    _one_of(section, where, "scale_fmt", None, "float")
+    _one_of(section, where, "expert_dtype", None, "fp8")
+    _one_of(section, where, "weight_block_size", None, [BLOCK, BLOCK])
+    blocks = section.get("weight_block_size") is not None
+    _one_of(section, where, "activation_scheme", "dynamic", *([] if blocks else ["static"]))
     names = ["lm_head"]
     for key in ("modules_to_not_convert", "ignored_layers"):
-        names += [] if found.get(key) is None else _patterns(found[key], f"{where}: {key}")
-    scheme = W8A8(per_channel=False, dynamic=found["activation_scheme"] == "dynamic", float8=True, blocks=blocks,
+        names += [] if section.get(key) is None else _patterns(section[key], f"{where}: {key}")
+    scheme = W8A8(per_channel=False, dynamic=section["activation_scheme"] == "dynamic", float8=True, blocks=blocks,
                   scale_name="weight_scale_inv" if blocks else "weight_scale")
     ignore = (name if name.startswith("re:") else f"re:(.*[.])?{re.escape(_in_decoder(name))}([.].*)?$"
               for name in names)
@@ -283,6 +285,6 @@ def _refuse_others(data: Mapping[str, Any], where: str, known: set[str]) -> None
 def _one_of(data: Mapping[str, Any], where: str, key: str, *supported: Any) -> None:
     """Raise ValueError unless the value of `key` (None if absent) is one of `supported`."""
     value = data.get(key)
-    if not any(type(value) is type(one) and value == one for one in supported):
-        kinds = ", ".join(str(one) for one in supported)
+    if not any(type(value) is type(choice) and value == choice for choice in supported):
+        kinds = ", ".join(str(choice) for choice in supported)
         raise ValueError(f"{where}: {key}: {value!r} is not supported; supported: {kinds}")

@@ -200,7 +200,8 @@ class Recording:
         if not step.rows or not self.left:
             return launch(step, False)
         self.left -= 1
-        index, began = len(self.steps) + self.in_flight, time.perf_counter()
+        index = len(self.steps) + self.in_flight
+        began = time.perf_counter()
         with nullcontext() if self.is_timed else record_function(f"step {index}"):
             launched = launch(step, self.is_timed)
         record = StepRecord(
@@ -212,7 +213,8 @@ class Recording:
         return launched
 
     def _complete(self, record: StepRecord, seconds: float, output: StepOutput) -> None:
-        record.seconds, record.collected = seconds, time.perf_counter()
+        record.seconds = seconds
+        record.collected = time.perf_counter()
         record.spans = [(span.begin, span.read()) for span in output.spans if isinstance(span, HostSpan)]
         record.calls = [call for timings in output.timings for call in timings.calls()]
         self.steps.append(record)
@@ -257,12 +259,13 @@ def prompt_rows(
 
     A row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length)).
     """
-    found = []
+    rows = []
     for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
         request = prompts.get(row.request_id)
         if request is None or request.sampling.prompt_logprobs is None:
             continue
         following = request.prompt_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
         if following:
-            found.append(PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
-    return found
+            rows.append(
+                PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
+    return rows

@@ -387,7 +387,8 @@ class Runner:
 
     def _compute(self, work: Work, output: StepOutput, timings: Timings | None) -> Tensor | None:
         """Return the hidden states of a part; None if its sampled ids are in `_last`."""
-        part, selection = work.part, work.selection
+        part = work.part
+        selection = work.selection
         if isinstance(work.plan, FixedPlan):
             self._sampler.prepare(work.plan)
         hidden = replay(selection.captured, part, timings) if selection else None
@@ -407,7 +408,8 @@ class Runner:
         hidden: hidden states of all its tokens, or of its sampling tokens.
         waiting: the step, if its rows may have masks.
         """
-        part, plan = work.part, work.plan
+        part = work.part
+        plan = work.plan
         self._report(work, hidden, output)
         if not (count := len(part.samples)):
             return

@@ -25,7 +25,9 @@ from npuserve.npu.model.storage import StoredArray, StoredBlock, StoredMatrix, f
 from npuserve.npu.model.weights import LoadedBlock, ModelWeights
 from npuserve.npu.quantization import BLOCK, W8A8
 
-FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
+FLOATS = ("F32", "F16", "BF16", "F64")
+INT8 = ("I8",)
+INTEGERS = ("I8", "I16", "I32", "I64")
 FLOAT8S = ("F8_E4M3",)
 """Names of dtypes in safetensors."""
 
@@ -79,13 +81,14 @@ class StaticInputs:
         """
         assert self.scheme.scale is not None
         agree = len(set(zip(self.scales.tolist(), self.zeros.tolist(), strict=True))) == 1
-        scale, zero = self.scales[:1], self.zeros[:1]
+        scale = self.scales[:1]
+        zero = self.zeros[:1]
         if not agree and self.scheme.zero is None:
             scale = self.scales.amax().reshape(1)
         elif not agree:
-            least, most = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
-            scale = ((most.amax() - least.amin()) / 255).reshape(1)
-            zero = (-128 - least.amin() / scale).round().int()
+            lows, highs = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
+            scale = ((highs.amax() - lows.amin()) / 255).reshape(1)
+            zero = (-128 - lows.amin() / scale).round().int()
         self.scheme.scale.copy_(scale)
         if self.scheme.zero is not None:
             self.scheme.zero.copy_(zero)
@@ -127,7 +130,9 @@ def allocate_meta(
 
 class _Allocator:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: Backend):
-        self._config, self._dtype, self._backend = config, dtype, backend
+        self._config = config
+        self._dtype = dtype
+        self._backend = backend
         self.targets: Targets = {}
         self.static: list[StaticInputs] = []
 
@@ -171,7 +176,8 @@ class _Allocator:
         write = form.write_rounded if stored.rounded else form.write
         dtypes = FLOATS if stored.rounded else STORED.get(form.number_dtype, FLOATS)
         itemsize = form.number_dtype.itemsize
-        first, columns = 0, stored.columns
+        first = 0
+        columns = stored.columns
         for name, rows in stored.parts.items():
             target = _of_rows(
                 partial(_put_rows, write, first), rows, ((rows.whole, columns.whole),),
@@ -249,17 +255,18 @@ def _put_ranges(
     """Put the rows of a piece that lie in `ranges`, which are stacked at the target."""
     begin = 0
     for first, size in ranges:
-        low, high = max(first, row), min(first + size, row + len(piece))
+        low = max(first, row)
+        high = min(first + size, row + len(piece))
         if low < high:
             put(begin + low - first, piece[low - row : high - row])
         begin += size
 
 
 def _put_both(
-    one: Callable[[int, Tensor], None], other: Callable[[int, Tensor], None], row: int, piece: Tensor
+    first: Callable[[int, Tensor], None], second: Callable[[int, Tensor], None], row: int, piece: Tensor
 ) -> None:
-    one(row, piece)
-    other(row, piece)
+    first(row, piece)
+    second(row, piece)
 
 
 def _put_array(values: Tensor, offset: float, row: int, piece: Tensor) -> None:
@@ -271,7 +278,8 @@ def _scale_targets(parts: Mapping[str, Span | Rows], scheme: W8A8, weight: Quant
     targets: Targets = {}
     first = 0
     for name, rows in parts.items():
-        part, n = slice(first, first + rows.size), rows.whole
+        part = slice(first, first + rows.size)
+        n = rows.whole
         shapes, taken = (((n,), (n, 1)), rows) if scheme.per_channel else (_ONE, None)
 
         def into(numbers: Tensor, part: slice = part) -> Tensor:
@@ -287,7 +295,8 @@ def _scale_targets(parts: Mapping[str, Span | Rows], scheme: W8A8, weight: Quant
 
 def _block_scale_targets(stored: StoredMatrix, scheme: W8A8, weight: QuantizedWeight) -> Targets:
     targets: Targets = {}
-    first, columns = 0, stored.columns
+    first = 0
+    columns = stored.columns
     for name, rows in stored.parts.items():
         into = weight.scale[first : first + rows.size]
         ranges = rows.ranges if isinstance(rows, Rows) else ((rows.first, rows.size),)

@@ -149,7 +149,9 @@ def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
-    c, ids, hidden = config, config.vocabulary(vocabulary_tile), Span.all(config.hidden_size)
+    c = config
+    ids = config.vocabulary(vocabulary_tile)
+    hidden = Span.all(config.hidden_size)
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     requested = W8A8() if c.lm_head_dtype == "int8" else None
 
@@ -166,8 +168,8 @@ def _scheme(config: ModelConfig, parts: list[str], columns: Span) -> W8A8 | None
     if config.quantization is None:
         return None
     converted = _converted(config, parts)
-    found = {name: None if name in converted else config.quantization.of(name) for name in parts}
-    (first, scheme), *others = found.items()
+    schemes = {name: None if name in converted else config.quantization.of(name) for name in parts}
+    (first, scheme), *others = schemes.items()
     for name, other in others:
         if other != scheme:
             raise ModelError(
@@ -235,5 +237,5 @@ def choose_kernels(
     dtype: dtype of activations.
     """
     inputs = compared_inputs(config, dtype)
-    found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
-    return next((kernels for kernels in found if kernels), None)
+    choices = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
+    return next((kernels for kernels in choices if kernels), None)

@@ -172,7 +172,7 @@ def test_prompt_that_cannot_be_computed_in_time_ends_before_its_deadline(is_runn
         for _ in range(2):
             harness.add([1], 60)
         harness.tick()
-    late = harness.add([2] * 64, 5, deadline=deadline, prior=PriorProgress(accepted=True))
+    late = harness.add([2] * 64, 5, deadline=deadline, progress=PriorProgress(accepted=True))
     if is_running:
         harness.tick()
         harness.now += 3 * TICK
