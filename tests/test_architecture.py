@@ -77,7 +77,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "scheduling": {"", "ipc", "structured_output"},
         "structured_output": {"", "processes", "text"},
         "ranks": {"", "processes"},
-        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "ranks"},
+        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "text", "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {
