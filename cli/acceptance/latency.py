@@ -142,7 +142,7 @@ class LatencyCheck:
         runner = loaded.runner
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
         scheduler = Scheduler(blocks, max_num_seqs=BATCHES[-1], max_num_batched_tokens=budget, max_queue=0,
-                              aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
+                              aging_seconds=1.0, slots=StateSlots.of(runner.num_slots, blocks))
         bench = Bench(runner, scheduler, budget, 2, [])
         for rows in BATCHES if self.bytes_per_second else ():
             name = f"decode step, batch {rows}"

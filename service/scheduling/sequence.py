@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
@@ -157,6 +159,11 @@ class Sequence:
     @property
     def is_paused(self) -> bool:
         return self.state in _PAUSED
+
+    @property
+    def pools(self) -> bool:
+        """True if the request generates no token: it ends with the hidden state of its last one."""
+        return self.request.pooling is not None
 
     @property
     def holds_blocks(self) -> bool:
@@ -315,6 +322,8 @@ class Sequence:
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
             reports = self.take_reports(reports, row.start)
+        if row.pools:
+            return Progress(self, [], "pooled", hidden=result.hidden[row.request_id])
         is_discarded = not row.samples or self.is_deferred
         if row.samples:
             self.is_deferred = False
@@ -402,6 +411,7 @@ class Progress(msgspec.Struct, frozen=True):
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.
     prompt_logprobs: reports of the prompt tokens that follow those reported before. Recomputed ones are not repeated.
+    hidden: last hidden state of a request that pools.
     """
 
     sequence: Sequence
@@ -410,3 +420,4 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: ServeError | None = None
+    hidden: npt.NDArray[np.float32] | None = None
