@@ -87,7 +87,8 @@ def check_links(folder: Path) -> None:
 
 def has_tensor(folder: Path, name: str) -> bool:
     """Return whether the weights of a folder have a tensor. False if they cannot be read: their loader reports it."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     try:
         if not single.is_file():
             return name in json.loads(index.read_text(encoding="utf-8"))["weight_map"]
