@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuserve.kernels.int4 import PlainInt4
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
@@ -59,13 +60,16 @@ def allocate_meta(
     backend: Any = SimpleNamespace(
         vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
         weight=lambda n, k, dtype: torch.empty(n, k, dtype=dtype, device=device),
-        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device))
+        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device),
+        int4_weight=lambda n, k, grouping: PlainInt4.allocate(n, k, grouping, partial(torch.empty, device=device)))
     return allocate(config, dtype, backend)
 
 
 class _Allocator:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: Backend):
-        self._config, self._dtype, self._backend = config, dtype, backend
+        self._config = config
+        self._dtype = dtype
+        self._backend = backend
         self.targets: Targets = {}
         self.merges: list[Callable[[], bool]] = []
 
@@ -92,26 +96,25 @@ class _Allocator:
     def _add(self, name: str, target: Target) -> None:
         """Add a target. Several may take different rows of one tensor."""
         if (other := self.targets.get(name)) is not None:
-            assert other.shapes == target.shapes
-            assert other.rows is target.rows is None
+            assert (other.shapes, other.rows, other.columns) == (target.shapes, target.rows, target.columns)
             target = replace(target, put=partial(put_both, other.put, target.put),
                              nbytes=other.nbytes + target.nbytes)
         self.targets[name] = target
 
     def _linear(self, stored: StoredMatrix) -> Linear:
         dtype = self._dtype
-        made = stored.form.allocate(stored, dtype, self._backend)
-        for name, target in made.targets.items():
+        allocated = stored.form.allocate(stored, dtype, self._backend)
+        for name, target in allocated.targets.items():
             self._add(name, target)
-        if made.merge is not None:
-            self.merges.append(made.merge)
+        if allocated.merge is not None:
+            self.merges.append(allocated.merge)
         bias = self._backend.empty((stored.rows,), dtype) if stored.adds_bias else None
         first = 0
         for name, rows in stored.parts.items() if stored.biased else ():
             put = ignore if bias is None else partial(put_copy, bias, first)
             self._add(f"{name}.bias", target_of_rows(put, rows, ((rows.whole,),), rows.size * dtype.itemsize))
             first += rows.size
-        return Linear(made.weight, bias)
+        return Linear(allocated.weight, bias)
 
 
 def _put_array(values: Tensor, offset: float, row: int, piece: Tensor) -> None:

@@ -14,9 +14,11 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.forms import form_of_scheme
 from npuserve.npu.model.forms.floats import Floats
 from npuserve.npu.model.forms.matrix import StoredForm, StoredMatrix
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4
 from npuserve.npu.model.forms.w8a8 import RoundedInt8
 from npuserve.npu.model.layers.layer import Array, Layer, Matrix, norm
 from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 
 
@@ -101,11 +103,13 @@ def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
-    c, ids, hidden = config, config.vocabulary(vocabulary_tile), Span.all(config.hidden_size)
+    c = config
+    ids = config.vocabulary(vocabulary_tile)
+    hidden = Span.all(config.hidden_size)
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
     form = Floats() if c.tie_word_embeddings else _form(c, list(head), hidden)
-    if c.lm_head_dtype == "int8" and form.is_float:
+    if c.lm_head_dtype == "int8" and isinstance(form, Floats):
         form = RoundedInt8(W8A8(), form.converted)
     if c.tie_word_embeddings:
         return [StoredMatrix(embedding, hidden, form, padding)]
@@ -117,8 +121,8 @@ def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize:
     if config.quantization is None:
         return Floats()
     converted = _converted(config, parts)
-    found = {name: None if name in converted else config.quantization.of(name) for name in parts}
-    (first, scheme), *others = found.items()
+    schemes = {name: None if name in converted else config.quantization.of(name) for name in parts}
+    (first, scheme), *others = schemes.items()
     for name, other in others:
         if other != scheme:
             raise ModelError(
@@ -128,7 +132,10 @@ def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize:
         return Floats(converted)
     if not can_quantize:
         raise ModelError(f"config.json: quantization_config: {first} is quantized; supported: floats")
-    form = form_of_scheme(scheme)
+    if isinstance(scheme, W4A16) and config.becomes_floats(scheme):
+        form: StoredForm = ConvertedInt4(scheme)
+    else:
+        form = form_of_scheme(scheme)
     form.check(first, columns)
     return form
 
@@ -137,8 +144,8 @@ def _converted(config: ModelConfig, parts: Iterable[str]) -> dict[str, W8A8]:
     """Return the schemes of the parts whose float8 numbers become floats while loading."""
     if config.quantization is None or not config.converts_float8:
         return {}
-    found = {name: config.quantization.of(name) for name in parts}
-    return {name: scheme for name, scheme in found.items() if isinstance(scheme, W8A8) and scheme.float8}
+    schemes = {name: config.quantization.of(name) for name in parts}
+    return {name: scheme for name, scheme in schemes.items() if isinstance(scheme, W8A8) and scheme.float8}
 
 
 def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
@@ -186,5 +193,5 @@ def choose_kernels(
     dtype: dtype of activations.
     """
     inputs = compared_inputs(config, dtype)
-    found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
-    return next((kernels for kernels in found if kernels), None)
+    choices = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
+    return next((kernels for kernels in choices if kernels), None)

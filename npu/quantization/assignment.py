@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from npuserve.npu.quantization.scheme import WeightScheme
 from npuserve.npu.quantization.w8a8 import W8A8
 
-METHOD, LINEAR = "compressed-tensors", "Linear"
+METHOD = "compressed-tensors"
+LINEAR = "Linear"
+
+MIXED = "mixed-precision"
+"""Format of a checkpoint whose groups have different formats."""
 
 DECODER_PREFIXES = "model.language_model.", "language_model.model.", "model."
 """Beginnings of the names of a decoder's modules, alone and in a model with a vision tower. Sections of a config.json
@@ -36,18 +41,19 @@ class Quantization:
         If several targets match, names take precedence over regular expressions, and these over "Linear"; within a
         kind the first in alphabetical order applies, and the last of equal targets.
         """
-        if any(_names(pattern, name) for pattern in self.ignore):
-            return None
-        schemes = {target: scheme for targets, scheme in self.groups for target in targets}
-        order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
-        return next((schemes[target] for target in order if _names(target, name)), None)
+        return _scheme_of(self, name)
+
+    def with_scales(self, dtype: str) -> Quantization:
+        """Return the assignment for a checkpoint of floats of `dtype`, which its scales have too."""
+        return replace(self, groups=tuple((targets, scheme.with_scales(dtype)) for targets, scheme in self.groups))
 
     def to_json(self) -> dict[str, Any]:
         """Return the value of config.json's `quantization_config`, with the keys that llm-compressor writes."""
+        formats = list(dict.fromkeys(scheme.format for _, scheme in self.groups))
         return {
             "config_groups": {f"group_{index}": scheme.group_json(targets)
                               for index, (targets, scheme) in enumerate(self.groups)},
-            "format": (self.groups[0][1] if self.groups else W8A8()).format,
+            "format": MIXED if len(formats) > 1 else (formats or [W8A8().format])[0],
             "global_compression_ratio": None,
             "ignore": list(self.ignore),
             "kv_cache_scheme": None,
@@ -56,6 +62,15 @@ class Quantization:
             "sparsity_config": {},
             "transform_config": {},
         }
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _scheme_of(quantization: Quantization, name: str) -> WeightScheme | None:
+    if any(_names(pattern, name) for pattern in quantization.ignore):
+        return None
+    schemes = {target: scheme for targets, scheme in quantization.groups for target in targets}
+    order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
+    return next((schemes[target] for target in order if _names(target, name)), None)
 
 
 def in_decoder(name: str) -> str:

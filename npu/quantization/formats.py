@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from npuserve.npu.quantization import compressed_tensors, fp8
+from npuserve.npu.quantization import awq, compressed_tensors, fp8, gptq
 from npuserve.npu.quantization.assignment import METHOD, Quantization
 from npuserve.npu.quantization.section import mapping
 
@@ -13,7 +13,7 @@ QUANTIZATION_KEYS = "quantization_config", "compression_config"
 """Keys of a config.json for its quantization section."""
 
 METHODS: dict[str, Callable[[Mapping[str, Any], str], Quantization]] = {
-    METHOD: compressed_tensors.read, "fp8": fp8.read}
+    METHOD: compressed_tensors.read, "fp8": fp8.read, "awq": awq.read, "gptq": gptq.read}
 """`quant_method` -> parser of the section, which is also given the name of the section for messages."""
 
 

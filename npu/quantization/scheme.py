@@ -26,6 +26,8 @@ class WeightScheme(ABC):
     name: name in metadata and logs.
     format: format of a checkpoint of compressed-tensors.
     float8: the weights are float8. They become floats while loading on devices that do not multiply float8.
+    int4: the weights have 4 bits. They become floats while loading on devices that do not multiply them.
+    act_order: a tensor of the checkpoint assigns columns to groups. The weights become floats while loading.
     """
 
     __slots__ = ()
@@ -41,6 +43,18 @@ class WeightScheme(ABC):
     @property
     def float8(self) -> bool:
         return False
+
+    @property
+    def int4(self) -> bool:
+        return False
+
+    @property
+    def act_order(self) -> bool:
+        return False
+
+    def with_scales(self, dtype: str) -> WeightScheme:
+        """Return the scheme in a checkpoint of floats of `dtype`, if its scales have the same."""
+        return self
 
     @abstractmethod
     def refusal(self, device: Device) -> str:

@@ -13,6 +13,7 @@ from transformers import FineGrainedFP8Config
 
 from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.formats import quantization_of
+from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 
 # As written by llm-compressor with QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]).
@@ -240,7 +241,8 @@ def test_scheme_refusal_names_what_a_device_supports():
 
 @pytest.mark.parametrize(("data", "message"), [
     ("w8a8", "quantization_config: must be an object, got 'w8a8'"),
-    ({"quant_method": "gptq", "bits": 4}, r"another method \(gptq\); supported: compressed-tensors, fp8"),
+    ({"quant_method": "bitsandbytes", "bits": 4},
+     r"another method \(bitsandbytes\); supported: compressed-tensors, fp8, awq, gptq"),
     ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
     (changed("config_groups", []), "config_groups is missing"),
     (changed("config_groups", {"W8A8": ["Linear"]}), "config_groups.W8A8: must be an object"),
@@ -291,7 +293,8 @@ PATTERNS = [
     "mlp.up_proj", "model.layers.0.mlp.up_proj", "re:.*self_attn[.].*", "re:.*_proj", "LlamaMLP"]
 schemes = st.builds(W8A8, st.booleans(), st.booleans(), st.booleans(), st.booleans()) | st.builds(
     W8A8, st.booleans(), dynamic=st.booleans(), float8=st.just(True)) | st.just(
-    W8A8(per_channel=False, float8=True, blocks=True))
+    W8A8(per_channel=False, float8=True, blocks=True)) | st.builds(
+    W4A16, st.sampled_from([32, 64, 128, None]), st.booleans())
 quantizations = st.builds(
     Quantization,
     st.lists(st.tuples(st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3).map(tuple), schemes), min_size=1,
@@ -315,14 +318,18 @@ def test_quantization_targets_match_as_in_compressed_tensors():
     @given(quantizations)
     def check(quantization: Quantization) -> None:
         config = package.QuantizationConfig.model_validate(quantization.to_json())
-        assert config.format == quantization.groups[0][1].format
+        formats = {scheme.format for _, scheme in quantization.groups}
+        assert config.format == (formats.pop() if len(formats) == 1 else "mixed-precision")
         applied = copy.deepcopy(model)
         package.apply_quantization_config(applied, config, show_progress=False)
         modules = dict(applied.named_modules())
         for name in LAYERS:
             theirs, ours = getattr(modules[name], "quantization_scheme", None), quantization.of(name)
             assert (ours is None) == (theirs is None), name
-            if ours:
+            if isinstance(ours, W4A16):
+                assert theirs.input_activations is None
+                assert ours == W4A16(theirs.weights.group_size, theirs.weights.symmetric), name
+            elif ours:
                 weights, inputs = theirs.weights, theirs.input_activations
                 assert ours == W8A8(
                     weights.strategy == "channel", weights.symmetric, inputs.dynamic, inputs.symmetric,
