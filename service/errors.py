@@ -384,10 +384,10 @@ def quoted(text: str) -> str:
     return ascii(text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "...")
 
 
-def _cut(text: str, most: int) -> str:
-    """Truncate the text to `most` bytes of UTF-8."""
+def _cut(text: str, max_bytes: int) -> str:
+    """Truncate the text to `max_bytes` bytes of UTF-8."""
     data = text.encode(errors="replace")
-    return (data if len(data) <= most else data[: most - 3] + b"...").decode(errors="ignore")
+    return (data if len(data) <= max_bytes else data[: max_bytes - 3] + b"...").decode(errors="ignore")
 
 
 def to_status(error: ServeError) -> status_pb2.Status:

@@ -47,7 +47,6 @@ LARGE_FOLDERS = {
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
     "npu/execution": "one file per part of a step",
-    "bench/reliability": "one file per question that it answers, and what they share",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""
 
@@ -78,7 +77,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "scheduling": {"", "ipc", "structured_output"},
         "structured_output": {"", "processes", "text"},
         "ranks": {"", "processes"},
-        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "ranks"},
+        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "text", "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {

@@ -261,10 +261,10 @@ def _count(layer: Layer, hidden: int) -> int:
 
 
 def _dtype(data: Mapping[str, Any]) -> str:
-    found = data.get("dtype") or data.get("torch_dtype") or "float32"
-    name = str(found).removeprefix("torch.")
+    value = data.get("dtype") or data.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"config.json: dtype: {found!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ModelError(f"config.json: dtype: {value!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
 
 

@@ -47,10 +47,10 @@ def check_downloaded(files: Iterable[Path]) -> None:
 
 def content_of(folder: Path) -> str:
     """Return what a folder without config.json or weights holds, and what to serve, as the end of a sentence."""
-    found = next((text for pattern, text in OTHER_FORMATS if any(folder.glob(pattern))), "")
-    if not found and "gguf" in str(folder).lower():
+    description = next((text for pattern, text in OTHER_FORMATS if any(folder.glob(pattern))), "")
+    if not description and "gguf" in str(folder).lower():
         return f"is named for GGUF, which is not read; serve the model that it was made from, such as {EXAMPLE}"
-    return found
+    return description
 
 
 def _check_readable(files: Iterable[Path]) -> None:
@@ -69,7 +69,8 @@ def check_links(folder: Path) -> None:
     models--ORG--NAME/snapshots/REVISION/FILE -> models--ORG--NAME/blobs/HASH. The folder itself may be a link.
     """
     root = Path(os.path.realpath(folder))
-    allowed, repository = [root], root.parent.parent
+    allowed = [root]
+    repository = root.parent.parent
     if root.parent.name == "snapshots" and repository.name.startswith("models--"):
         allowed.append(repository / "blobs")
     for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
@@ -85,7 +86,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises ModelError if they are absent or cannot be read, or if `check_links` refuses a file of the folder.
     """
     check_links(folder)
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if not single.is_file() and not index.is_file():
         single = next(iter(sorted(folder.glob(MODELSLIM_WEIGHTS))), single)
         index = next(iter(sorted(folder.glob(f"{MODELSLIM_WEIGHTS}.index.json"))), index)

@@ -60,18 +60,21 @@ def load_weights(
     Raises BackendError for a quantization that the kernels do not support.
     """
     check_schemes(config, backend)
-    made = allocate(config, dtype, backend)
+    allocation = allocate(config, dtype, backend)
     if loaded:
-        return made.weights
+        return allocation.weights
     with ExitStack() as stack:
-        files, targets = _open_files(weight_files(Path(folder)), stack), made.targets
+        files = _open_files(weight_files(Path(folder)), stack)
+        targets = allocation.targets
         _remove_ignored(files, config)
         _check(files, targets, Path(folder), config.prefix)
         if progress is None:
             progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
-        total, done = sum(targets[name].nbytes for name in files), 0
+        total = sum(targets[name].nbytes for name in files)
+        done = 0
         for name, file in sorted(files.items(), key=lambda item: not targets[item[0]].early):
-            target, row = targets[name], 0
+            target = targets[name]
+            row = 0
             source = file.get_tensor(name).reshape(target.shapes[0])
             if target.rows:
                 source = source.narrow(0, target.rows.first, target.rows.size)
@@ -90,10 +93,10 @@ def load_weights(
                 progress(done, total)
     _report_converted(config, dtype, backend)
     _report_converted_int4(config, dtype, backend)
-    if merged := made.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
+    if merged := allocation.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
-    return made.weights
+    return allocation.weights
 
 
 def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
@@ -214,11 +217,11 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     """Return whether the files have two tensors, with different numbers."""
     if not all(name in files for name in names):
         return False
-    one, other = (files[name].get_tensor(name) for name in names)
-    if one.shape != other.shape:
+    first, second = (files[name].get_tensor(name) for name in names)
+    if first.shape != second.shape:
         return True
-    step = MAX_PIECE_BYTES // one.itemsize
-    for pieces in zip(one.flatten().split(step), other.flatten().split(step), strict=True):
+    step = MAX_PIECE_BYTES // first.itemsize
+    for pieces in zip(first.flatten().split(step), second.flatten().split(step), strict=True):
         is_same = torch.equal(*(piece.float() for piece in pieces))
         for piece in pieces:
             _drop_pages(piece)
@@ -263,7 +266,8 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
     }
     for name, file in files.items():
         if name in targets:
-            header, target = file.get_slice(name), targets[name]
+            header = file.get_slice(name)
+            target = targets[name]
             if tuple(header.get_shape()) not in target.shapes:
                 wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
@@ -272,11 +276,11 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
                         "not float8 (e4m3)" if target.dtypes is FLOAT8S else
                         "not int32" if target.dtypes is INT32 else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
-    found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    differences = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):
-        found.append(f"config.json has {configured} layers, the files have {found_layers}")
-    if found:
-        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
+        differences.append(f"config.json has {configured} layers, the files have {found_layers}")
+    if differences:
+        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(differences))
 
 
 def _layers(names: Iterable[str], prefix: str) -> int:

@@ -103,7 +103,9 @@ def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
-    c, ids, hidden = config, config.vocabulary(vocabulary_tile), Span.all(config.hidden_size)
+    c = config
+    ids = config.vocabulary(vocabulary_tile)
+    hidden = Span.all(config.hidden_size)
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
     form = Floats() if c.tie_word_embeddings else _form(c, list(head), hidden)
@@ -119,8 +121,8 @@ def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize:
     if config.quantization is None:
         return Floats()
     converted = _converted(config, parts)
-    found = {name: None if name in converted else config.quantization.of(name) for name in parts}
-    (first, scheme), *others = found.items()
+    schemes = {name: None if name in converted else config.quantization.of(name) for name in parts}
+    (first, scheme), *others = schemes.items()
     for name, other in others:
         if other != scheme:
             raise ModelError(
@@ -191,5 +193,5 @@ def choose_kernels(
     dtype: dtype of activations.
     """
     inputs = compared_inputs(config, dtype)
-    found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
-    return next((kernels for kernels in found if kernels), None)
+    choices = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
+    return next((kernels for kernels in choices if kernels), None)

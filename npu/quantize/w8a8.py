@@ -88,8 +88,8 @@ def quantize_checkpoint(
     source = Source(folder, frozenset(check_weights(folder, config)), float8, getattr(torch, config.dtype))
     specs = _specs(source, int8)
     strengths = []
-    with replaced_folder(out) as made:
-        with Writer(made, specs) as writer:
+    with replaced_folder(out) as folder_out:
+        with Writer(folder_out, specs) as writer:
             for name in source.specs:
                 if not name.startswith(f"{config.prefix}layers."):
                     for first, piece in source.pieces(name):
@@ -100,12 +100,12 @@ def quantize_checkpoint(
                 progress(index, config.num_layers)
                 strengths.append(_layer(config, index, source, writer, int8, hidden, cos_sin, strength))
             progress(config.num_layers, config.num_layers)
-        _copy_others(folder, made)
+        _copy_others(folder, folder_out)
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for section in (written, written.get("text_config") or {}):
             for key in QUANTIZATION_KEYS:
                 section.pop(key, None)
-        write_json(made / "config.json", written | {"quantization_config": quantization.to_json()})
+        write_json(folder_out / "config.json", written | {"quantization_config": quantization.to_json()})
     nbytes = sum(spec.nbytes for spec in specs.values())
     return QuantizationResult(len(int8), len(everything), source.nbytes, nbytes, tuple(strengths))
 
@@ -123,7 +123,8 @@ def _layer(
         strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
         weights = layer.weights
     for name, weight in weights.items():
-        whole, dtype = prefix + name, short[name].dtype
+        whole = prefix + name
+        dtype = short[name].dtype
         if whole.removesuffix(".weight") in int8:
             values, scale = to_int8(weight, dtype)
             writer.write(whole, values)
@@ -176,13 +177,13 @@ def _specs(source: Source, int8: frozenset[str]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _copy_others(folder: Path, made: Path) -> None:
+def _copy_others(folder: Path, out: Path) -> None:
     """Copy all files but weights: tokenizer, templates, generation settings, licences."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":
-            shutil.copyfile(path, made / path.name)
+            shutil.copyfile(path, out / path.name)
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        target = made / path.relative_to(folder)
+        target = out / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)

@@ -42,6 +42,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import build_compiler
+from npuserve.service.text.model_folder import read_eos_ids
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
@@ -162,12 +163,14 @@ def build_engine(
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
     blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log)
+    slots = StateSlots.of(runner.num_slots, blocks)
+    message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()
     capacity = blocks.capacity
     length = min(runner.max_model_len, capacity)
     scheduler = Scheduler(
         blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, max_model_len=length,
-        min_forced=runner.min_forced, slots=StateSlots.of(runner.num_slots))
+        min_forced=runner.min_forced, slots=slots, message_end_ids=message_end_ids)
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
         max_model_len=length, dtype=runner.dtype_name,

@@ -15,9 +15,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from npuserve.npu.profile import MAX_PROFILE_STEPS
 from npuserve.service.errors import InvalidField, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.requests.fields import check_number, check_profile_name, check_profile_steps
+from npuserve.service.requests.fields import MAX_LOGPROBS, check_number, check_profile_name, check_profile_steps
 from npuserve.service.requests.prompt import too_many_tokens
-from npuserve.service.requests.sampling import MAX_LOGPROBS
 from npuserve.service.text.model_folder import DEFAULT_RANGES, Range
 from npuserve.v1 import generate_pb2 as pb
 

@@ -49,8 +49,10 @@ SERVICE = "vllm"
 MAX_ABORT_IDS = 1024
 ABORT_SECONDS = 10.0
 """Maximum time for which Abort waits for a restarted engine. It is the deadline of smg's own Abort."""
-BYTES_PER_LOGPROB, BYTES_PER_TOKEN = 7, 9
-"""Estimated size of a log-probability in an answer, with an id of 3 bytes, and of what is around those of a token."""
+BYTES_PER_LOGPROB = 7
+"""Estimated size of a log-probability in an answer, with an id of 3 bytes."""
+BYTES_PER_TOKEN = 9
+"""Estimated size of the fields around the log-probabilities of a token."""
 MAX_FLUSH_SECONDS = 600.0
 POLL_SECONDS = 0.05
 

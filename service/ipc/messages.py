@@ -64,7 +64,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client: owner for fairness and limits, see access/caller.py.
     resume_token: "" if the stream cannot be resumed.
     options: data for front ends that resume the stream; opaque to the engine.
-    prior: progress under earlier engines.
+    progress: progress under earlier engines.
     client_limit: maximum concurrent requests of the client; 0 for no limit.
     owner: only caller that may resume it; "" for any caller with the token.
     service: service that the request_id belongs to; "" for InferenceService. Ids of different services do not collide.
@@ -88,7 +88,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client: str = ""
     resume_token: str = ""
     options: bytes = b""
-    prior: PriorProgress = PriorProgress()
+    progress: PriorProgress = PriorProgress()
     client_limit: int = 0
     owner: str = ""
     service: str = ""
@@ -194,11 +194,11 @@ class Record(msgspec.Struct, array_like=True):
     def continuation(self, accepted: bool) -> Request:
         """Return a request for the remaining tokens."""
         sampling = self.request.sampling
-        prior = PriorProgress(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
-        if prior.num_reported == len(self.request.prompt_ids) - 1:
+        progress = PriorProgress(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
+        if progress.num_reported == len(self.request.prompt_ids) - 1:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(
-            self.request, sampling=sampling, output_ids=list(self.token_ids), prior=prior)
+            self.request, sampling=sampling, output_ids=list(self.token_ids), progress=progress)
 
     def as_output(self, key: int) -> Output:
         """Return the record as the output of one step."""

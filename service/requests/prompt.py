@@ -129,8 +129,10 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
 
     A text of at most max_model_len tokens always passes. A text that passes may have more tokens, but not a multiple.
     """
+    if tokenizer is None or len(text) <= max_model_len:
+        return
     _check_bytes(text, field, tokenizer, max_model_len)
-    if tokenizer is None or len(text) <= max(max_model_len, MAX_PIECE_CHARACTERS):
+    if len(text) <= MAX_PIECE_CHARACTERS:
         return
     count = 0
     for start in range(0, len(text), MAX_PIECE_CHARACTERS):

@@ -16,10 +16,14 @@ from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Vi
 from npuserve.service.ipc.messages import ModelInfo, Request
 from npuserve.service.parsing.parameter_types import FunctionTypes
 from npuserve.service.parsing.tool_choice import call_types, check_parsing, constrained_format, tool_constraint
-from npuserve.service.requests.fields import check_number, check_token_ids
+from npuserve.service.requests.fields import (
+    check_lengths,
+    check_number,
+    check_sampling,
+    check_stopping,
+    check_token_ids,
+)
 from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
-from npuserve.service.requests.sampling import check_logprobs, check_sampling
-from npuserve.service.requests.stopping import check_lengths, check_stopping
 from npuserve.service.structured_output.validation import check_constraint
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.model_folder import ModelFolder, Range
@@ -119,13 +123,12 @@ def check(
     vocabulary_size = info.vocabulary_size
     output = message.output
     stopping = check_stopping(message.stopping, folder, vocabulary_size, bad)
-    sampling = check_sampling(message.sampling, folder.defaults, vocabulary_size, bad)
-    logprobs = check_logprobs(output, "logprobs", vocabulary_size, bad)
-    prompt_logprobs = check_logprobs(output, "prompt_logprobs", vocabulary_size, bad)
+    ending_ids = stopping.token_ids | stopping.eos_token_ids
+    sampling = check_sampling(message, folder.defaults, vocabulary_size, bad)
     priority = _check_scheduling(message.scheduling, policy, bad)
     constraint = check_constraint(message, folder, bad)
     allowed = sampling["allowed_token_ids"]
-    if message.stopping.min_tokens and allowed and stopping.ending_ids.issuperset(allowed):
+    if message.stopping.min_tokens and allowed and ending_ids.issuperset(allowed):
         bad.add("sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
     prompt_ids: list[int] = []
     with bad.collect():
@@ -139,8 +142,7 @@ def check(
         name, prompt_ids, max_tokens, arrival,
         sampling=SamplingParams(
             **sampling, min_tokens=min_tokens,
-            ending_ids=tuple(sorted(token for token in stopping.ending_ids if token < vocabulary_size)),
-            logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+            ending_ids=tuple(sorted(token for token in ending_ids if token < vocabulary_size))),
         stop_token_ids=stopping.token_ids, eos_token_ids=stopping.eos_token_ids, priority=priority,
         bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt,
         samples=samples, constraint=constraint)

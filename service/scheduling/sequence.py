@@ -137,9 +137,9 @@ class Sequence:
         self.num_prefill_tokens = 0
         self.num_shared_tokens = 0
         self.num_tokens_at_yield = 0
-        prior = request.prior
-        self.num_reported_tokens = 1 + prior.num_reported
-        self.cached_tokens = prior.cached_tokens or 0
+        progress = request.progress
+        self.num_reported_tokens = 1 + progress.num_reported
+        self.cached_tokens = progress.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt, scope)
         self.slots = SlotTable()
         self.checkpoint_positions: list[int] = []
@@ -148,7 +148,7 @@ class Sequence:
         self.was_admitted = False
         self.num_steps_in_flight = 0
         self.is_deferred = False
-        self.timer = PhaseTimer(request.arrival, prior.timing)
+        self.timer = PhaseTimer(request.arrival, progress.timing)
 
     @property
     def is_queued(self) -> bool:
@@ -213,7 +213,7 @@ class Sequence:
     def has_run(self) -> bool:
         """True if the request ran in this engine or an earlier one. It is admitted before requests of its client that
         did not."""
-        return self.was_admitted or (self.request.prior.accepted and bool(self.request.output_ids))
+        return self.was_admitted or (self.request.progress.accepted and bool(self.request.output_ids))
 
     @property
     def needs_matcher(self) -> bool:
@@ -261,7 +261,7 @@ class Sequence:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
         if not self.was_admitted:
             self.was_admitted = True
-            if self.request.prior.cached_tokens is None:
+            if self.request.progress.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
         self.num_shared_tokens = 0

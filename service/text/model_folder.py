@@ -83,10 +83,7 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     generation = _read(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder)
     name = served_as(folder, model, served_name)
-    size = config.get("vocab_size")
-    eos = frozenset(
-        i for i in (*_eos_ids(generation, "generation_config.json"), *_eos_ids(config, "config.json"))
-        if 0 <= i < (size if isinstance(size, int) else MAX_ID))
+    eos = _all_eos_ids(config, generation)
     if not eos and tokenizer and tokenizer.eos_id is not None:
         eos = frozenset({tokenizer.eos_id})
     return ModelFolder(
@@ -115,6 +112,21 @@ def _read(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
     return content
+
+
+def read_eos_ids(folder: Path) -> frozenset[int]:
+    """Return the ids of config.json and generation_config.json that end an answer, or a message of a chat.
+
+    Raises ConfigError if a file is unusable.
+    """
+    return _all_eos_ids(_read(folder / "config.json", required=True), _read(folder / "generation_config.json"))
+
+
+def _all_eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> frozenset[int]:
+    size = config.get("vocab_size")
+    return frozenset(
+        i for i in (*_eos_ids(generation, "generation_config.json"), *_eos_ids(config, "config.json"))
+        if 0 <= i < (size if isinstance(size, int) else MAX_ID))
 
 
 def _eos_ids(data: dict[str, Any], file: str) -> list[int]:

@@ -31,7 +31,8 @@ COMMON = frozenset("<>/_-.:,")
 """Characters that templates search for in messages, as in </think>: marked only in the text of a special token."""
 MARKS = range(0x100000, 0x10FFFE)
 """Private code points for marks. A code point that the prompt contains is not used."""
-NAME_START, NAME_END = "\U000F0000", "\U000F0001"
+NAME_START = "\U000F0000"
+NAME_END = "\U000F0001"
 MATCHES_NOTHING = r"(?!)"
 MAX_ATTEMPTS = 2
 """Attempts before the template is blamed for a difference between its two renderings. A first difference may come from

@@ -49,7 +49,7 @@ def serve(
 
     matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager."""
     blocks = BlockManager(pool, runner.block_size)
-    slots = StateSlots.of(runner.num_slots)
+    slots = StateSlots.of(runner.num_slots, blocks)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
                           min_forced=min_forced, slots=slots)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
