@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
-from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of
+from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
+from npuserve.npu.model.pooling import MODULES, Pooling, read_pooling
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
 from npuserve.npu.quantization import modelslim
 from npuserve.npu.quantization.assignment import Quantization
@@ -51,6 +52,9 @@ class ModelConfig:
     converts_float8, converts_int4: layers in float8, or in 4 bits, become floats while loading.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     shard: part of the model that this process computes.
+    pooling: use of the last hidden states by an embedding model or a reranker, which have no LM head here; None for a
+        model that generates text.
+    head: name of the matrix of the checkpoint's LM head.
     """
 
     architecture: str
@@ -71,6 +75,8 @@ class ModelConfig:
     converts_int4: bool = False
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
+    pooling: Pooling | None = None
+    head: str = "lm_head"
 
     def sharded(self, shard: Shard) -> ModelConfig:
         """Return the configuration of a part of the model. Raises ModelError if the ranks cannot divide it."""
@@ -128,6 +134,11 @@ class ModelConfig:
     def slots_of(self, requests: int) -> int:
         """Return the slots of fixed state that as many requests need at least; 0 for a model without."""
         return requests if self.has_fixed_state else 0
+
+    @property
+    def embedding_dimension(self) -> int:
+        """Number of values of an embedding; 0 for a model that does not embed."""
+        return self.hidden_size if self.pooling and self.pooling.task == "embed" else 0
 
     @property
     def context_length(self) -> int:
@@ -188,7 +199,7 @@ class ModelConfig:
     def from_folder(
         folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True, int4: bool = True
     ) -> ModelConfig:
-        """Read `folder`/config.json. Raises ModelError.
+        """Read `folder`/config.json, and how the model pools. Raises ModelError.
 
         float8, int4: the device multiplies weights in float8, and in 4 bits (`Backend`). Others become floats while
             loading.
@@ -206,19 +217,41 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        config = replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8,
-                         converts_int4=not int4)
+        pooling = read_pooling(path.parent)
+        config = replace(
+            ModelConfig.from_dict(data, is_pooling=pooling is not None), lm_head_dtype=lm_head_dtype,
+            converts_float8=not float8, converts_int4=not int4)
         if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
             config = replace(config, quantization=_modelslim(description))
             _check_tied(config)
-        return config
+        return config._pooling(pooling, path.parent) if pooling else config
+
+    def _pooling(self, pooling: Pooling, folder: Path) -> ModelConfig:
+        """Return the configuration of a model that pools. Some of their checkpoints hold the decoder alone, whose names
+        have no prefix."""
+        is_bare = has_tensor(folder, "norm.weight") and not has_tensor(folder, f"{self.prefix}norm.weight")
+        prefix = "" if is_bare else self.prefix
+        head = f"{prefix}embed_tokens" if self.tie_word_embeddings else "lm_head"
+        return replace(self.headless, pooling=pooling, prefix=prefix, head=head)
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-        """Parse the contents of a config.json as transformers 4 or 5 writes it. Raises ModelError."""
+    def from_dict(data: Mapping[str, Any], *, is_pooling: bool = False) -> ModelConfig:
+        """Parse the contents of a config.json as transformers 4 or 5 writes it. Raises ModelError.
+
+        is_pooling: the model may be a decoder without LM head, and must be causal, since it is computed in chunks.
+        """
         names = data.get("architectures") or []
         if not isinstance(names, list):
             raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
+        bare = next((name for name in names if f"{str(name).removesuffix('Model')}ForCausalLM" in FAMILIES), None)
+        if bare and not is_pooling:
+            raise ModelError(f"config.json: architectures: {bare} has no LM head, and the folder has no {MODULES}, "
+                             "which says how an embedding model pools")
+        if is_pooling and (data.get("is_causal") is False or data.get("use_bidirectional_attention")):
+            raise ModelError("config.json: attention to later tokens is not supported (is_causal, "
+                             "use_bidirectional_attention)")
+        if bare:
+            names = [f"{bare.removesuffix('Model')}ForCausalLM"]
         architecture = next((name for name in FAMILIES if name in names), None)
         if refused := next((name for name in REFUSED if name in names), None) if architecture is None else None:
             raise ModelError(f"config.json: architectures: {refused} is not supported: {REFUSED[refused]}")

@@ -12,7 +12,7 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,31 @@ def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
 
     Ranks other than 0 read nothing. Raises ModelError for files that cannot be read.
     """
-    if config.tie_word_embeddings and config.shard.rank == 0:
+    if config.tie_word_embeddings and config.shard.rank == 0 and config.pooling is None:
         embedding = f"{config.prefix}embed_tokens.weight"
         with ExitStack() as stack:
             if _differ(_open_files(weight_files(Path(folder)), stack), "lm_head.weight", embedding):
                 log.warning("lm_head.weight is ignored, and differs from %s: if the model has an LM head of its own, "
                             "set tie_word_embeddings to false in config.json", embedding)
+
+
+def read_head_rows(folder: Path | str, config: ModelConfig, ids: Sequence[int]) -> Tensor:
+    """Return the rows [n, H] float32 of the checkpoint's LM head for these tokens.
+
+    Raises ModelError for files that cannot be read, and for an LM head that is missing, quantized or too small.
+    """
+    name = f"{config.head}.weight"
+    with ExitStack() as stack:
+        files = _open_files(weight_files(Path(folder)), stack)
+        if name not in files:
+            raise ModelError(f"{folder}: 1 missing: {name}")
+        head = files[name].get_slice(name)
+        if head.get_dtype() not in FLOATS or head.get_shape() != [config.vocab_size, config.hidden_size]:
+            raise ModelError(f"{folder}: {name}: must be floats of the shape [{config.vocab_size}, "
+                             f"{config.hidden_size}], got {head.get_dtype()} {head.get_shape()}")
+        if wrong := [i for i in ids if i >= config.vocab_size]:
+            raise ModelError(f"{folder}: token id {wrong[0]} of its score must be in [0, {config.vocab_size - 1}]")
+        return torch.cat([head[i : i + 1] for i in ids]).float()
 
 
 def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:

@@ -29,10 +29,9 @@ from tests.support.command import npuserve
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8, "hidden_size": 64, "intermediate_size": 64,
           "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 MODELS = {
-    "bnb": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
     "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 8}},
     "bnb": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    "w4a16": {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {
+    "w4a8": {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {
         "targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}},
         "format": "pack-quantized"}},
     "mistral": {"architectures": ["MistralForCausalLM"]},
@@ -215,11 +214,9 @@ INPUTS = [
     ("check empty", 1, "empty/config.json: no such file; a model folder holds config.json and *.safetensors"),
     ("quantize pickled out --calibration none", 2,
      "pytorch_model.bin is pickled, which can run code as it is read: convert it to safetensors"),
-    ("check bnb", 1, "another method (bitsandbytes); supported: compressed-tensors, fp8, awq, gptq. Serve the model that "
-     "this one was made from"),
     ("check gptq", 1, "quantization_config: bits: 8 is not supported; supported: 4"),
-    ("check bnb", 1, "another method (bitsandbytes)"),
-    ("check w4a16", 1, "format: 'pack-quantized' is not supported; supported: int-quantized, float-quantized"),
+    ("check bnb", 1, "another method (bitsandbytes); supported: compressed-tensors, fp8, awq, gptq. Serve the model"),
+    ("check w4a8", 1, "quantized inputs of weights of 4 bits (W4A8) are not supported; supported: null"),
     ("check mistral", 1, "'MistralForCausalLM'] is not supported; serve a model of one of these: Qwen3ForCausalLM"),
     ("check gemma", 1, "'Gemma3ForConditionalGeneration'] is not supported; serve a model of one of these"),
     ("check experts", 1, "Qwen3MoeForCausalLM is not supported: its layers are mixtures of experts; serve"),
