@@ -19,7 +19,7 @@ from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
 from tests.support.hybrids import (
