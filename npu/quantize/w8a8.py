@@ -73,6 +73,8 @@ def quantize_checkpoint(
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
     config = ModelConfig.from_folder(folder, float8=False)
+    if config.pooling:
+        raise ModelError(f"{folder}: is an embedding model or a reranker (modules.json), which is not quantized")
     if config.schemes:
         raise ModelError(f"{folder}: is quantized to int8 already; supported are bfloat16, float16, float32 or float8")
     quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *_float_modules(config), *ignore))
