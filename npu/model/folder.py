@@ -12,6 +12,9 @@ from npuserve.npu.model.families.config_json import ModelError
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of a Git LFS pointer (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
 
+MODELSLIM_WEIGHTS = "quant_model_weight*.safetensors"
+"""Pattern of the name of a checkpoint of ModelSlim."""
+
 EXAMPLE = "Qwen/Qwen3-0.6B"
 """Name on the hub of a model that is served, for error messages."""
 
@@ -96,13 +99,18 @@ def has_tensor(folder: Path, name: str) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return model.safetensors, or the shards that model.safetensors.index.json names.
+    """Return model.safetensors, or the shards that model.safetensors.index.json names; ModelSlim has another name.
 
     Raises ModelError if they are absent or cannot be read, or if `check_links` refuses a file of the folder.
     """
     check_links(folder)
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
+    if not single.is_file() and not index.is_file():
+        single = next(iter(sorted(folder.glob(MODELSLIM_WEIGHTS))), single)
+        index = next(iter(sorted(folder.glob(f"{MODELSLIM_WEIGHTS}.index.json"))), index)
+        if index.is_file():
+            single = folder / "model.safetensors"
     if single.is_file():
         _check_readable([single])
         check_downloaded([single])

@@ -138,6 +138,7 @@ class EngineMetrics:
 
     def _page(self) -> None:
         metrics.requests_paused.set(self._scheduler.num_paused)
+        metrics.predicted_ttft_seconds.set(self._scheduler.predicted_ttft_seconds())
         scheduler = self._scheduler
         counts = (
             scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.deadlines.tokens_in_vain,

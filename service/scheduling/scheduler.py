@@ -314,7 +314,8 @@ class Scheduler:
         """End a request if a step has ended it."""
         sequence = progress.sequence
         if progress.reason is not None and not sequence.pools:
-            self._estimator.record_answer(sequence.timer.computing_seconds, sequence.num_generated_tokens)
+            self._estimator.record_answer(
+                sequence.timer.computing_seconds, len(sequence.request.prompt_ids), sequence.num_generated_tokens)
         if progress.reason is not None or progress.error is not None:
             self._end(sequence)
 
@@ -429,26 +430,44 @@ class Scheduler:
     def _first_token_seconds(self, request: Request, account: Account) -> float:
         """Estimate the time to a new request's first token.
 
-        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
-        prompts before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits
-        for the followers before it, too, and computes only the part of the prompt that it does not share.
+        A sample of a call waits for the followers before it, too, and computes only the part of the prompt that it does
+        not share.
         """
-        running = self.num_running
         followers, num_shared_tokens = self._samples.sharing(request)
         num_own_tokens = len(request.prompt_ids) + len(request.output_ids) - num_shared_tokens
         requests, tokens = self._queue.ahead(account, request.priority, self._estimator.answer_tokens)
-        requests += followers
+        return self._first_token_seconds_behind(requests + followers, tokens, num_own_tokens, account)
+
+    def predicted_ttft_seconds(self) -> float:
+        """Estimate the time to the first token of a request that arrives now and waits for all that wait.
+
+        Its prompt is as long as those of the latest answers. 0 until steps are measured.
+        """
+        return self._first_token_seconds_behind(
+            self.num_waiting, self._queue.num_missing_tokens(), round(self._estimator.prompt_tokens))
+
+    def _first_token_seconds_behind(
+        self, requests: float, tokens: int, num_own_tokens: int, account: Account | None = None
+    ) -> float:
+        """Estimate the time to the first token of a new request behind `requests` others with `tokens` tokens.
+
+        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
+        prompts before it are computed, whichever is later; then its own prompt of `num_own_tokens` is computed.
+
+        account: of the client to which running requests yield; None if none does.
+        """
+        running = self.num_running
         paused_blocks = sum(len(sequence.block_ids) for sequence in self._paused.values())
         free_blocks = max(0, self.blocks.num_available + paused_blocks - running)  # one is left to each running
         free_slots = self._max_num_seqs - running
 
         def drain_seconds(slots: int, blocks: int) -> float:
             positions = blocks * self.blocks.block_size
-            fitting = min(slots, (requests + 1) * positions / (tokens + num_own_tokens))
+            fitting = min(slots, (requests + 1) * positions / max(tokens + num_own_tokens, 1))
             return self._estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
 
         drain = drain_seconds(free_slots, free_blocks)
-        if drain:
+        if drain and account:
             share = self._preemption.share(account)
             drain = min(drain, drain_seconds(free_slots + share.slots, free_blocks + share.blocks))
         prefill_tokens = sum(n for sequence in self._running if (n := sequence.num_uncomputed_tokens) > 1)
