@@ -77,7 +77,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md",
             "grafanaUrl": "https://grafana.example.com"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
-    "pod monitor and route": (("ascend",), {"metrics": {
+    "pod monitor and route": (("ascend",), {"accept": {"enabled": True}, "metrics": {
         "scrape": "podMonitor", "scrapeTimeout": "10s",
         "relabelings": [{"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}],
         "metricRelabelings": [{"sourceLabels": ["__name__"], "regex": "npuserve_.*_created", "action": "drop"}]},

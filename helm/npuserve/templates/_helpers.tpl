@@ -190,6 +190,10 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- end }}
 {{- end }}
 
+{{- define "npuserve.device" -}}
+{{- get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind }}
+{{- end }}
+
 {{/* The server's settings as TOML. */}}
 {{- define "npuserve.toml" -}}
 {{- $settings := deepCopy .Values.config }}
@@ -197,7 +201,7 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- $_ := set $settings "port" .Values.ports.grpc }}
 {{- $_ := set $settings "metrics_port" .Values.ports.metrics }}
 {{- $_ := set $settings "health_port" .Values.ports.health }}
-{{- $_ := set $settings "device" (get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind) }}
+{{- $_ := set $settings "device" (include "npuserve.device" .) }}
 {{- $_ := set $settings "drain_seconds" .Values.termination.drainSeconds }}
 {{- with include "npuserve.model" . }}
 {{- $_ := set $settings "model" . }}
