@@ -115,7 +115,9 @@ name: {{ include "npuserve.fullname" . | quote }}
 
 {{- define "npuserve.resources" -}}
 {{- $resources := deepCopy .Values.resources }}
-{{- if ne .Values.accelerator.kind "cpu" }}
+{{- if .Values.accelerator.claimTemplate }}
+{{- $_ := set $resources "claims" (list (dict "name" "devices")) }}
+{{- else if ne .Values.accelerator.kind "cpu" }}
 {{- $limits := default dict $resources.limits }}
 {{- $_ := set $limits (include "npuserve.resourceName" .) .Values.accelerator.count }}
 {{- $_ := set $resources "limits" (merge $limits .Values.accelerator.extraResources) }}
@@ -151,6 +153,8 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- with .Values.model }}
 {{- if eq .source "hub" }}
 {{- .hub.name }}
+{{- else if eq .source "image" }}
+{{- list "/models" .image.path | join "/" | trimSuffix "/" }}
 {{- else if eq .source "pvc" }}
 {{- list "/models" .pvc.path | join "/" | trimSuffix "/" }}
 {{- else if eq .source "init" }}

@@ -7,11 +7,9 @@ enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "npuserve.grace" . }}
 securityContext:
   {{- include "npuserve.podSecurityContext" . | nindent 2 }}
-{{- with .Values.image.pullSecrets }}
+{{- with .Values.imagePullSecrets }}
 imagePullSecrets:
-  {{- range . }}
-  - name: {{ quote . }}
-  {{- end }}
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- if or .Values.extraInitContainers .Values.accept.enabled (eq .Values.model.source "init") }}
 initContainers:
@@ -51,7 +49,7 @@ containers:
       {{- with include "npuserve.hubVariables" . | trim }}
       {{- . | nindent 6 }}
       {{- end }}
-      {{- else if has .Values.model.source (list "pvc" "init") }}
+      {{- else if has .Values.model.source (list "pvc" "init" "image") }}
       - name: HF_HUB_OFFLINE
         value: "1"
       {{- end }}
@@ -109,6 +107,11 @@ containers:
   {{- end }}
 volumes:
   {{- include "npuserve.volumes" . | nindent 2 }}
+{{- with .Values.accelerator.claimTemplate }}
+resourceClaims:
+  - name: devices
+    resourceClaimTemplateName: {{ quote . }}
+{{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -263,7 +266,7 @@ topologySpreadConstraints:
   mountPath: /var/cache/npuserve
 - name: shm
   mountPath: /dev/shm
-{{- if has .Values.model.source (list "pvc" "init") }}
+{{- if has .Values.model.source (list "pvc" "init" "image") }}
 - name: models
   mountPath: /models
   readOnly: true
@@ -328,6 +331,11 @@ topologySpreadConstraints:
     {{- if eq .source "pvc" }}
     readOnly: true
     {{- end }}
+{{- else if eq .source "image" }}
+- name: models
+  image:
+    reference: {{ .image.reference | quote }}
+    pullPolicy: {{ $.Values.image.pullPolicy }}
 {{- else if eq .source "init" }}
 - name: models
   emptyDir:
