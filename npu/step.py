@@ -7,11 +7,13 @@ scheduler can use these types.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:  # front ends do not import it
+    import numpy as np
+    import numpy.typing as npt
 
 Phase = Literal["prefill", "decode", "mixed"]
 

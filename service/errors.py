@@ -214,6 +214,12 @@ class NoChatTemplate(ServeError):
     code = code_pb2.FAILED_PRECONDITION
 
 
+class WrongTask(ServeError):
+    """The served model is for another task: it generates text, embeds or ranks."""
+
+    code = code_pb2.FAILED_PRECONDITION
+
+
 class UnknownAnswerFormat(ServeError):
     """The request needs the format of the model's reasoning and tool calls, and the server does not know it."""
 
@@ -331,6 +337,12 @@ class EngineKiller(ServeError):
     """The request crashes the engine. Running it alone has confirmed this (engine/crash_tracker.py)."""
 
     code = code_pb2.INTERNAL
+
+
+class Aborted(ServeError):
+    """Abort ended a request that has no output yet."""
+
+    code = code_pb2.ABORTED
 
 
 class TakenOver(ServeError):

@@ -157,7 +157,8 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
         (rpc, code) for rpc in ("Generate", "StreamGenerate", "vllm.Generate")
         for code in ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED",
                      "UNAUTHENTICATED", "UNAVAILABLE")),
-    request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",)),
+    request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",),
+                           ("pooled",)),
     streams_continued_total: (("engine",), ("client",)),
     queue_rejections_total: (
         ("queue_full",), ("displaced",), ("client_limit",), ("deadline",), ("duplicate",), ("too_large",),

@@ -84,12 +84,13 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "": set(),
         "storyteller": set(),
         "cann": {""},
-        "backends": {"", "cann"},
+        "quantization": set(),
+        "backends": {"", "cann", "quantization"},
         "emulator": {"", "backends", "cann"},
-        "model": {"", "backends"},
+        "model": {"", "backends", "quantization"},
         "execution": {"", "backends", "model"},
         "profiling": {"", "backends", "model", "execution"},
-        "quantize": {"", "model"},
+        "quantize": {"", "model", "quantization"},
     },
 }
 """Top-level folder -> folder in it -> folders in it from which that one may import; "" is the top level."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic
 
 import torch
 
+from npuserve.kernels.int4 import Grouping, Int4, PackedInt4
 from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout, library, record
 from npuserve.kernels.native import available as built
 from npuserve.kernels.native.arena import can_populate, populate
@@ -172,7 +173,7 @@ class CpuBackend(Backend):
     block_size = 128
     cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     fixed_state = True
-    int8_zeros = shares_memory = True
+    int4 = int8_zeros = shares_memory = True
     collectives = "gloo"
 
     def __init__(self, native: bool = built(), place: tuple[int, int] = (0, 1)) -> None:
@@ -236,6 +237,14 @@ class CpuBackend(Backend):
 
     def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         return super().weight_bytes(n, k, dtype) if self._arena is None else 4 * packed_words(n, k, dtype)
+
+    def int4_weight(self, n: int, k: int, grouping: Grouping) -> Int4:
+        if self._arena is None:
+            return super().int4_weight(n, k, grouping)
+        return PackedInt4.allocate(n, k, grouping, self._arena.empty)
+
+    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
+        return super().int4_bytes(n, k, grouping) if self._arena is None else grouping.packed_bytes(n, k)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return super().empty(shape, dtype) if self._arena is None else self._arena.empty(shape, dtype)

@@ -122,7 +122,7 @@ def load_runner(
 def _config(folder: Path | str, lm_head_dtype: HeadDtype, device: Backend, group: Group | None) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
     shard = Shard(group.rank, group.size) if group else WHOLE
-    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8).sharded(shard)
+    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8, int4=device.int4).sharded(shard)
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:

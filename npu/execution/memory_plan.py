@@ -21,7 +21,8 @@ from npuserve.npu.execution.sampling_state import penalties_bytes
 from npuserve.npu.execution.state_store import block_bytes, slot_bytes
 from npuserve.npu.model import storage
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.storage import StoredMatrix, check_schemes, stored_bytes
+from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.storage import check_schemes, stored_bytes
 
 MAX_SCRATCH_BYTES = 1 << 20
 """Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
@@ -400,9 +401,10 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
 
 def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:
     """Return the bytes of float64 copies in the golden int8 GEMM, which is exact: the weight and its outputs."""
-    if weight.scheme is None or _has_own(backend, linear):
+    copies = weight.form.golden_copies
+    if not copies or _has_own(backend, linear):
         return 0
-    weights = weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2)  # zero points make a second copy
+    weights = weight.rows * weight.inputs * copies
     outputs = tokens * weight.rows * 2  # the sums, and their scaled copy
     return (weights + outputs) * torch.float64.itemsize
 

@@ -28,7 +28,9 @@ from npuserve.npu.model.layers.shard import WHOLE
 from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears, matrices
-from npuserve.npu.quantization import LINEAR, QUANTIZATION_KEYS, W8A8, Quantization
+from npuserve.npu.quantization.assignment import LINEAR, Quantization
+from npuserve.npu.quantization.formats import QUANTIZATION_KEYS
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.quantize.layer import Layer, to_int8
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.source import Source, TensorSpec
@@ -82,7 +84,7 @@ def quantize_checkpoint(
         raise ModelError(f"{folder}: the tokenizer makes token id {largest} of the calibration text, "
                          f"and the model's ids are in [0, {config.vocab_size - 1}]")
     report_ignored_head(folder, config)
-    float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.float8.items()}
+    float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.form.converted.items()}
     source = Source(folder, frozenset(check_weights(folder, config)), float8, getattr(torch, config.dtype))
     specs = _specs(source, int8)
     strengths = []
@@ -157,7 +159,7 @@ def _linears(
         alone = Quantization(quantization.groups, (pattern,))
         if all(alone.of(name) for name in (*everything, "lm_head")):
             raise ModelError(f"ignore: {pattern!r} names no linear layer; they are named like {min(everything)}")
-    int8 = frozenset(name for linear in stored if linear.scheme for name in linear.parts)
+    int8 = frozenset(name for linear in stored if not linear.form.is_float for name in linear.parts)
     if not int8:
         raise ModelError("ignore: names all linear layers, so that there is nothing to quantize")
     return everything, int8

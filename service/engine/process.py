@@ -30,6 +30,7 @@ from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
+from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
@@ -185,7 +186,9 @@ def build_engine(
         quantization=runner.config.quantization_name,
         kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
-        parameters=runner.parameters, deterministic=runner.deterministic)
+        parameters=runner.parameters, deterministic=runner.deterministic,
+        task=runner.config.pooling.task if runner.config.pooling else "generate",
+        embedding_dimension=runner.config.embedding_dimension)
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(
@@ -200,7 +203,8 @@ def build_engine(
                     frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
-                    profiler=profiler, on_idle=ranks.check if ranks else None, history=history)
+                    profiler=profiler, on_idle=ranks.check if ranks else None,
+                    pooler=Pooler.of(runner.config, args.folder), history=history)
     if publisher and kv_events:
         publisher.start(kv_events.first, socket.wake)
     seconds = time.monotonic() - began

@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from npuserve.npu.model.pooling import Task
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
 from npuserve.service.ipc.explanations import ExplainReply, ExplainRequest
@@ -21,7 +22,7 @@ from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 from npuserve.service.ipc.profile_messages import ProfileReply, ToEngineProfile
 from npuserve.service.structured_output.constraint import Constraint
 
-FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
+FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted", "pooled"]
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -50,13 +51,24 @@ class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
     accepted: bool = False
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Parameters of a request that generates no token: the values made of the last hidden state of its prompt.
+
+    dimensions: of an embedding, the first ones; 0 for a reranker's score.
+    is_normalized: divide the embedding by its L2 norm.
+    """
+
+    dimensions: int = 0
+    is_normalized: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """Validated and tokenized request, as the engine needs it. The engine holds no text.
 
     request_id: name from the client or the server, unique among the client's live calls of a service.
     prompt_ids: token ids below the vocabulary size; at least one.
     max_tokens, min_tokens: limits of the whole answer, including output_ids. prompt + max_tokens fits the model's
-        context.
+        context. 0 with `pooling`.
     arrival: when its call reached the front end, before its message was read.
     stop_token_ids, eos_token_ids: tokens that end the answer; the latter are empty under ignore_eos.
     priority: lower runs earlier.
@@ -70,8 +82,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     owner: only caller that may resume it; "" for any caller with the token.
     service: service that the request_id belongs to; "" for InferenceService. Ids of different services do not collide.
     index, samples: number of this sample, from 0, and the number of samples of the call. The samples of a call have the
-        same request_id, client, arrival and prompt.
+        same request_id, client, arrival and prompt. Each document of a Rank call is a request with the number of the
+        document as its index, 1 as `samples`, and a prompt of its own.
     constraint: on the answer's text; None for none.
+    pooling: None for a request that generates tokens.
     """
 
     request_id: str
@@ -96,10 +110,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0
     samples: int = 1
     constraint: Constraint | None = None
+    pooling: PoolingParams | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """Properties of the served model, known once it is loaded."""
+    """Properties of the served model, known once it is loaded.
+
+    embedding_dimension: 0 unless the task is to embed.
+    """
 
     family: str
     vocabulary_size: int
@@ -113,6 +131,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_cache_tokens: int
     parameters: int
     deterministic: bool
+    task: Task = "generate"
+    embedding_dimension: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -152,6 +172,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     error: see errors.to_wire.
     logprobs: one per token, if requested.
     prompt_logprobs: log-probabilities of this step's chunk, in order, if requested.
+    values: of a request with `pooling`, an embedding or one score: float32, little-endian. Empty before its finish.
     """
 
     key: int
@@ -160,6 +181,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     error: WireError | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    values: bytes = b""
 
 
 class Record(msgspec.Struct, array_like=True):

@@ -313,7 +313,7 @@ class Scheduler:
     def _end_complete(self, progress: Progress) -> None:
         """End a request if a step has ended it."""
         sequence = progress.sequence
-        if progress.reason is not None:
+        if progress.reason is not None and not sequence.pools:
             self._estimator.record_answer(
                 sequence.timer.computing_seconds, len(sequence.request.prompt_ids), sequence.num_generated_tokens)
         if progress.reason is not None or progress.error is not None:
@@ -399,7 +399,7 @@ class Scheduler:
         check_size(request, self.blocks.capacity, self._max_model_len)
         if request.progress.accepted:
             return None
-        num_samples = request.samples - request.index
+        num_samples = max(1, request.samples - request.index)  # a document counts as one
         if request.client_limit and account.live + num_samples > request.client_limit:
             samples = f"; the call needs {num_samples} more" if request.samples > 1 else ""
             raise QueueFull(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
@@ -183,6 +185,11 @@ class Sequence:
         return self.state in _PAUSED
 
     @property
+    def pools(self) -> bool:
+        """True if the request generates no token: it ends with the hidden state of its last one."""
+        return self.request.pooling is not None
+
+    @property
     def holds_blocks(self) -> bool:
         return self.state in _HOLDING
 
@@ -340,6 +347,8 @@ class Sequence:
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
             reports = self.take_reports(reports, row.start)
+        if row.pools:
+            return Progress(self, [], "pooled", hidden=result.hidden[row.request_id])
         is_discarded = not row.samples or self.is_deferred
         if row.samples:
             self.is_deferred = False
@@ -427,6 +436,7 @@ class Progress(msgspec.Struct, frozen=True):
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.
     prompt_logprobs: reports of the prompt tokens that follow those reported before. Recomputed ones are not repeated.
+    hidden: last hidden state of a request that pools.
     """
 
     sequence: Sequence
@@ -435,3 +445,4 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: ServeError | None = None
+    hidden: npt.NDArray[np.float32] | None = None

@@ -19,13 +19,12 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from npuserve.service.errors import InvalidField
 
 if TYPE_CHECKING:
     from npuserve.service.text.fast_tokenizer import FastTokenizer
-    from npuserve.service.text.template_process import TemplateProcess
 
 COMMON = frozenset("<>/_-.:,")
 """Characters that templates search for in messages, as in </think>: marked only in the text of a special token."""
@@ -50,6 +49,15 @@ class Prompt(NamedTuple):
     renamed: str | None = None
 
 
+class Template(Protocol):
+    """Renderer of messages to the text of a prompt; see `ChatTemplate`."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...
+
+
 class PlainText:
     """Encoder that separates the special tokens of a template from their text in a client's strings.
 
@@ -70,7 +78,7 @@ class PlainText:
         self._example = min(texts, key=len, default="")
 
     def render(
-        self, chat: TemplateProcess, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
+        self, chat: Template, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]], plain_messages: Sequence[bool] | None = None, plain_rest: bool = True,
     ) -> Prompt:
         """Render a chat.

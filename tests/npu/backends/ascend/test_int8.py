@@ -20,7 +20,8 @@ from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import stored_bytes
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import load
 from tests.npu.backends.small import GREEDY, answers, asks, saved, saved_w8a8
