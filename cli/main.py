@@ -36,6 +36,7 @@ COMMANDS = {
     "rank": ("rank", "order documents by their relevance to a query"),
     "top": ("top", "show a server's load, latencies and slowest kernels"),
     "profile": ("profile", "record the kernels of a server's next steps as a trace"),
+    "explain": ("explain", "say where the time of a request went"),
     "bench serve": ("bench.serve", "send load to a running server and report latencies and throughput"),
     "bench kernels": ("bench.kernels", "time each kernel and compare it with the machine's ceilings"),
     "bench step": ("bench.step", "time the engine's step without gRPC"),
@@ -48,8 +49,8 @@ COMMANDS = {
 OTHER_NAMES = {
     "run": "serve", "start": "serve", "server": "serve", "api_server": "serve", "launch": "serve",
     "launch_server": "serve", "complete": "generate", "completions": "generate", "client": "generate",
-    "prompt": "generate", "benchmark": "bench", "monitor": "top", "convert": "quantize", "doctor": "check",
-    "info": "check", "embeddings": "embed", "rerank": "rank", "score": "rank",
+    "prompt": "generate", "benchmark": "bench", "monitor": "top", "why": "explain", "convert": "quantize",
+    "doctor": "check", "info": "check", "embeddings": "embed", "rerank": "rank", "score": "rank",
     "env": "collect", "collect-env": "collect", "version": "--version", "help": "--help",
 }
 """Commands by names that other programs have for them."""
