@@ -175,7 +175,11 @@ def predict(
     host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
     mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
-    num_slots, fixed_state = _slots(config, backend, made, max_num_seqs, kv_cache_memory, free)
+    per_request = -(-length // block_size)
+    least = -(-max_model_len // block_size) * block
+    most = kv_cache_memory or min(free, max_num_seqs * per_request * block)
+    num_slots, fixed_state = _slots(
+        config, backend, made, max_num_seqs, kv_cache_memory, free, most - max(least, int(most * (1 - STATE_SHARE))))
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
@@ -183,7 +187,6 @@ def predict(
         num_blocks = _given_blocks(
             kv_cache_memory, fixed_state, slot_bytes(config, made), block, block_size, max_model_len, max_num_seqs)
     else:
-        per_request = -(-length // block_size)
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
@@ -215,18 +218,23 @@ def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block
                for state in config.paged_states)
 
 
-MAX_STATE_SHARE = 0.5
-"""Largest share of the cache's memory that slots of fixed state take."""
+STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
+"""Shares of the cache's memory that slots of fixed state take: if two for each request take less, and at most.
+`bench/engine/prefix_cache.py` measures what the checkpoints of a share find."""
 
 
 def _slots(
-    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, kv_cache_memory: int, free: int
+    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, kv_cache_memory: int, free: int,
+    checkpoints: int,
 ) -> tuple[int, int]:
     """Return the number of slots of fixed state and their bytes; 0 for a model without.
 
-    There are two for each request: its state, and a checkpoint or the state before a constrained row. If half of the
-    memory does not hold as many, there are fewer, and fewer requests run at a time. One request has its two even if
-    they do not fit in `free`, which is the memory where kv_cache_memory is 0.
+    There are two for each request: its state, and a checkpoint or the state before a constrained row. There are more if
+    the bytes for checkpoints hold more. If half of the memory does not hold two for each, there are fewer, and fewer
+    requests run at a time. One request has its two even if they do not fit in `free`, which is the memory where
+    kv_cache_memory is 0.
+
+    checkpoints: bytes that slots may take beyond two for each request.
 
     Raises ModelError if kv_cache_memory holds less than the two slots of one request.
     """
@@ -234,7 +242,8 @@ def _slots(
         return 0, 0
     slot = slot_bytes(config, dtype)
     padding = 1 if backend.padding_blocks else 0
-    num_slots = min(2 * max_num_seqs, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
+    wanted = max(2 * max_num_seqs, checkpoints // slot)
+    num_slots = min(wanted, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
     if num_slots < 2 and kv_cache_memory:
         raise ModelError(f"kv_cache_memory: {mib(kv_cache_memory)} holds the state of no request; the least is "
                          f"{mib(int((2 + padding) * slot / MAX_STATE_SHARE))}")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3_5TextConfig
 
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.memory_plan import STATE_SHARE, predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
@@ -241,7 +241,18 @@ def test_context_whose_blocks_do_not_fit_beside_the_states_names_the_least_memor
         predict(config, backend, kv_cache_memory=least * 3 // 4, **needed)
     if max_num_seqs > 1:
         single = least_of(error, r"or ([\d,.]+) MiB with max_num_seqs 1$")
-        assert predict(config, backend, kv_cache_memory=single, max_model_len=4096, max_num_seqs=1).num_slots == 2
+        assert predict(config, backend, kv_cache_memory=single, max_model_len=4096, max_num_seqs=1).num_slots >= 2
+
+
+def test_memory_beyond_two_slots_for_each_request_has_more_checkpoints_that_leave_max_model_len_its_blocks() -> None:
+    config, backend = ModelConfig.from_dict(config_of(max_position_embeddings=1 << 20)), CpuBackend()
+    memory = 64 << 20
+    plan = predict(config, backend, kv_cache_memory=memory, max_num_seqs=2)
+    assert plan.num_slots > 4
+    assert plan.fixed_state == pytest.approx(STATE_SHARE * memory, rel=0.05)
+    full = plan.num_blocks * plan.block_size
+    longer = predict(config, backend, kv_cache_memory=memory, max_num_seqs=2, max_model_len=full + 1024)
+    assert 4 <= longer.num_slots < plan.num_slots
 
 
 def test_context_that_the_free_memory_does_not_hold_names_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
