@@ -3,8 +3,8 @@
     python bench/engine/prefix_cache.py mooncake_conversation_trace.jsonl
 
 The real scheduler, block manager and state slots run over a trace, with a simulated device. A line of the trace has a
-request's time, its numbers of tokens, and ids that stand for equal 512 tokens. All lengths are divided by 32, so that an
-id is a block of 16 tokens. The columns of the hybrid:
+request's time, its numbers of tokens, and ids that stand for equal 512 tokens. All lengths are divided by 32, so that
+an id is a block of 16 tokens. The columns of the hybrid:
 
     same memory    its states take a part of the memory that the attention model has for keys and values
     same blocks    its states have memory of their own

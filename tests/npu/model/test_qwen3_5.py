@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,54 @@ def test_numbers_do_not_depend_on_the_batch(
     for answer, expected in zip(answers, alone, strict=True):
         assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
     assert scheduler.prefix_hits > 0
+
+
+def conversations(count: int, seed: int) -> list[Ask]:
+    """Return requests of which most continue an earlier prompt, whole or a part, and some are cancelled.
+
+    Token 2 ends messages. A request arrives every four ticks.
+    """
+    draw = random.Random(seed)
+    known: list[list[int]] = [[*draw.choices(range(3, VOCABULARY), k=33), 2]]
+    asks = []
+    for index in range(count):
+        before = draw.choice(known[-12:]) if draw.random() < 0.8 else known[0]
+        cut = len(before) if draw.random() < 0.7 else draw.randint(1, len(before))
+        prompt = [*before[:cut], *draw.choices(range(3, VOCABULARY), k=draw.randint(1, 40)), 2]
+        prompt += draw.choices(range(3, VOCABULARY), k=draw.randint(0, 4))
+        if len(prompt) > 180:
+            prompt = [*known[0], *prompt[-30:]]
+        known.append(prompt)
+        made = ask(prompt, draw.choice([1, 2, 17, 60]), 4 * index)
+        asks.append(replace(made, cancel=draw.randint(1, 20) if draw.random() < 0.1 else None))
+    return asks
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_requests_under_eviction_pressure_equal_those_without_prefix_cache(
+    served: tuple[Runner, PreTrainedModel], count: int
+) -> None:
+    runner, _ = served
+    if not runner.deterministic:
+        pytest.skip("the native kernels are not built")
+    asks = conversations(count, 11)
+    settings: dict[str, Any] = {"depth": 2, "pool": 24, "seats": 6, "budget": 48, "num_slots": 14,
+                                "message_end_ids": frozenset([2])}
+    answers, scheduler = serve(runner, asks, **settings)
+    bypassed, other = serve(
+        runner, [replace(each, fields={**each.fields, "bypass_prefix_cache": True}) for each in asks], **settings)
+    assert other.prefix_hits == 0
+    for answer, expected in zip(answers, bypassed, strict=True):
+        shared = min(len(answer.tokens), len(expected.tokens))
+        assert answer.tokens[:shared] == expected.tokens[:shared]
+        assert answer.logprobs[:shared] == expected.logprobs[:shared]
+        if "cancelled" not in (answer.reason, expected.reason):
+            assert (answer.reason, len(answer.tokens)) == (expected.reason, len(expected.tokens))
+    misses = scheduler.take_misses()
+    assert scheduler.prefix_hits > scheduler.prefix_queries // 4
+    assert scheduler.preemptions > 0
+    assert misses["no_block"] > 0
+    assert misses["no_state"] > 0
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
