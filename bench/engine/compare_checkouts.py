@@ -12,8 +12,8 @@ Both compute in the same way, set by --gemm and --weights (settings cpu_gemm and
 measurement may choose otherwise.
 
 Prints a Markdown table: the least time of a turn, and ratios before / after: above 1, the second checkout is faster.
-The first ratio is that of the least times, which other processes disturbed least. The second is the median over the pairs
-of turns, with the middle half of them.
+The first ratio is that of the least times, which other processes disturbed least. The second is the median over the
+pairs of turns, with the middle half of them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def work(args: argparse.Namespace) -> None:
     threads, largest = int(args.threads), max(args.rows)
     config = msgspec.structs.replace(
         ServerConfig(), model=str(args.model), threads=threads, cpu_gemm=args.gemm, cpu_weights=args.weights,
-        kv_cache_memory=KV_CACHE)
+        kv_cache_memory=KV_CACHE, double_buffering=False)  # no step is in flight between two turns
     steps = (args.turns + 1) * max(STEPS.values())
     bench = Bench.load(config, args.rows, args.context, args.prompt, steps)
     for thread in threading.enumerate():
