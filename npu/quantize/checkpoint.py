@@ -83,6 +83,8 @@ def quantize_checkpoint(
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
     config = ModelConfig.from_folder(folder, float8=False)
+    if config.pooling:
+        raise ModelError(f"{folder}: is an embedding model or a reranker (modules.json), which is not quantized")
     if config.schemes:
         raise ModelError(f"{folder}: is quantized to {config.quantization_name} already; supported are bfloat16, "
                          "float16, float32 or float8")

@@ -24,6 +24,7 @@ from npuserve.npu.quantize.smoothing import smooth
 from tests.npu.model.test_float8 import BLOCKS, LARGE_HYBRID, METHOD_FP8, saved_blocks, take_converted
 from tests.support.hybrids import random_hybrid
 from tests.support.models import FAMILIES, edit_config, random_model, saved
+from tests.support.pooling import embeds
 
 BF16 = torch.bfloat16
 
@@ -383,3 +384,8 @@ def test_quantized_checkpoint_of_one_file_with_an_index_has_an_index(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     quantize_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in weight_files(tmp_path / "out")] == [name]
+
+
+def test_quantize_of_a_model_that_pools_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is an embedding model or a reranker"):
+        quantize_checkpoint(embeds(saved(random_model("qwen3"), tmp_path / "model")), tmp_path / "out")
