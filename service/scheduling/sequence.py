@@ -101,6 +101,7 @@ class Sequence:
     num_prefill_tokens: tokens that were known at the last admission.
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
     num_shared_tokens: prompt tokens that another sample of the call computes for this one. 0 once it was admitted.
+    num_deferred: rows that were computed again, since their mask was late.
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
@@ -110,10 +111,32 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "checkpoint_positions", "deadline", "id", "is_deferred",
-        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
-        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key",
-        "request", "slots", "state", "timer", "token_ids", "was_admitted",
+        "account",
+        "age_key",
+        "blocks",
+        "cached_tokens",
+        "checkpoint_positions",
+        "deadline",
+        "id",
+        "is_deferred",
+        "matcher",
+        "num_computed_tokens",
+        "num_deferred",
+        "num_pending_tokens",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_reported_tokens",
+        "num_shared_tokens",
+        "num_steps_in_flight",
+        "num_tokens_at_yield",
+        "origin",
+        "queue_key",
+        "request",
+        "slots",
+        "state",
+        "timer",
+        "token_ids",
+        "was_admitted",
     )
 
     def __init__(
@@ -149,6 +172,7 @@ class Sequence:
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
+        self.num_deferred = 0
         self.is_deferred = False
         self.timer = PhaseTimer(request.arrival, progress.timing)
 
@@ -298,7 +322,7 @@ class Sequence:
         """Run the request again with its blocks. The time of the pause counts as queue, unless a step is in flight."""
         self.state = State.RUNNING
         if not self.num_steps_in_flight:
-            self.timer.end_queue(now)
+            self.timer.end_queue(now, is_pause=True)
 
     def end(self) -> None:
         self.state = State.ENDED
@@ -311,6 +335,7 @@ class Sequence:
         A later step computes the last token again, and writes to its block, which is not shared: `Scheduler.apply` does
         not count this token. With a fixed state it computes the whole row again, from the state before it.
         """
+        self.num_deferred += 1
         self.num_pending_tokens -= 1
         self.num_computed_tokens = self.slots.retract() if self.slots else self.num_computed_tokens - 1
         self.is_deferred = True

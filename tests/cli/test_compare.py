@@ -15,7 +15,7 @@ from npuserve.cli import compare as module
 from npuserve.cli import main as cli
 from npuserve.kernels import native
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from tests.support.hybrids import saved_as_published
 from tests.support.models import edit_config, random_model, saved
 from tests.support.pooling import embeds
