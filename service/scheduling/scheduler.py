@@ -262,8 +262,12 @@ class Scheduler:
             sequence = self._sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
-            is_deferred = sequence.is_deferred and row.samples
+            is_deferred = sequence.is_deferred and row.samples > 0
+            increment = sequence.apply(row, result, now)
+            num_accepted = len(increment.token_ids) if increment is not None else 0
             num_computed_tokens = row.start + len(row.token_ids) - is_deferred
+            if row.samples > 1:  # the drafts before the last accepted token
+                num_computed_tokens += max(1, num_accepted) - row.samples
             if is_deferred and sequence.slots:
                 num_computed_tokens = row.start
             self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
@@ -271,9 +275,8 @@ class Scheduler:
                 self._register_checkpoint(sequence, num_computed_tokens)
             if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
-            increment = sequence.apply(row, result, now)
             if self.quarantine and row.samples and not is_deferred:
-                self.quarantine.count_token(sequence.id)
+                self.quarantine.count_tokens(sequence.id, max(1, num_accepted))
             if increment is not None:
                 progress.append(increment)
                 self._end_complete(increment)

@@ -320,17 +320,26 @@ class Sequence:
             self.is_deferred = False
         if is_discarded:
             return Progress(self, [], prompt_logprobs=reports) if reports else None
-        if row.start + len(row.token_ids) < len(self.token_ids):
+        num_drafts = row.samples - 1
+        if row.start + len(row.token_ids) - num_drafts < len(self.token_ids):
             return None  # forced tokens were appended while the step was in flight: its token is the first of them
-        token = result.token_ids[row.request_id]
         self.num_pending_tokens -= 1
-        if self.matcher is not None:
-            self.matcher.advance(token)
-            if self.matcher.error is not None:
-                return Progress(self, [], error=self.matcher.error)
-        self.token_ids.append(token)
+        drafts = row.token_ids[len(row.token_ids) - num_drafts :]
+        accepted: list[int] = []
+        reason: FinishReason | None = None
+        for place, token in enumerate(result.token_ids[row.request_id]):
+            if self.matcher is not None:
+                self.matcher.advance(token)
+                if self.matcher.error is not None:
+                    return Progress(self, [], error=self.matcher.error)
+            self.token_ids.append(token)
+            accepted.append(token)
+            reason = self.finish_reason()
+            if reason is not None or place == num_drafts or token != drafts[place]:
+                break
+        self.num_computed_tokens += len(accepted) - 1
         logprobs = result.logprobs.get(row.request_id)
-        return Progress(self, [token], self.finish_reason(), [logprobs] if logprobs else None, reports)
+        return Progress(self, accepted, reason, logprobs[: len(accepted)] if logprobs else None, reports)
 
     def append_forced(self, min_tokens: int) -> list[int]:
         """Append the run of forced tokens that follows, if it has at least `min_tokens`, and return it. The next row
@@ -397,7 +406,7 @@ class Sequence:
 class Progress(msgspec.Struct, frozen=True):
     """Result of one step for one request.
 
-    token_ids: the sampled token, and the forced tokens that were appended to it.
+    token_ids: the sampled tokens, and the forced tokens that were appended to them.
     reason: set if the request ended with this step.
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.

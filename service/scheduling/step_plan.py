@@ -67,7 +67,7 @@ class StepBuilder:
             end = planned
         if sequence.checkpoint_positions:
             end = _end_at_checkpoint(sequence, end)
-        samples = end == planned
+        samples = int(end == planned)
         is_constrained = False
         if samples:
             sequence.num_pending_tokens += 1

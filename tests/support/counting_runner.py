@@ -49,7 +49,7 @@ class FakeRunner:
         self.delay = delay
         self._block_size = block_size
         self._known: dict[int, _Known] = {}
-        self._sampled: dict[int, int] = {}  # tokens of the step that was launched last, by request
+        self._sampled: dict[int, list[int]] = {}  # tokens of the step that was launched last, by request
         self._flying: deque[StepResult] = deque()
         self._unsampled: list[Row] = []  # constrained rows of the step that was launched last
         self._free_at = 0.0  # end of all launched steps
@@ -82,7 +82,7 @@ class FakeRunner:
             if row.request_id in masks:
                 self._sample(row.request_id, handle[0], masks[row.request_id])
             else:
-                handle[0].token_ids[row.request_id] = 0
+                handle[0].token_ids[row.request_id] = [0]
         self._unsampled = []
 
     def ready(self, handle: tuple[StepResult, float]) -> bool:
@@ -127,9 +127,9 @@ class FakeRunner:
         token = self.next_token(request_id, known.tokens, len(known.request.prompt_ids))
         token = first_allowed(token, self.vocabulary, mask)
         known.tokens.append(token)
-        result.token_ids[request_id] = token
+        result.token_ids[request_id] = [token]
         if known.request.sampling.logprobs is not None:
-            result.logprobs[request_id] = TokenLogprobs(token, -1.0, 1, [token], [-1.0])
+            result.logprobs[request_id] = [TokenLogprobs(token, -1.0, 1, [token], [-1.0])]
 
     def _check_blocks(self, rows: list[Row]) -> None:
         holders = Counter(block for row in rows for block in row.block_ids)

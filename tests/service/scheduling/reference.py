@@ -74,7 +74,7 @@ class FakeDevice:
         self.num_slots = num_blocks * block_size
         self.known: dict[int, NewRequest] = {}
         self.announced: set[int] = set()
-        self.sampled: dict[int, int] = {}  # tokens of the step before, by request
+        self.sampled: dict[int, list[int]] = {}  # tokens of the step before, by request
         # Result of the last step until it is sampled, and the contexts of its constrained rows.
         self.unsampled: tuple[StepResult, dict[int, tuple[int, ...]]] | None = None
 
@@ -122,7 +122,8 @@ class FakeDevice:
                 assert token_ids == [PENDING], "a known token beside a pending one"
                 assert row.samples
                 assert row.request_id in self.sampled, "a token that the step before has not sampled"
-                token_ids = [self.sampled[row.request_id]]
+                (pending,) = self.sampled[row.request_id]
+                token_ids = [pending]
             context = (*before, *token_ids)
             for position in range(row.start, end):
                 self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
@@ -138,11 +139,13 @@ class FakeDevice:
             num_prompt = len(new.prompt_ids)
             assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "the prompt of another request"
             if row.samples:
-                assert len(context) >= num_prompt + len(new.output_ids), "samples before its last known token"
+                known = context[: len(context) - row.samples + 1]
+                assert len(known) >= num_prompt + len(new.output_ids), "samples before its last known token"
                 if row.is_constrained:
                     unsampled[row.request_id] = context
                 else:
-                    self._sample(row.request_id, context, result)
+                    for length in range(len(known), len(context) + 1):
+                        self._sample(row.request_id, context[:length], result)
             assert row.samples or not row.is_constrained
             if new.sampling.prompt_logprobs is not None:
                 predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
@@ -154,6 +157,7 @@ class FakeDevice:
 
     def _sample(self, request_id: int, context: tuple[int, ...], result: StepResult, mask: Mask | None = None) -> None:
         new = self.known[request_id]
-        token = result.token_ids[request_id] = next_token(context, len(new.prompt_ids), new.sampling, mask)
+        token = next_token(context, len(new.prompt_ids), new.sampling, mask)
+        result.token_ids.setdefault(request_id, []).append(token)
         if new.sampling.logprobs is not None:
-            result.logprobs[request_id] = report(token, len(context))
+            result.logprobs.setdefault(request_id, []).append(report(token, len(context)))
