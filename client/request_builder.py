@@ -91,6 +91,7 @@ class Options(PromptOptions, total=False):
     priority: int
     bypass_prefix_cache: bool
     cache_salt: str
+    speculate: bool
 
 
 def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

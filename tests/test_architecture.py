@@ -75,10 +75,12 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "gateway": {"", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests"},
         "frontend": {
             "", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests", "gateway"},
-        "scheduling": {"", "ipc", "structured_output"},
+        "speculation": set(),
+        "scheduling": {"", "ipc", "speculation", "structured_output"},
         "structured_output": {"", "processes", "text"},
-        "ranks": {"", "processes"},
-        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "ranks"},
+        "ranks": {"", "processes", "speculation"},
+        "engine": {
+            "", "ipc", "processes", "streams", "scheduling", "speculation", "structured_output", "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {

@@ -289,10 +289,10 @@ class BatchBuffers:
         blocks = [-(-context // block_size) for context in contexts]
         total, width = ends[-1], max(blocks)
         num_samples = sum(row.samples for row in rows)
-        if num_samples > self._max_samples or any(
-                n > most for n, most in zip((total, size, width), self._limits, strict=True)):
+        limits = *self._limits, self._max_samples
+        if any(n > most for n, most in zip((total, size, width, num_samples), limits, strict=True)):
             raise ValueError(f"a step of {total} tokens, {size} rows, {width} blocks a row and {num_samples} samples, "
-                             f"while the buffers hold at most {', '.join(map(str, (*self._limits, self._max_samples)))}")
+                             f"while the buffers hold at most {', '.join(map(str, limits))}")
         self._write_tables(rows, blocks, first)
 
         here = slice(first, first + total)

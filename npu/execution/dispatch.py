@@ -253,6 +253,11 @@ class Dispatch:
         """Least number of known tokens for which a chunk is faster than as many decode rows."""
         return MIN_FORCED_EAGER if self.decodes.hidden and not self.chunks.hidden else MIN_FORCED
 
+    @property
+    def computes_drafts(self) -> bool:
+        """Whether a row with drafts takes about as long as a decode row: both are captured, or neither is."""
+        return self.chunks.hidden is not None or self.decodes.hidden is None
+
     def sampled_rows(self, part: Part) -> int:
         """Return the rows of the captured sampler that can take the part; 0 if none can."""
         if not self.decodes.sampled or part.first:

@@ -68,7 +68,8 @@ class Runner:
     kv_cache_dtype: "auto", "int8" or "fp8".
     max_model_len: maximum number of positions of a request.
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
-    max_drafts: most drafts of a step; see `Row.samples`.
+    max_drafts: most drafts of a step; see `Row.samples`. The attribute is 0 where rows with drafts are much slower than
+        decode rows.
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
     shared_weights: description of the weights in shared memory (`load.describe`), or None.
@@ -151,6 +152,7 @@ class Runner:
             capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
+        self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
 

@@ -134,8 +134,8 @@ class StepPipeline:
 
     @property
     def needs_tokens(self) -> bool:
-        """True if the step launched last is sampled only after the oldest was collected."""
-        return bool(self._constrained)
+        """True if the step launched last is sampled, or the next one planned, only after the oldest was collected."""
+        return bool(self._constrained) or (bool(self._steps) and self._scheduler.waits_for_tokens)
 
     def wait_for_masks(self) -> None:
         """Wait until each deferred row can be planned again. For loops that have nothing else to do."""

@@ -71,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     index, samples: number of this sample, from 0, and the number of samples of the call. The samples of a call have the
         same request_id, client, arrival and prompt.
     constraint: on the answer's text; None for none.
+    speculate: whether steps may compute drafts of the answer.
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0
     samples: int = 1
     constraint: Constraint | None = None
+    speculate: bool = True
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -134,6 +136,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
     cached_tokens: prompt tokens found in the prefix cache at the first admission.
     grammar_completed: the answer satisfies its constraint; False without a constraint.
+    drafted_tokens, accepted_drafts: drafts that this engine's steps computed for the request, and the accepted ones.
     """
 
     reason: FinishReason
@@ -142,6 +145,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int
     timing: Timing
     grammar_completed: bool = False
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

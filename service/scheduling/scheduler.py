@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import check_size
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.preemption import Preemption
@@ -74,6 +75,7 @@ class Scheduler:
     max_model_len: maximum tokens of a prompt and its answer; None: what the KV cache holds.
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
     slots: slots of fixed state; None for a model without.
+    drafting: drafts of the requests; None for none.
 
     All times are seconds of the clock of Request.arrival.
 
@@ -92,9 +94,11 @@ class Scheduler:
         max_model_len: int | None = None,
         min_forced: int = 0,
         slots: StateSlots | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.blocks = blocks
         self.slots = slots
+        self.drafting = drafting or Drafting()
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -234,6 +238,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
+        if self.waits_for_tokens:
+            return Plan(Step([]), [], [])
         self._run_unpaused(now)
         running = self._running
         leaving = self._yield_to_next() if self._queue else []
@@ -244,14 +250,18 @@ class Scheduler:
         if leaving:
             running = [sequence for sequence in running if sequence not in leaving]
         plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots)
-        self._plan_decodes(plan, running)
+        drafts = self.drafting.choose(self._decoding(running), self._max_num_batched_tokens)
+        num_drafts = self._plan_decodes(plan, running, drafts)
         decodes = len(plan.rows)
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
-        self._estimator.step_planned(decodes, self._max_num_batched_tokens - plan.budget - decodes, now)
-        return Plan(Step(plan.rows, plan.new, self.take_ended()), plan.dropped, plan.constrained)
+        prompts = self._max_num_batched_tokens - plan.budget - decodes - num_drafts
+        self._estimator.step_planned(decodes, prompts, now)
+        step = Step(plan.rows, plan.new, self.take_ended())
+        self.drafting.planned(step)
+        return Plan(step, plan.dropped, plan.constrained)
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
         """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
@@ -279,8 +289,25 @@ class Scheduler:
                 self.quarantine.count_tokens(sequence.id, max(1, num_accepted))
             if increment is not None:
                 progress.append(increment)
+                if num_accepted:
+                    self.drafting.extend(sequence, increment.token_ids, row.samples - 1)
                 self._end_complete(increment)
+        if step.rows:
+            self.drafting.step_applied(self._decoding(self._running), self._max_num_batched_tokens, now)
         return progress
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if the next step is planned only after those in flight are applied, since it may have drafts."""
+        return self.drafting.must_wait(self._decoding(self._running))
+
+    def _decoding(self, running: list[Sequence]) -> list[Sequence]:
+        """Return the running requests if their rows may have drafts; [] in quarantine, and while prompts are computed
+        or can be admitted."""
+        if self.drafting.speculator is None or self.quarantine:
+            return []
+        is_admitting = bool(self._queue) and len(self._running) < self._max_num_seqs
+        return [] if is_admitting or any(sequence.is_prefilling for sequence in running) else running
 
     def _register_checkpoint(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Make the state that was taken at a block boundary a checkpoint, once its row is applied."""
@@ -304,6 +331,7 @@ class Scheduler:
             return progress
         self.forced_tokens += len(run)
         self._has_forced = True
+        self.drafting.extend(sequence, run)
         token_ids = [*progress.token_ids, *run]
         progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
         self._end_complete(progress)
@@ -521,19 +549,30 @@ class Scheduler:
             elif not sequence.num_steps_in_flight:
                 self._preempt(sequence)
 
-    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence]) -> None:
-        """Add the decode rows of the running requests, and allocate blocks for all their tokens.
+    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence], drafts: Mapping[int, list[int]]) -> int:
+        """Add the decode rows of the running requests, and allocate blocks for all their tokens. Return the drafts.
 
-        A request whose block is held by one that is about to be preempted gets no row.
+        A request whose block is held by one that is about to be preempted gets no row. Drafts that lack a block are
+        left out, also if a running request may lack one then.
+
+        drafts: by sequence id.
         """
         blocks = self.blocks
+        num_drafts = 0
         for sequence in running:
             if not sequence.needs_row:
                 continue
             num_tokens = sequence.num_tokens
             has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
             if has_blocks and num_tokens == sequence.num_computed_tokens + 1:
-                plan.add_row(sequence, 1)
+                row_drafts = drafts.get(sequence.id)
+                end = num_tokens + len(row_drafts or ())
+                if row_drafts and not blocks.covers(sequence.blocks, end):
+                    is_allocated = blocks.allocate(sequence.blocks, end, spare=len(running))
+                    row_drafts = row_drafts if is_allocated else None
+                num_drafts += len(row_drafts or ())
+                plan.add_row(sequence, 1, row_drafts)
+        return num_drafts
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of
@@ -700,6 +739,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Forget a request and free its blocks. The next step reports it to the runner if the runner knows it."""
         self._take_out(sequence)
+        self.drafting.end(sequence)
         sequence.end()
         self.deadlines.forget(sequence.id)
         self._queue.remove_live(sequence.account)

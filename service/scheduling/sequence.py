@@ -14,6 +14,7 @@ from npuserve.service.ipc.messages import Finish, FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 from npuserve.service.scheduling.state_slots import SlotTable
+from npuserve.service.speculation.drafter import Drafter
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 
 
@@ -103,15 +104,19 @@ class Sequence:
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
+    has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
+    drafter: predicts the next tokens; None for no drafts, and before the first token.
+    num_drafted, num_accepted: drafts that steps computed, and those that were accepted.
     num_tokens_at_yield: tokens that were known when the request was last preempted for another client; 0: never.
     timer: phases of its time.
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "checkpoint_positions", "deadline", "id", "is_deferred",
-        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
-        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key",
-        "request", "slots", "state", "timer", "token_ids", "was_admitted",
+        "account", "age_key", "blocks", "cached_tokens", "checkpoint_positions", "deadline", "drafter", "has_drafts",
+        "id", "is_deferred", "matcher", "num_accepted", "num_computed_tokens", "num_drafted", "num_pending_tokens",
+        "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight",
+        "num_tokens_at_yield", "origin", "queue_key", "request", "slots", "state", "timer", "token_ids",
+        "was_admitted",
     )
 
     def __init__(
@@ -148,6 +153,10 @@ class Sequence:
         self.was_admitted = False
         self.num_steps_in_flight = 0
         self.is_deferred = False
+        self.has_drafts = False
+        self.drafter: Drafter | None = None
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.timer = PhaseTimer(request.arrival, prior.timing)
 
     @property
@@ -187,7 +196,7 @@ class Sequence:
     @property
     def needs_row(self) -> bool:
         """True if the next step may compute tokens of the running request."""
-        if self.is_preparing:
+        if self.has_drafts or self.is_preparing:
             return False
         num_uncomputed_tokens = self.num_uncomputed_tokens
         return num_uncomputed_tokens > 1 or (num_uncomputed_tokens == 1 and self.can_sample)
@@ -311,6 +320,7 @@ class Sequence:
     def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:
         """Take in the result of the request's row in the oldest step, which ended `now`. None if nothing is new."""
         self.num_steps_in_flight -= 1
+        self.has_drafts = False
         self.timer.end_step(row.start < self.num_prefill_tokens, result.device_seconds, now)
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
@@ -383,7 +393,8 @@ class Sequence:
         """
         generated = self.num_generated_tokens if keep is None else keep
         is_complete = keep is None and self.matcher is not None and self.matcher.is_complete
-        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timer.timing, is_complete)
+        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timer.timing, is_complete,
+                      self.num_drafted, self.num_accepted)
 
 
     def faults(self, block_size: int) -> Iterator[str]:

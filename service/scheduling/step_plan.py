@@ -57,8 +57,12 @@ class StepBuilder:
         self._block_size = block_size
         self._slots = slots
 
-    def add_row(self, sequence: Sequence, max_tokens: int) -> None:
-        """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them."""
+    def add_row(self, sequence: Sequence, max_tokens: int, drafts: list[int] | None = None) -> None:
+        """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them.
+
+        drafts: tokens to compute after the last known one, which the row then includes. It must have blocks for these,
+            too, and no step in flight.
+        """
         start = sequence.num_computed_tokens
         tokens = sequence.token_ids
         planned = len(tokens) + sequence.num_pending_tokens
@@ -74,8 +78,14 @@ class StepBuilder:
             if sequence.matcher is not None:
                 is_constrained = True
                 self.constrained.append(sequence)
-        num_blocks = -(-end // self._block_size)
         sequence.num_computed_tokens = end
+        row_tokens = tokens[start:end] or [PENDING]
+        if drafts:
+            row_tokens += drafts
+            end += len(drafts)
+            samples += len(drafts)
+            sequence.has_drafts = True
+        num_blocks = -(-end // self._block_size)
         sequence.account.virtual_time += end - start
         sequence.num_steps_in_flight += 1
         self.budget -= end - start
@@ -91,7 +101,7 @@ class StepBuilder:
                 self._slots.take(sequence.slots, end)
         row = Row(
             sequence.id,
-            tokens[start:end] or [PENDING],
+            row_tokens,
             start,
             block_ids,
             samples,

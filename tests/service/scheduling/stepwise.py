@@ -18,6 +18,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
+from tests.support.oracle_drafts import Kind, drafting_of
 
 TICK = 1 / 64  # sums of it are exact
 
@@ -29,6 +30,7 @@ class SchedulerHarness:
     depth: maximum number of steps in flight.
     min_forced: see Scheduler.
     mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
+    drafts: kind of the drafts; see oracle_drafts.py.
     """
 
     num_blocks: int = 64
@@ -42,6 +44,7 @@ class SchedulerHarness:
     min_forced: int = 2
     max_model_len: int | None = None
     mask_seconds: float = math.inf
+    drafts: Kind = "off"
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class SchedulerHarness:
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
             min_forced=self.min_forced,
+            drafting=drafting_of(self.drafts, lambda sequence: answer_alone(sequence.request)[0], VOCABULARY),
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
@@ -142,8 +146,13 @@ class SchedulerHarness:
         assert step.rows or not (step.new or step.ended)
         for row, sequence in zip(step.rows, rows, strict=True):
             end = row.start + len(row.token_ids)
-            assert row.token_ids == (sequence.token_ids[row.start : end] or [PENDING])
-            assert row.samples == (end == planned[sequence.id])
+            if row.samples > 1:
+                assert self.drafts != "off"
+                assert len(self.pipeline) == 0, "drafts after a token that is not on the host"
+                end -= row.samples - 1
+            known = row.token_ids[: end - row.start]
+            assert known == (sequence.token_ids[row.start : end] or [PENDING])
+            assert bool(row.samples) == (end == planned[sequence.id])
             assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
             assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
             self.started.setdefault(sequence.id, self.now)

@@ -15,6 +15,7 @@ from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.structured_output.constraint import Constraint
 from tests.service.scheduling.reference import answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness, crowded
+from tests.support.oracle_drafts import KINDS, Kind
 
 # Prefixes
 
@@ -255,15 +256,15 @@ def requests(draw: st.DrawFn) -> Ask:
     pool=st.integers(LARGEST, LARGEST + 12), max_num_seqs=st.sampled_from([8, 6, 4, 1]),
     budget=st.sampled_from([16, 32, 8, 5, 1]), depth=st.sampled_from([1, 2, 2]),
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
-    aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]),
+    aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]), drafts=st.sampled_from(KINDS),
 )
 def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
-    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int,
+    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int, drafts: Kind,
 ) -> None:
     harness = SchedulerHarness(
         num_blocks=-(-pool // block_size), block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, depth=depth,
-        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced,
+        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced, drafts=drafts,
     )
     all_sequences: list[Sequence] = []
     cancels: dict[int, list[Sequence]] = defaultdict(list)
@@ -308,4 +309,5 @@ def test_every_request_is_answered_as_if_alone(
     event(f"preemptions: {min(harness.scheduler.preemptions, 3)}")
     event(f"hits: {harness.scheduler.prefix_hits > 0}")
     event(f"forced tokens: {min(harness.scheduler.forced_tokens, 3)}")
+    event(f"drafts {drafts}: {harness.scheduler.drafting.accepted > 0}")
     event(f"samples: {len(all_sequences) > len(asks)}")
