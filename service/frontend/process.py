@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from npuserve.service import clock, logs
+from npuserve.service.access.peer_process import LOOPBACK
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.admin import AdminServicer
@@ -231,7 +232,7 @@ def _open_keys(config: ServerConfig, last_good: str) -> FileReloader[Keys] | Non
     from npuserve.service.access.file_reloader import FileReloader
     from npuserve.service.access.last_known_good import LastKnownGoodFile
 
-    if not config.tls_cert:
+    if not (config.tls_cert or config.host == LOOPBACK):
         logs.event(log, "API keys are sent unencrypted: TLS is off", level=logging.WARNING)
     copy = Path(last_good) / "api_keys" if last_good else None
     file = LastKnownGoodFile("api_keys", config.api_keys, copy, keys.read)
