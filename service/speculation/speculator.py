@@ -28,6 +28,10 @@ MAX_LOSS = 0.01
 """Share of the time that steps with drafts may lose."""
 MAX_BALANCE_STEPS = 20.0
 """Most gain that is kept against later losses, in overlapped steps."""
+FIRST_BALANCE_STEPS = 3.0
+"""Losses that are allowed before anything was gained."""
+MAX_DEBT_STEPS = 2.0
+"""Losses beyond the balance at which the rows no longer wait. They wait again once the debt is paid."""
 MIN_OVERLAPPED = 4
 """Overlapped steps of a number of rows that are measured before others are compared with them."""
 MAX_WAITING = 256
@@ -66,7 +70,7 @@ class Speculator:
         self.costs = StepCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
-        self._balance = 0.0  # seconds that drafts have saved, less those they have lost; bounded
+        self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
@@ -116,6 +120,8 @@ class Speculator:
         baseline = self.costs.overlapped_seconds(rows)
         if baseline is None:
             return
+        if self._balance is None:
+            self._balance = FIRST_BALANCE_STEPS * baseline
         gain = tokens / rows * baseline - seconds if self.waits or drafts else MAX_LOSS * seconds
         self._balance = min(self._balance + gain, MAX_BALANCE_STEPS * baseline)
 
@@ -129,16 +135,18 @@ class Speculator:
     ) -> list[int]:
         """Return the best number of drafts of each candidate, and update whether steps wait."""
         baseline = self.costs.overlapped_seconds(rows)
-        if baseline is None or (not self.waits and self._overlapped < MIN_OVERLAPPED):
+        if baseline is None and self.waits:
             self._stop_waiting()
+        if baseline is None or (not self.waits and self._overlapped < MIN_OVERLAPPED):
             return [0] * len(candidates)
         counts, speed = self._best(candidates, limits, rows, min(budget, MAX_STEP_DRAFTS))
         ratio = speed * baseline / rows
         self.expected_ratio += RATIO_WEIGHT * (ratio - self.expected_ratio)
+        balance = self._balance or 0.0
         if self.waits:
-            if self.expected_ratio < 1.0 or self._balance < 0.0:
+            if self.expected_ratio < 1.0 or balance < -MAX_DEBT_STEPS * baseline:
                 self._stop_waiting()
-        elif self.expected_ratio >= MIN_RATIO and self._balance >= 0.0:
+        elif self.expected_ratio >= MIN_RATIO and balance >= 0.0:
             self.waits = True
             self._waiting = 0
         return counts

@@ -12,6 +12,7 @@ from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
@@ -44,14 +45,16 @@ def masks_of(runner: Runner, mask_seconds: float) -> StructuredOutputManager:
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
+    drafting: Drafting | None = None,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager."""
+    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager.
+    drafting: see Scheduler."""
     blocks = BlockManager(pool, runner.block_size)
     slots = StateSlots.of(runner.num_slots)
     scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
-                          min_forced=min_forced, slots=slots)
+                          min_forced=min_forced, slots=slots, drafting=drafting)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
