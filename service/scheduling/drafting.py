@@ -150,8 +150,7 @@ class Drafting:
             return
         began = self._clock()
         if sequence.drafter is None:
-            shared = self.speculator.shared.history(_group(sequence)) if _is_shared(sequence) else None
-            sequence.drafter = Drafter(sequence.token_ids, shared, self.speculator.rates)
+            sequence.drafter = self._drafter(sequence)
         else:
             sequence.drafter.extend(token_ids, self.speculator.max_pause)
         self.speculator.add_drafting(self._clock() - began)
@@ -183,6 +182,12 @@ class Drafting:
             return
         if sequence.num_generated_tokens >= MIN_SHARED_ANSWER:
             self.speculator.shared.add(_group(sequence), sequence.token_ids, sequence.num_prompt_tokens)
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        """Return the drafter of a request."""
+        assert self.speculator is not None
+        shared = self.speculator.shared.history(_group(sequence)) if _is_shared(sequence) else None
+        return Drafter(sequence.token_ids, shared, self.speculator.rates)
 
     def _budget(self, rows: int, budget: int) -> int:
         """Return the most drafts of a step of decode rows."""

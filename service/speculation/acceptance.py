@@ -11,7 +11,7 @@ _FIRST_RATES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 """Rates before anything was measured."""
 _DECAY = 0.98
 """Weight of the earlier predictions of a class at each new one."""
-_PRIOR_WEIGHT = 4.0
+_PRIOR_WEIGHT = 2.0
 """Predictions that the rate of the prior counts for."""
 
 CLASSES = tuple(bisect_left(LENGTHS, length) for length in range(LENGTHS[-1] + 2))
