@@ -245,9 +245,9 @@ class Runner:
     def sample(self, launched: LaunchedStep, masks: Mapping[int, Array]) -> None:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
-        masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. They are read only until
-            this returns. The token of a constrained row without a mask is discarded: a later step may sample the same
-            position. Masks of other requests are ignored.
+        masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. A row with n samples has
+            n masks. They are read only until this returns. The tokens of a constrained row without a mask are
+            discarded: a later step may sample the same position. Masks of other requests are ignored.
 
         allowed_token_ids and min_tokens restrict a mask, unless no id would remain. Raises ValueError for a mask of
         another form, or one that allows no id of the vocabulary; nothing is queued then. Raises RuntimeError for a step

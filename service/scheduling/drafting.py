@@ -18,9 +18,11 @@ from npuserve.service.speculation.speculator import Candidate, Speculator
 
 MIN_SHARED_ANSWER = 16
 """Least tokens of an answer that later requests search."""
-REASONS = "request", "constraint", "penalties", "state", "device"
-"""Why a request has no drafts: it asked for none, its masks or penalties depend on the tokens before, the model has a
-recurrent state, or the device computes rows with drafts slowly."""
+MAX_CONSTRAINED_DRAFTS = 8
+"""Most drafts of a row whose masks the engine's loop computes, while the device computes the row."""
+REASONS = "request", "penalties", "state", "device"
+"""Why a request has no drafts: it asked for none, its penalties depend on the tokens before, the model has a recurrent
+state, or the device computes rows with drafts slowly."""
 
 
 class _StepInFlight(NamedTuple):
@@ -204,6 +206,8 @@ class Drafting:
                 continue
             rows += 1
             limit = sequence.request.max_tokens - sequence.num_generated_tokens - 1
+            if sequence.matcher is not None:
+                limit = min(limit, MAX_CONSTRAINED_DRAFTS) if sequence.matcher.can_draft else 0
             if sequence.drafter is not None and limit > 0:
                 candidates.append(Candidate(sequence.drafter, limit))
                 sequences.append(sequence)
@@ -217,12 +221,9 @@ def _is_decode(row: Row) -> bool:
 
 def _reason(sequence: Sequence) -> str:
     """Return why a request has no drafts; "" if it may have some."""
-    request = sequence.request
-    if not request.speculate:
+    if not sequence.request.speculate:
         return "request"
-    if request.constraint is not None:
-        return "constraint"
-    return "penalties" if request.sampling.penalized else ""
+    return "penalties" if sequence.request.sampling.penalized else ""
 
 
 def _is_shared(sequence: Sequence) -> bool:

@@ -105,6 +105,7 @@ class Sequence:
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
     has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
+    num_valid_samples: samples of this row that have a mask of their own, of a constrained request.
     drafter: predicts the next tokens; None for no drafts, and before the first token.
     num_drafted, num_accepted: drafts that steps computed, and those that were accepted.
     num_tokens_at_yield: tokens that were known when the request was last preempted for another client; 0: never.
@@ -112,10 +113,35 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "checkpoint_positions", "deadline", "drafter", "has_drafts",
-        "id", "is_deferred", "matcher", "num_accepted", "num_computed_tokens", "num_drafted", "num_pending_tokens",
-        "num_prefill_tokens", "num_prompt_tokens", "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight",
-        "num_tokens_at_yield", "origin", "queue_key", "request", "slots", "state", "timer", "token_ids",
+        "account",
+        "age_key",
+        "blocks",
+        "cached_tokens",
+        "checkpoint_positions",
+        "deadline",
+        "drafter",
+        "has_drafts",
+        "id",
+        "is_deferred",
+        "matcher",
+        "num_accepted",
+        "num_computed_tokens",
+        "num_drafted",
+        "num_pending_tokens",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_reported_tokens",
+        "num_shared_tokens",
+        "num_steps_in_flight",
+        "num_tokens_at_yield",
+        "num_valid_samples",
+        "origin",
+        "queue_key",
+        "request",
+        "slots",
+        "state",
+        "timer",
+        "token_ids",
         "was_admitted",
     )
 
@@ -154,6 +180,7 @@ class Sequence:
         self.num_steps_in_flight = 0
         self.is_deferred = False
         self.has_drafts = False
+        self.num_valid_samples = 0
         self.drafter: Drafter | None = None
         self.num_drafted = 0
         self.num_accepted = 0
@@ -346,6 +373,8 @@ class Sequence:
             accepted.append(token)
             reason = self.finish_reason()
             if reason is not None or place == num_drafts or token != drafts[place]:
+                break
+            if self.matcher is not None and place + 1 == self.num_valid_samples:
                 break
         self.num_computed_tokens += len(accepted) - 1
         logprobs = result.logprobs.get(row.request_id)

@@ -24,7 +24,7 @@ flight. Either all decode rows wait for the step before, or none does and there 
 rows overlap as without speculation
 
 - while a prompt is computed or can be admitted, and in quarantine;
-- if no running request can have drafts: it asks for none, or has a constraint or penalties, or a recurrent state;
+- if no running request can have drafts: it asks for none, or has penalties, or a recurrent state;
 - with `auto`, as long as drafts are expected to bring less than the overlap.
 
 How many drafts (speculator.py). A drafter counts in each mode which of its predictions were right, also of those that

@@ -165,6 +165,8 @@ class Speculator:
         """
         gains = [(gain, place) for place, (candidate, limit) in enumerate(zip(candidates, limits, strict=True))
                  for gain in candidate.drafter.gains(limit)]
+        if not gains:
+            return [0] * len(candidates), rows / self.costs.seconds_of(rows)
         gains.sort(reverse=True)
         del gains[max(0, budget) :]
         seconds = self.costs.waiting_seconds(rows, rows + len(gains))

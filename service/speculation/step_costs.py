@@ -70,6 +70,11 @@ class StepCosts:
         average = self._overlapped.get(_rounded(rows))
         return average.seconds if average is not None and average.samples >= _MIN_SAMPLES else None
 
+    def seconds_of(self, tokens: int) -> float:
+        """Return the estimated seconds of a step of `tokens` tokens that waits for the step before."""
+        average = self._waiting.get(_rounded(tokens)) or self._overlapped.get(_rounded(tokens))
+        return average.seconds if average is not None else float(self.waiting_seconds(tokens, tokens)[0])
+
     def waiting_seconds(self, first: int, last: int) -> Seconds:
         """Return the estimated seconds of steps of `first` to `last` tokens that wait for the step before.
 

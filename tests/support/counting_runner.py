@@ -80,9 +80,9 @@ class FakeRunner:
         for row in self._unsampled:
             self._known[row.request_id].is_discarded = row.request_id not in masks
             if row.request_id in masks:
-                self._sample(row.request_id, handle[0], masks[row.request_id])
+                self._sample_along(row, handle[0], [*np.atleast_2d(masks[row.request_id])])
             else:
-                handle[0].token_ids[row.request_id] = [0]
+                handle[0].token_ids[row.request_id] = [0] * row.samples
         self._unsampled = []
 
     def ready(self, handle: tuple[StepResult, float]) -> bool:
@@ -124,13 +124,18 @@ class FakeRunner:
         if row.is_constrained:
             self._unsampled.append(row)
         elif row.samples:
-            self._sample(row.request_id, result)
-            for draft in drafts:
-                if draft != known.tokens[-1]:
-                    break
-                self._sample(row.request_id, result)
-            missing = row.samples - len(result.token_ids[row.request_id])
-            result.token_ids[row.request_id] += [0] * missing  # after a wrong draft
+            self._sample_along(row, result, [None] * row.samples)
+
+    def _sample_along(self, row: Row, result: StepResult, masks: list[npt.NDArray[np.int32] | None]) -> None:
+        """Sample the tokens of a row: 0 after a wrong draft. masks: one for each; None for none."""
+        drafts = row.token_ids[len(row.token_ids) - row.samples + 1 :]
+        tokens = self._known[row.request_id].tokens
+        self._sample(row.request_id, result, masks[0])
+        for draft, mask in zip(drafts, masks[1:], strict=True):
+            if draft != tokens[-1]:
+                break
+            self._sample(row.request_id, result, mask)
+        result.token_ids[row.request_id] += [0] * (row.samples - len(result.token_ids[row.request_id]))
 
     def _sample(self, request_id: int, result: StepResult, mask: npt.NDArray[np.int32] | None = None) -> None:
         known = self._known[request_id]

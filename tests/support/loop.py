@@ -49,12 +49,11 @@ def serve(
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager.
-    drafting: see Scheduler."""
-    blocks = BlockManager(pool, runner.block_size)
-    slots = StateSlots.of(runner.num_slots)
-    scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
-                          min_forced=min_forced, slots=slots, drafting=drafting)
+    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager. drafting: see
+        Scheduler."""
+    scheduler = Scheduler(
+        BlockManager(pool, runner.block_size), max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100,
+        aging_seconds=1.0, min_forced=min_forced, slots=StateSlots.of(runner.num_slots), drafting=drafting)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))

@@ -76,7 +76,7 @@ class FakeDevice:
         self.announced: set[int] = set()
         self.sampled: dict[int, list[int]] = {}  # tokens of the step before, by request
         # Result of the last step until it is sampled, and the contexts of its constrained rows.
-        self.unsampled: tuple[StepResult, dict[int, tuple[int, ...]]] | None = None
+        self.unsampled: tuple[StepResult, dict[int, list[tuple[int, ...]]]] | None = None
 
     def launch(self, step: Step) -> StepResult:
         assert self.unsampled is None, "a launch before the step was sampled"
@@ -87,8 +87,10 @@ class FakeDevice:
         result, contexts = self.unsampled
         assert handle is result, "another step is sampled"
         assert masks.keys() <= contexts.keys()
-        for request_id, context in contexts.items():
-            self._sample(request_id, context, result, masks.get(request_id))
+        for request_id, each_context in contexts.items():
+            each_mask = np.atleast_2d(masks[request_id]) if request_id in masks else [None] * len(each_context)
+            for context, mask in zip(each_context, each_mask, strict=True):
+                self._sample(request_id, context, result, mask)
         self.unsampled = None
 
     def ready(self, handle: StepResult) -> bool:
@@ -129,7 +131,7 @@ class FakeDevice:
                 self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
             contexts[row.request_id] = context
         result = StepResult({}, {}, {}, device_seconds)
-        unsampled: dict[int, tuple[int, ...]] = {}
+        unsampled: dict[int, list[tuple[int, ...]]] = {}
         for row in step.rows:
             new, context = self.known[row.request_id], contexts[row.request_id]
             for position in range(len(context)):
@@ -141,11 +143,12 @@ class FakeDevice:
             if row.samples:
                 known = context[: len(context) - row.samples + 1]
                 assert len(known) >= num_prompt + len(new.output_ids), "samples before its last known token"
+                each_context = [context[:length] for length in range(len(known), len(context) + 1)]
                 if row.is_constrained:
-                    unsampled[row.request_id] = context
+                    unsampled[row.request_id] = each_context
                 else:
-                    for length in range(len(known), len(context) + 1):
-                        self._sample(row.request_id, context[:length], result)
+                    for each in each_context:
+                        self._sample(row.request_id, each, result)
             assert row.samples or not row.is_constrained
             if new.sampling.prompt_logprobs is not None:
                 predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
