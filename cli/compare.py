@@ -38,8 +38,10 @@ MAX_LOGPROB_DIFFERENCE = 1e-4
 PROMPTS = slice(1, 6)
 """Prompts of `acceptance.tokens` that are compared."""
 
-PROMPT, ANSWER = 48, 16
-"""Maximum tokens of a prompt, and tokens of an answer: few, since the logits of all positions are compared."""
+PROMPT = 48
+"""Maximum tokens of a prompt."""
+ANSWER = 16
+"""Tokens of an answer: few, since the logits of all positions are compared."""
 
 COPIES = 4
 """Logits of a sequence that are in memory at the same time, in float32."""

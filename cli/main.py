@@ -32,6 +32,8 @@ COMMANDS = {
     "serve": ("serve", "serve a model over gRPC"),
     "generate": ("generate", "send one prompt to a server and stream the answer"),
     "chat": ("chat", "hold a conversation with a served model"),
+    "embed": ("embed", "print the embeddings of texts"),
+    "rank": ("rank", "order documents by their relevance to a query"),
     "top": ("top", "show a server's load, latencies and slowest kernels"),
     "profile": ("profile", "record the kernels of a server's next steps as a trace"),
     "bench serve": ("bench.serve", "send load to a running server and report latencies and throughput"),
@@ -47,7 +49,7 @@ OTHER_NAMES = {
     "run": "serve", "start": "serve", "server": "serve", "api_server": "serve", "launch": "serve",
     "launch_server": "serve", "complete": "generate", "completions": "generate", "client": "generate",
     "prompt": "generate", "benchmark": "bench", "monitor": "top", "convert": "quantize", "doctor": "check",
-    "info": "check",
+    "info": "check", "embeddings": "embed", "rerank": "rank", "score": "rank",
     "env": "collect", "collect-env": "collect", "version": "--version", "help": "--help",
 }
 """Commands by names that other programs have for them."""

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SAMPLES, SAMPLE_TOKENS = 16, 512
+SAMPLES = 16
+SAMPLE_TOKENS = 512
 MAX_CHARACTERS_PER_TOKEN = 8
 """Maximum length of the text that is read for each token."""
 
@@ -109,9 +110,9 @@ def default_texts() -> list[str]:
 
 def topics() -> list[str]:
     """Return the texts of Python's built-in help on the language, sorted by topic."""
-    from pydoc_data.topics import topics as found
+    from pydoc_data.topics import topics as texts
 
-    return [found[name] for name in sorted(found)]
+    return [texts[name] for name in sorted(texts)]
 
 
 def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[list[int]]:
@@ -140,7 +141,7 @@ def calibration_ids(folder: Path, file: str, samples: int, length: int) -> list[
     bos = tokenizer.id_of(tokenizer.named_tokens.get("bos_token", ""))
     begin = [bos] if bos is not None and tokenizer.encode("a")[:1] == [bos] else []
     step = max(1, length - len(begin))
-    pieces = [ids[at : at + step] for at in range(0, max(1, len(ids) - step + 1), step)]
+    pieces = [ids[offset : offset + step] for offset in range(0, max(1, len(ids) - step + 1), step)]
     used = min(samples, len(pieces))
     return [begin + pieces[index * len(pieces) // used] for index in range(used)]
 

@@ -184,6 +184,7 @@ class Bench:
         self._vocabulary = Vocabulary.from_tokenizer(
             folder.tokenizer, runner.config.vocab_size, folder.eos_token_ids)
         self._speculators: dict[str, Speculator] = {}
+        self._num_runs = 0  # a salt for each, so that no run finds the same answers of the run before
 
     def drafting(self, workload: str, mode: str, answers: dict[int, list[int]]) -> Drafting:
         """Return the drafting of a run. A mode keeps its speculator, as a server does."""
@@ -197,6 +198,7 @@ class Bench:
 
     def run(self, prompts: Prompts, drafting: Drafting) -> Run:
         """Answer all prompts at the same time, as the engine does."""
+        self._num_runs += 1
         streams = len(prompts.token_ids)
         scheduler = Scheduler(
             BlockManager(self._runner.num_blocks, self._runner.block_size, prefix_cache=False), max_num_seqs=streams,
@@ -210,7 +212,7 @@ class Bench:
         for stream, token_ids in enumerate(prompts.token_ids):
             sampling = SamplingParams(temperature=self._args.temperature, seed=stream)
             request = Request("", token_ids, self._args.tokens, time.monotonic(), sampling,
-                              constraint=prompts.constraint)
+                              constraint=prompts.constraint, cache_salt=f"run {self._num_runs}")
             sequences.append(scheduler.add(request, (b"", stream), 0.0).sequence)
             if compiled:
                 scheduler.constrain(sequences[-1], AnswerMatcher(request, compiled, self._vocabulary.end_ids))

@@ -25,13 +25,16 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 
-BATCHES, STEPS = (1, 16, 64), 32
-"""Rows of the timed decode steps, and number of steps for each."""
+BATCHES = (1, 16, 64)
+"""Rows of the timed decode steps."""
+STEPS = 32
+"""Number of timed decode steps for each number of rows."""
 
 MAX_OPERATIONS_PER_BYTE = 64
 """Kernel cases with more operations are bound by arithmetic, and not compared with the memory."""
 
-SAMPLED_ROWS, VOCABULARY = 8, 151_936
+SAMPLED_ROWS = 8
+VOCABULARY = 151_936
 """Rows and ids of the timed samplers."""
 
 SAMPLERS: dict[str, tuple[int, float]] = {
@@ -139,7 +142,7 @@ class LatencyCheck:
         runner = loaded.runner
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
         scheduler = Scheduler(blocks, max_num_seqs=BATCHES[-1], max_num_batched_tokens=budget, max_queue=0,
-                              aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
+                              aging_seconds=1.0, slots=StateSlots.of(runner.num_slots, blocks))
         bench = Bench(runner, scheduler, budget, 2, [])
         for rows in BATCHES if self.bytes_per_second else ():
             name = f"decode step, batch {rows}"

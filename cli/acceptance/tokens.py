@@ -110,9 +110,10 @@ def answers(
     depth: number of steps in flight.
     sampling: parameters of each prompt; () for greedy answers.
     """
+    blocks = BlockManager(runner.num_blocks, runner.block_size)
     scheduler = Scheduler(
-        BlockManager(runner.num_blocks, runner.block_size), max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
-        max_queue=0, aging_seconds=1.0, slots=StateSlots.of(runner.num_slots))
+        blocks, max_num_seqs=len(prompts), max_num_batched_tokens=BUDGET,
+        max_queue=0, aging_seconds=1.0, slots=StateSlots.of(runner.num_slots, blocks))
     pipeline = StepPipeline(scheduler, runner, depth)
     answered = Answers([[] for _ in prompts], logprobs=[[] for _ in prompts], prompt_logprobs=[[] for _ in prompts])
     greedy = SamplingParams(temperature=0.0)

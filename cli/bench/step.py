@@ -233,7 +233,7 @@ class Bench:
                 f"cache holds {runner.num_blocks}; see kv_cache_memory")
         scheduler = Scheduler(
             blocks, max_num_seqs=rows, max_num_batched_tokens=budget, max_queue=0,
-            aging_seconds=config.priority_aging_seconds, slots=StateSlots.of(runner.num_slots))
+            aging_seconds=config.priority_aging_seconds, slots=StateSlots.of(runner.num_slots, blocks))
         return cls(runner, scheduler, budget, 2 if config.double_buffering else 1, calls, ranks=ranks)
 
     def decode_bytes(self, context: int, rows: int) -> int:

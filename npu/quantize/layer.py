@@ -68,8 +68,11 @@ class Layer:
         self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype],
         cos_sin: Tensor,
     ):
-        self.blocks, self.mappings = config.layers[index], mappings_of(config.layers[index])
-        self.weights, self.dtypes, self.cos_sin = dict(weights), dtypes, cos_sin
+        self.blocks = config.layers[index]
+        self.mappings = mappings_of(config.layers[index])
+        self.weights = dict(weights)
+        self.dtypes = dtypes
+        self.cos_sin = cos_sin
         self.int8: dict[str, Tensor] = {}
         self.power: dict[str, Tensor] | None = None
         self._config = config
@@ -87,10 +90,12 @@ class Layer:
 
     def _computed(self, block: int, x: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Compute a block, and add the input of each projection to `inputs` under its first part's name."""
-        norm, layer = self.blocks[block].norm, self.blocks[block].layer
+        norm = self.blocks[block].norm
+        layer = self.blocks[block].layer
         weights, projections = self._block_weights(self.blocks[block])
         kernels = ProjectingKernels(self, projections, inputs)
-        positions, config = torch.arange(len(x)), self._config
+        positions = torch.arange(len(x))
+        config = self._config
         eps = config.rms_norm_eps
         metadata = AttentionMetadata.from_lengths(torch.zeros(1, 1, dtype=torch.int32), [len(x)], [len(x)])
         step = Inputs(kernels, positions, positions, metadata, torch.zeros(1, dtype=torch.int64), self.cos_sin, eps)
@@ -134,10 +139,12 @@ class Layer:
 
     def fold(self, mapping: SmoothMapping, factors: Tensor) -> None:
         """Divide the outputs of `mapping.before` by factors and multiply the columns of `mapping.after` by them."""
-        weight, bias = self.weights[f"{mapping.before}.weight"], self.weights.get(f"{mapping.before}.bias")
+        weight = self.weights[f"{mapping.before}.weight"]
+        bias = self.weights.get(f"{mapping.before}.bias")
         if mapping.is_norm:
             # The norm is rounded to the checkpoint's dtype; the columns use the factors that result from the rounding.
-            offset, dtype = self._offset, self.dtypes[f"{mapping.before}.weight"]
+            offset = self._offset
+            dtype = self.dtypes[f"{mapping.before}.weight"]
             folded = ((weight + offset) / factors - offset).to(dtype).float()
             norm = folded + offset
             usable = (norm != 0) & norm.isfinite()
@@ -233,9 +240,9 @@ def to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     A row's scale is its maximum magnitude / 127, rounded up so that nothing is clipped; 1 for a row of zeros.
     """
-    least = weight.abs().amax(dim=1, keepdim=True) / 127
-    scale = least.to(dtype)
-    scale = torch.where(scale < least, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+    exact = weight.abs().amax(dim=1, keepdim=True) / 127
+    scale = exact.to(dtype)
+    scale = torch.where(scale < exact, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
     scale = torch.where(scale > 0, scale, 1.0)
     return (weight / scale).round().to(torch.int8), scale
 

@@ -83,5 +83,6 @@ def _searched(layer: Layer, mapping: SmoothMapping, power: Tensor, sequences: Se
         errors[strength] = sum(
             float(((out - y).square().sum(dim=1) / (x + y).square().sum(dim=1).clamp(min=1e-30)).sum())
             for out, x, y in zip(rounded, sequences, exact, strict=True))
-        layer.int8, layer.weights = {}, dict(before)
+        layer.int8 = {}
+        layer.weights = dict(before)
     return min(errors, key=lambda strength: errors[strength])

@@ -28,7 +28,9 @@ from npuserve.npu.model.layers.shard import WHOLE
 from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears, matrices
-from npuserve.npu.quantization import LINEAR, QUANTIZATION_KEYS, W8A8, Quantization
+from npuserve.npu.quantization.assignment import LINEAR, Quantization
+from npuserve.npu.quantization.formats import QUANTIZATION_KEYS
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.quantize.layer import Layer, to_int8
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.source import Source, TensorSpec
@@ -82,12 +84,12 @@ def quantize_checkpoint(
         raise ModelError(f"{folder}: the tokenizer makes token id {largest} of the calibration text, "
                          f"and the model's ids are in [0, {config.vocab_size - 1}]")
     report_ignored_head(folder, config)
-    float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.float8.items()}
+    float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.form.converted.items()}
     source = Source(folder, frozenset(check_weights(folder, config)), float8, getattr(torch, config.dtype))
     specs = _specs(source, int8)
     strengths = []
-    with replaced_folder(out) as made:
-        with Writer(made, specs) as writer:
+    with replaced_folder(out) as folder_out:
+        with Writer(folder_out, specs) as writer:
             for name in source.specs:
                 if not name.startswith(f"{config.prefix}layers."):
                     for first, piece in source.pieces(name):
@@ -98,12 +100,12 @@ def quantize_checkpoint(
                 progress(index, config.num_layers)
                 strengths.append(_layer(config, index, source, writer, int8, hidden, cos_sin, strength))
             progress(config.num_layers, config.num_layers)
-        _copy_others(folder, made)
+        _copy_others(folder, folder_out)
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for section in (written, written.get("text_config") or {}):
             for key in QUANTIZATION_KEYS:
                 section.pop(key, None)
-        write_json(made / "config.json", written | {"quantization_config": quantization.to_json()})
+        write_json(folder_out / "config.json", written | {"quantization_config": quantization.to_json()})
     nbytes = sum(spec.nbytes for spec in specs.values())
     return QuantizationResult(len(int8), len(everything), source.nbytes, nbytes, tuple(strengths))
 
@@ -121,7 +123,8 @@ def _layer(
         strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
         weights = layer.weights
     for name, weight in weights.items():
-        whole, dtype = prefix + name, short[name].dtype
+        whole = prefix + name
+        dtype = short[name].dtype
         if whole.removesuffix(".weight") in int8:
             values, scale = to_int8(weight, dtype)
             writer.write(whole, values)
@@ -156,7 +159,7 @@ def _linears(
         alone = Quantization(quantization.groups, (pattern,))
         if all(alone.of(name) for name in (*everything, "lm_head")):
             raise ModelError(f"ignore: {pattern!r} names no linear layer; they are named like {min(everything)}")
-    int8 = frozenset(name for linear in stored if linear.scheme for name in linear.parts)
+    int8 = frozenset(name for linear in stored if not linear.form.is_float for name in linear.parts)
     if not int8:
         raise ModelError("ignore: names all linear layers, so that there is nothing to quantize")
     return everything, int8
@@ -174,13 +177,13 @@ def _specs(source: Source, int8: frozenset[str]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _copy_others(folder: Path, made: Path) -> None:
+def _copy_others(folder: Path, out: Path) -> None:
     """Copy all files but weights: tokenizer, templates, generation settings, licences."""
     for path in sorted(folder.iterdir()):
         weights = path.suffix in OTHER_WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.name != "config.json":
-            shutil.copyfile(path, made / path.name)
+            shutil.copyfile(path, out / path.name)
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        target = made / path.relative_to(folder)
+        target = out / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)

@@ -34,6 +34,7 @@ from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
 from npuserve.service.engine.pipeline import Runner, StepPipeline
+from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.profiles import Profiles
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import QueueFull, ServeError
@@ -100,6 +101,7 @@ class Engine:
     build_compiler: see StructuredOutputManager; None refuses constraints.
     profiler: makes profiles; None refuses them.
     on_idle: called about every HEARTBEAT_SECONDS while nothing runs; None for nothing.
+    pooler: of an embedding model or a reranker; None for a model that generates text.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Engine:
         build_compiler: Callable[[Callable[[], None]], BuiltCompiler] | None = None,
         profiler: Profiler | None = None,
         on_idle: Callable[[], None] | None = None,
+        pooler: Pooler | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
@@ -134,7 +137,7 @@ class Engine:
         self._kv_events = kv_events
         self.profiles = Profiles(profiler, epoch)
         self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.structured_output)
-        self._outbox = Outbox(self.registry, self._metrics, epoch, self._send)
+        self._outbox = Outbox(self.registry, self._metrics, epoch, self._send, pooler)
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
         self._restore_until = math.inf

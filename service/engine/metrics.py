@@ -84,7 +84,7 @@ class EngineMetrics:
         """Record the launch of a step at `now`."""
         for new in step.new:
             request = self._scheduler.sequence(new.request_id).request
-            if request.prior.cached_tokens is None:  # otherwise it continues after a restart or a resume
+            if request.progress.cached_tokens is None:  # otherwise it continues after a restart or a resume
                 metrics.queue_time_seconds.observe(max(0.0, now - request.arrival))
                 metrics.prompt_tokens_total.inc(len(new.prompt_ids))
         self.refresh(now)
@@ -141,6 +141,7 @@ class EngineMetrics:
 
     def _page(self) -> None:
         metrics.requests_paused.set(self._scheduler.num_paused)
+        metrics.predicted_ttft_seconds.set(self._scheduler.predicted_ttft_seconds())
         scheduler = self._scheduler
         drafting = scheduler.drafting
         counts = (

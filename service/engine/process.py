@@ -30,6 +30,7 @@ from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
+from npuserve.service.engine.pooler import Pooler
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.processes import child, process_control
@@ -44,6 +45,7 @@ from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.speculation.speculator import Speculator
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import build_compiler
+from npuserve.service.text.model_folder import read_eos_ids
 
 if TYPE_CHECKING:
     from npuserve.npu.execution.runner import Runner
@@ -164,19 +166,24 @@ def build_engine(
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
     blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log)
+    slots = StateSlots.of(runner.num_slots, blocks)
+    message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()
     capacity = blocks.capacity
     length = min(runner.max_model_len, capacity)
     scheduler = Scheduler(
         blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, max_model_len=length,
-        min_forced=runner.min_forced, slots=StateSlots.of(runner.num_slots), drafting=drafting_of(config, runner))
+        min_forced=runner.min_forced, slots=slots, message_end_ids=message_end_ids,
+        drafting=drafting_of(config, runner))
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
         max_model_len=length, dtype=runner.dtype_name,
         quantization=runner.config.quantization_name,
         kv_cache_dtype=str(runner.cache_dtype).removeprefix("torch."), backend=runner.backend_name,
         max_num_seqs=config.max_num_seqs, max_queue=config.max_queue, kv_cache_tokens=capacity,
-        parameters=runner.parameters, deterministic=runner.deterministic)
+        parameters=runner.parameters, deterministic=runner.deterministic,
+        task=runner.config.pooling.task if runner.config.pooling else "generate",
+        embedding_dimension=runner.config.embedding_dimension)
     crashes = CrashTracker(f"{args.address}.steps", config.max_num_seqs, 4 * (config.max_num_seqs + config.max_queue),
                            on_killer=lambda: child.report("killer"))
     kv_events = KvEventStream(
@@ -191,7 +198,8 @@ def build_engine(
                     frontends=config.frontends if args.epoch > 1 else 0,
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
-                    profiler=profiler, on_idle=ranks.check if ranks else None)
+                    profiler=profiler, on_idle=ranks.check if ranks else None,
+                    pooler=Pooler.of(runner.config, args.folder))
     if publisher and kv_events:
         publisher.start(kv_events.first, socket.wake)
     seconds = time.monotonic() - began

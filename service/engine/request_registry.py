@@ -74,7 +74,7 @@ class RequestRegistry:
         except EngineKiller:
             self.records.drop(request.resume_token)
             raise
-        grammar = self._structured_output.pending(request, request.prior.accepted)
+        grammar = self._structured_output.pending(request, request.progress.accepted)
         sequence, displaced = self._scheduler.add(request, origin, now, grammar.submit if grammar else None)
         self.live[origin] = sequence
         if grammar:

@@ -162,6 +162,10 @@ class BlockManager:
         """Return the digests of the first `count` blocks of tokens, which are full."""
         return self._compute_digests(table, token_ids, count)[:count]
 
+    def holds(self, digest: bytes) -> bool:
+        """Return whether a block of this content can be found."""
+        return digest in self._by_digest
+
     def is_shared(self, table: BlockTable) -> bool:
         """Return whether the full computed blocks of a table can be found after it is freed."""
         return self.prefix_cache or table.scope != 0

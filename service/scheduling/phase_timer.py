@@ -3,7 +3,7 @@
     arrival ──queue──► admitted ──chunk──►│──chunk──►│──decode──►│ preempted ──queue──► admitted ──chunk──► ...
                                        (each │ is the end of a step with a row of the request)
 
-The phases of a continued request begin with those in Request.prior.
+The phases of a continued request begin with those in Request.progress.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ class PhaseTimer:
     """Timer of one request. All times are seconds of the clock of Request.arrival.
 
     arrival: of the request.
-    prior: phases in earlier engines; None for a new request.
+    earlier: phases in earlier engines; None for a new request.
     """
 
     __slots__ = ("_decode", "_device", "_end", "_prefill_chunks", "_queue", "_undivided")
 
-    def __init__(self, arrival: float, prior: Timing | None):
-        timing = prior or Timing(0.0, [], 0.0, 0.0, 0.0, arrival)
+    def __init__(self, arrival: float, earlier: Timing | None):
+        timing = earlier or Timing(0.0, [], 0.0, 0.0, 0.0, arrival)
         self._end = timing.last_step_end  # of the last phase
         self._queue = timing.queue
         self._prefill_chunks = list(timing.prefill_chunks)

@@ -9,6 +9,11 @@ ahead of it. At most as many requests run as the budget has tokens, so every dec
 share the rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves
 one block free per running request, so that an admitted request is not preempted as soon as the others grow.
 
+Drafts (drafting.py, service/speculation). Two steps are in flight, unless decode rows may have drafts: these need the
+last token on the host. Then all rows wait (`waits_for_tokens`): the plan is empty until the step in flight is applied.
+No row waits while a prompt is computed or can be admitted, in quarantine, and with `auto` where drafts bring less than
+the overlap.
+
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
 
@@ -20,7 +25,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -31,6 +36,7 @@ from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import check_size
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
+from npuserve.service.scheduling.checkpoints import checkpoint_positions
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
@@ -39,7 +45,7 @@ from npuserve.service.scheduling.preemption import Preemption
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
-from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.scheduling.step_plan import Plan, StepBuilder
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 
@@ -75,6 +81,7 @@ class Scheduler:
     max_model_len: maximum tokens of a prompt and its answer; None: what the KV cache holds.
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
     slots: slots of fixed state; None for a model without.
+    message_end_ids: tokens that end messages of a chat; see checkpoints.py.
     drafting: drafts of the requests; None for none.
 
     All times are seconds of the clock of Request.arrival.
@@ -94,6 +101,7 @@ class Scheduler:
         max_model_len: int | None = None,
         min_forced: int = 0,
         slots: StateSlots | None = None,
+        message_end_ids: Set[int] = frozenset(),
         drafting: Drafting | None = None,
     ) -> None:
         self.blocks = blocks
@@ -110,6 +118,7 @@ class Scheduler:
         self._aging_seconds = aging_seconds
         self._max_model_len = max_model_len
         self._min_forced = min_forced
+        self._message_end_ids = message_end_ids
         self._ids = itertools.count()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
@@ -282,7 +291,7 @@ class Scheduler:
                 num_computed_tokens = row.start
             self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
             if self.slots is not None:
-                self._register_checkpoint(sequence, num_computed_tokens)
+                self._register_checkpoints(sequence, num_computed_tokens)
             if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
             if self.quarantine and row.samples and not is_deferred:
@@ -309,12 +318,12 @@ class Scheduler:
         is_admitting = bool(self._queue) and len(self._running) < self._max_num_seqs
         return [] if is_admitting or any(sequence.is_prefilling for sequence in running) else running
 
-    def _register_checkpoint(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Make the state that was taken at a block boundary a checkpoint, once its row is applied."""
+    def _register_checkpoints(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Make the states that were taken at block boundaries checkpoints, once their rows are applied."""
         assert self.slots is not None
-        if (taken := sequence.slots.taken) is not None and taken[0] <= num_computed_tokens:
-            self.slots.register(sequence.slots, self._digest(sequence, taken[0]),
-                                is_of_answer=taken[0] > sequence.num_prompt_tokens)
+        while (taken := sequence.slots.taken) and (position := taken[0].position) <= num_computed_tokens:
+            self.slots.register(sequence.slots, self._digest(sequence, position),
+                                is_of_answer=position > sequence.num_prompt_tokens)
 
     def _digest(self, sequence: Sequence, position: int) -> bytes:
         """Return the digest of the block that ends at a position."""
@@ -340,8 +349,9 @@ class Scheduler:
     def _end_complete(self, progress: Progress) -> None:
         """End a request if a step has ended it."""
         sequence = progress.sequence
-        if progress.reason is not None:
-            self._estimator.record_answer(sequence.timer.computing_seconds, sequence.num_generated_tokens)
+        if progress.reason is not None and not sequence.pools:
+            self._estimator.record_answer(
+                sequence.timer.computing_seconds, len(sequence.request.prompt_ids), sequence.num_generated_tokens)
         if progress.reason is not None or progress.error is not None:
             self._end(sequence)
 
@@ -423,9 +433,9 @@ class Scheduler:
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
         check_size(request, self.blocks.capacity, self._max_model_len)
-        if request.prior.accepted:
+        if request.progress.accepted:
             return None
-        num_samples = request.samples - request.index
+        num_samples = max(1, request.samples - request.index)  # a document counts as one
         if request.client_limit and account.live + num_samples > request.client_limit:
             samples = f"; the call needs {num_samples} more" if request.samples > 1 else ""
             raise QueueFull(
@@ -456,26 +466,44 @@ class Scheduler:
     def _first_token_seconds(self, request: Request, account: Account) -> float:
         """Estimate the time to a new request's first token.
 
-        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
-        prompts before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits
-        for the followers before it, too, and computes only the part of the prompt that it does not share.
+        A sample of a call waits for the followers before it, too, and computes only the part of the prompt that it does
+        not share.
         """
-        running = self.num_running
         followers, num_shared_tokens = self._samples.sharing(request)
         num_own_tokens = len(request.prompt_ids) + len(request.output_ids) - num_shared_tokens
         requests, tokens = self._queue.ahead(account, request.priority, self._estimator.answer_tokens)
-        requests += followers
+        return self._first_token_seconds_behind(requests + followers, tokens, num_own_tokens, account)
+
+    def predicted_ttft_seconds(self) -> float:
+        """Estimate the time to the first token of a request that arrives now and waits for all that wait.
+
+        Its prompt is as long as those of the latest answers. 0 until steps are measured.
+        """
+        return self._first_token_seconds_behind(
+            self.num_waiting, self._queue.num_missing_tokens(), round(self._estimator.prompt_tokens))
+
+    def _first_token_seconds_behind(
+        self, requests: float, tokens: int, num_own_tokens: int, account: Account | None = None
+    ) -> float:
+        """Estimate the time to the first token of a new request behind `requests` others with `tokens` tokens.
+
+        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
+        prompts before it are computed, whichever is later; then its own prompt of `num_own_tokens` is computed.
+
+        account: of the client to which running requests yield; None if none does.
+        """
+        running = self.num_running
         paused_blocks = sum(len(sequence.block_ids) for sequence in self._paused.values())
         free_blocks = max(0, self.blocks.num_available + paused_blocks - running)  # one is left to each running
         free_slots = self._max_num_seqs - running
 
         def drain_seconds(slots: int, blocks: int) -> float:
             positions = blocks * self.blocks.block_size
-            fitting = min(slots, (requests + 1) * positions / (tokens + num_own_tokens))
+            fitting = min(slots, (requests + 1) * positions / max(tokens + num_own_tokens, 1))
             return self._estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
 
         drain = drain_seconds(free_slots, free_blocks)
-        if drain:
+        if drain and account:
             share = self._preemption.share(account)
             drain = min(drain, drain_seconds(free_slots + share.slots, free_blocks + share.blocks))
         prefill_tokens = sum(n for sequence in self._running if (n := sequence.num_uncomputed_tokens) > 1)
@@ -624,7 +652,7 @@ class Scheduler:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
             prefix, checkpoint = self._find_prefix(sequence)
-        is_new = not sequence.was_admitted and sequence.request.prior.cached_tokens is None
+        is_new = not sequence.was_admitted and sequence.request.progress.cached_tokens is None
         num_cached_tokens = len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
         sequence.admit(num_cached_tokens, now)
@@ -637,19 +665,19 @@ class Scheduler:
         self._add_running(sequence)
         return True
 
-    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Return the blocks of the longest cached prefix, and the slot of the checkpoint at its end.
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes]:
+        """Return the blocks of the longest cached prefix, and the digest of the checkpoint at its end.
 
         A model with fixed state continues only at a checkpoint, so its prefix ends at the last one.
         """
         if not sequence.uses_prefix_cache:
-            return [], NO_SLOT
+            return [], b""
         prefix = self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
         if self.slots is None:
-            return prefix, NO_SLOT
+            return prefix, b""
         digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
-        count, slot = self.slots.longest(digests)
-        return prefix[:count], slot
+        count, checkpoint = self.slots.longest(digests)
+        return prefix[:count], checkpoint
 
     def _miss_reason(self, sequence: Sequence) -> str:
         """Return why the prefix cache holds nothing of a request; one of MISS_REASONS."""
@@ -664,32 +692,29 @@ class Scheduler:
         self._misses = Counter()
         return misses
 
-    def _allocate(self, sequence: Sequence, prefix: list[int], checkpoint: int) -> bool:
+    def _allocate(self, sequence: Sequence, prefix: list[int], checkpoint: bytes) -> bool:
         """Give a request blocks for all its tokens, and slots. Return False, and change nothing, if any are lacking."""
         if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=len(self._running)):
             return False
-        has_spare = sequence.request.constraint is not None
-        if self.slots is None or self.slots.allocate(sequence.slots, checkpoint, has_spare=has_spare):
+        if self.slots is None or self.slots.allocate(
+                sequence.slots, checkpoint, has_spare=sequence.request.constraint is not None,
+                is_shared=self.blocks.is_shared(sequence.blocks)):
             return True
         self.blocks.free(sequence.blocks)
         return False
 
     def _plan_checkpoints(self, sequence: Sequence) -> None:
-        """Let chunks of an admitted request end where another prompt may continue its state.
-
-        That is at the last block boundary of its prompt, for the same prompt and longer ones, and at the end of the
-        cached blocks that have no checkpoint, where prompts with the same beginning part. Such checkpoints are those of
-        Marconi (Pan et al. 2024, arXiv:2411.19379).
-        """
+        """Let rows of an admitted request end where other requests are likely to continue its state."""
         sequence.checkpoint_positions = []
         if self.slots is None or not self.blocks.is_shared(sequence.blocks):
             return
         size = self.blocks.block_size
-        last = (sequence.num_prompt_tokens - 1) // size * size
         parting = len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * size
-        sequence.checkpoint_positions = sorted(
-            position for position in {last, parting}
-            if position > sequence.num_computed_tokens and not self.slots.has(self._digest(sequence, position)))
+        sequence.checkpoint_positions = [
+            position for position in checkpoint_positions(
+                sequence.request.prompt_ids, sequence.num_computed_tokens, parting, size, self.slots.interval,
+                self._message_end_ids)
+            if not self.slots.has(self._digest(sequence, position))]
 
     def _free(self, sequence: Sequence) -> None:
         """Free the blocks and slots of a request."""

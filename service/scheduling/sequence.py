@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
@@ -168,9 +170,9 @@ class Sequence:
         self.num_prefill_tokens = 0
         self.num_shared_tokens = 0
         self.num_tokens_at_yield = 0
-        prior = request.prior
-        self.num_reported_tokens = 1 + prior.num_reported
-        self.cached_tokens = prior.cached_tokens or 0
+        progress = request.progress
+        self.num_reported_tokens = 1 + progress.num_reported
+        self.cached_tokens = progress.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt, scope)
         self.slots = SlotTable()
         self.checkpoint_positions: list[int] = []
@@ -184,7 +186,7 @@ class Sequence:
         self.drafter: Drafter | None = None
         self.num_drafted = 0
         self.num_accepted = 0
-        self.timer = PhaseTimer(request.arrival, prior.timing)
+        self.timer = PhaseTimer(request.arrival, progress.timing)
 
     @property
     def is_queued(self) -> bool:
@@ -193,6 +195,11 @@ class Sequence:
     @property
     def is_paused(self) -> bool:
         return self.state in _PAUSED
+
+    @property
+    def pools(self) -> bool:
+        """True if the request generates no token: it ends with the hidden state of its last one."""
+        return self.request.pooling is not None
 
     @property
     def holds_blocks(self) -> bool:
@@ -249,7 +256,7 @@ class Sequence:
     def has_run(self) -> bool:
         """True if the request ran in this engine or an earlier one. It is admitted before requests of its client that
         did not."""
-        return self.was_admitted or (self.request.prior.accepted and bool(self.request.output_ids))
+        return self.was_admitted or (self.request.progress.accepted and bool(self.request.output_ids))
 
     @property
     def needs_matcher(self) -> bool:
@@ -297,7 +304,7 @@ class Sequence:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
         if not self.was_admitted:
             self.was_admitted = True
-            if self.request.prior.cached_tokens is None:
+            if self.request.progress.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
         self.num_shared_tokens = 0
@@ -352,6 +359,8 @@ class Sequence:
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
             reports = self.take_reports(reports, row.start)
+        if row.pools:
+            return Progress(self, [], "pooled", hidden=result.hidden[row.request_id])
         is_discarded = not row.samples or self.is_deferred
         if row.samples:
             self.is_deferred = False
@@ -451,6 +460,7 @@ class Progress(msgspec.Struct, frozen=True):
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.
     prompt_logprobs: reports of the prompt tokens that follow those reported before. Recomputed ones are not repeated.
+    hidden: last hidden state of a request that pools.
     """
 
     sequence: Sequence
@@ -459,3 +469,4 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: ServeError | None = None
+    hidden: npt.NDArray[np.float32] | None = None

@@ -8,24 +8,42 @@ slot and writes that of another, or of the same one:
     retractable         slot ──row──► spare          a constrained row: if its result is discarded, the state before it
                                                      is still in `slot`, and the row is computed again
 
-So a state is never advanced twice over a token, and nothing is copied but at these rows. A row at position 0 reads no
-state.
+So a state is never advanced twice over a token, and nothing is copied but at these rows.
 
-A checkpoint is the state at a block boundary, under the digest of the block that ends there (block_manager.py). It is
-useful as long as that block is cached. The least recently used one is evicted when slots run out.
+A checkpoint is the state at a block boundary, under the digest of the block that ends there (block_manager.py). Where
+they are taken: checkpoints.py. It is useful as long as that block is cached. All states have the same size, so a
+checkpoint is worth the tokens that must be computed again without it: its distance from the nearest one before it. If
+slots run out, a checkpoint without its block is evicted first, then the one of the lowest priority: the clock at its
+last use plus its worth, where the clock is the priority of the last victim (GreedyDual, Young 1994). A checkpoint that
+was taken on suspicion is worth nothing until its first use.
 
 Steps run in the order of their plans, so a slot may be given away at once, as a block may (step_plan.py).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from npuserve.service.scheduling.block_manager import IntegrityError
+from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 
 NO_SLOT = -1
+
+CHECKPOINT_INTERVAL = 2048
+"""Distance in tokens of checkpoints in the middle of a prompt. A state of Qwen3.5 takes the memory of 1,600 (0.8B) to
+2,300 tokens (27B) of keys and values in bfloat16."""
+
+
+@dataclass(slots=True)
+class TakenState:
+    """State that becomes a checkpoint once its row is applied.
+
+    is_expected: other requests are likely to continue it.
+    """
+
+    position: int
+    slot: int
+    is_expected: bool
 
 
 @dataclass(slots=True)
@@ -35,14 +53,20 @@ class SlotTable:
     current: slot that holds the state after the rows planned so far.
     spare: slot that a retractable row writes; NO_SLOT for a request without constraint.
     source: checkpoint that the next row reads instead of `current`; NO_SLOT for none.
-    taken: (position, slot) of a state that becomes a checkpoint once its row is applied; None for none.
+    is_shared: its states may become checkpoints.
+    taken: states that become checkpoints, in the order of their positions.
+    continued: digest of the last checkpoint on the request's path; b"" for none.
+    last_position: of that checkpoint, or of the last state that was taken; 0 for none.
     of_answer: digest of the checkpoint within the answer; the next one replaces it.
     """
 
     current: int = NO_SLOT
     spare: int = NO_SLOT
     source: int = NO_SLOT
-    taken: tuple[int, int] | None = None
+    is_shared: bool = False
+    taken: list[TakenState] = field(default_factory=list)
+    continued: bytes = b""
+    last_position: int = 0
     of_answer: bytes = b""
     _before: tuple[int, int, int, int] | None = field(default=None, repr=False)
 
@@ -57,7 +81,7 @@ class SlotTable:
     @property
     def owned(self) -> list[int]:
         """Slots that no checkpoint and no other request holds."""
-        slots = [self.current, self.spare, self.taken[1] if self.taken else NO_SLOT]
+        slots = [self.current, self.spare, *(state.slot for state in self.taken)]
         return [slot for slot in slots if slot != NO_SLOT]
 
     def plan_row(self, start: int, *, is_retractable: bool) -> tuple[int, int]:
@@ -81,20 +105,54 @@ class SlotTable:
         self._before = None
         return start
 
+    def replace_source(self, slot: int, equal: int) -> None:
+        """Let the next row read another slot of equal content, where it would read `slot`."""
+        if self.source == slot:
+            self.source = equal
+        if self._before is not None and self._before[2] == slot:
+            current, spare, _, start = self._before
+            self._before = current, spare, equal, start
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """Findable state.
+
+    position: number of tokens that the state has seen.
+    before: digest of the nearest checkpoint before it on its path; b"" for none.
+    used: the clock at its last use.
+    is_expected: see TakenState; True after a use.
+    """
+
+    slot: int
+    position: int
+    before: bytes
+    used: int
+    is_expected: bool
+
 
 class StateSlots:
-    """Allocator of `num_slots` slots. A call takes constant time, unless it evicts: then it looks at all of them."""
+    """Allocator of `num_slots` slots. A call takes constant time, unless it evicts: then it looks at all of them.
 
-    def __init__(self, num_slots: int) -> None:
+    blocks: a checkpoint whose block these no longer hold is evicted first; None to treat all alike.
+    interval: distance in tokens of checkpoints in the middle of a prompt.
+    """
+
+    def __init__(
+        self, num_slots: int, blocks: BlockManager | None = None, interval: int = CHECKPOINT_INTERVAL
+    ) -> None:
         self.num_slots = num_slots
+        self.interval = interval
+        self._blocks = blocks
         self._free = list(range(num_slots - 1, -1, -1))
-        self._checkpoints: OrderedDict[bytes, int] = OrderedDict()  # digest -> slot, least recently used first
+        self._checkpoints: dict[bytes, _Checkpoint] = {}
+        self._clock = 0
         self._tables: dict[int, SlotTable] = {}  # tables with slots, by id()
 
     @staticmethod
-    def of(num_slots: int) -> StateSlots | None:
+    def of(num_slots: int, blocks: BlockManager) -> StateSlots | None:
         """Return an allocator, or None for a model without fixed state, which has 0 slots."""
-        return StateSlots(num_slots) if num_slots else None
+        return StateSlots(num_slots, blocks) if num_slots else None
 
     @property
     def num_checkpoints(self) -> int:
@@ -105,17 +163,23 @@ class StateSlots:
         """Number of slots of requests."""
         return self.num_slots - len(self._free) - len(self._checkpoints)
 
-    def allocate(self, table: SlotTable, source: int, *, has_spare: bool) -> bool:
+    def allocate(self, table: SlotTable, checkpoint: bytes, *, has_spare: bool, is_shared: bool = True) -> bool:
         """Give slots to an empty table. Return False, and change nothing, if there are too few.
 
-        source: slot of a checkpoint from which the request continues, from `longest`; NO_SLOT for none.
+        checkpoint: digest of the one that the request continues, from `longest`; b"" for none.
         has_spare: also give a slot for retractable rows.
+        is_shared: other requests can find its blocks.
         """
-        table.source = source
+        if checkpoint:
+            table.source = self._checkpoints[checkpoint].slot
         self._tables[id(table)] = table
         if not self._provide(1 + has_spare):
             self._forget(table)
             return False
+        table.is_shared = is_shared
+        if checkpoint:
+            table.continued = checkpoint
+            table.last_position = self._checkpoints[checkpoint].position
         table.current = self._free.pop()
         if has_spare:
             table.spare = self._free.pop()
@@ -129,69 +193,96 @@ class StateSlots:
         evictable = self._evictable()
         if len(evictable) < missing:
             return False
-        self._evict(evictable[:missing])
+        for _ in range(missing):
+            victim = min(evictable, key=self._priority)
+            self._clock = max(self._clock, self._priority(victim))
+            evictable.remove(victim)
+            self._evict(victim)
         return True
 
     def _evictable(self) -> list[bytes]:
-        """Return the digests of the checkpoints that no planned row will read, the least recently used first."""
+        """Return the digests of the checkpoints that no planned row will read."""
         read = set().union(*(table.sources for table in self._tables.values()))
-        return [digest for digest, slot in self._checkpoints.items() if slot not in read]
+        return [digest for digest, checkpoint in self._checkpoints.items() if checkpoint.slot not in read]
 
-    def _evict(self, digests: Iterable[bytes]) -> None:
-        self._free.extend(self._checkpoints.pop(digest) for digest in digests)
+    def _priority(self, digest: bytes) -> int:
+        """Return the priority of a checkpoint. The lowest is evicted first; 0 without its block."""
+        if self._blocks is not None and not self._blocks.holds(digest):
+            return 0
+        checkpoint = self._checkpoints[digest]
+        if not checkpoint.is_expected:
+            return checkpoint.used
+        before = self._checkpoints.get(checkpoint.before)
+        return checkpoint.used + checkpoint.position - (before.position if before else 0)
+
+    def _evict(self, digest: bytes) -> None:
+        """Free the slot of a checkpoint. The one before it takes its place on the path of others."""
+        evicted = self._checkpoints.pop(digest)
+        self._free.append(evicted.slot)
+        for checkpoint in self._checkpoints.values():
+            if checkpoint.before == digest:
+                checkpoint.before = evicted.before
+        for table in self._tables.values():
+            if table.continued == digest:
+                table.continued = evicted.before
 
     def _forget(self, table: SlotTable) -> None:
         self._tables.pop(id(table), None)
         table.current = table.spare = table.source = NO_SLOT
-        table.taken = table._before = None
-        table.of_answer = b""
+        table.taken = []
+        table._before = None
+        table.continued = table.of_answer = b""
+        table.last_position = 0
 
     def free(self, table: SlotTable) -> None:
         """Take back the slots of a table, which is empty afterwards."""
         self._free.extend(table.owned)
         self._forget(table)
 
-    def longest(self, digests: Iterable[bytes]) -> tuple[int, int]:
-        """Return the number of leading blocks up to the last one with a checkpoint, and its slot; (0, NO_SLOT) if none.
+    def longest(self, digests: Sequence[bytes]) -> tuple[int, bytes]:
+        """Return the number of leading blocks up to the last one with a checkpoint, and its digest; (0, b"") if none.
 
         digests: of a prefix's blocks, in order.
         """
-        with_state = [(count, digest) for count, digest in enumerate(digests, 1) if digest in self._checkpoints]
-        if not with_state:
-            return 0, NO_SLOT
-        count, digest = with_state[-1]
-        self._checkpoints.move_to_end(digest)
-        return count, self._checkpoints[digest]
+        for count in range(len(digests), 0, -1):
+            digest = digests[count - 1]
+            if (checkpoint := self._checkpoints.pop(digest, None)) is not None:
+                self._checkpoints[digest] = checkpoint  # the last: of equal priorities the least recently used is first
+                checkpoint.used = self._clock
+                checkpoint.is_expected = True
+                return count, digest
+        return 0, b""
 
-    def take(self, table: SlotTable, position: int) -> None:
+    def take(self, table: SlotTable, position: int, *, is_expected: bool = True) -> None:
         """Keep the state that the row planned last leaves at `position`; the next row continues it in another slot.
 
-        Nothing if no slot is free, nor one of a checkpoint.
+        Nothing if no slot is free, nor one of a checkpoint, and if no other request can find it.
+        is_expected: see TakenState.
         """
-        if table.taken is None and table.source == NO_SLOT and self._provide(1):
-            table.taken = position, table.current
+        if table.is_shared and table.source == NO_SLOT and self._provide(1):
+            table.taken.append(TakenState(position, table.current, is_expected))
+            table.last_position = position
             table.source = table.current
             table.current = self._free.pop()
 
     def register(self, table: SlotTable, digest: bytes, *, is_of_answer: bool = False) -> None:
-        """Make the state that was taken a checkpoint: its row is applied.
+        """Make the oldest state that was taken a checkpoint: its row is applied.
 
         is_of_answer: it lies within the answer, so that the one before it there is no longer needed.
         """
-        assert table.taken is not None
+        taken = table.taken.pop(0)
+        if (checkpoint := self._checkpoints.get(digest)) is None:
+            self._checkpoints[digest] = _Checkpoint(
+                taken.slot, taken.position, table.continued, self._clock, taken.is_expected)
+        else:  # of another request, with the same state
+            table.replace_source(taken.slot, checkpoint.slot)
+            self._free.append(taken.slot)
+        table.continued = digest
         if is_of_answer:
-            if table.of_answer in self._checkpoints:
-                self._checkpoints.move_to_end(table.of_answer, last=False)
+            replaced = self._checkpoints.get(table.of_answer)
+            if replaced and not any(replaced.slot in other.sources for other in self._tables.values()):
+                self._evict(table.of_answer)
             table.of_answer = digest
-        slot = table.taken[1]
-        table.taken = None
-        if digest not in self._checkpoints:
-            self._checkpoints[digest] = slot
-            return
-        # Another request took the same state. The next row of this one may read its own, which is evicted first.
-        unfindable = digest + slot.to_bytes(4, "little")
-        self._checkpoints[unfindable] = slot
-        self._checkpoints.move_to_end(unfindable, last=False)
 
     def has(self, digest: bytes) -> bool:
         """Return whether the state after a block is a checkpoint."""
@@ -199,10 +290,12 @@ class StateSlots:
 
     def clear(self) -> None:
         """Forget the checkpoints that no row will read."""
-        self._evict(self._evictable())
+        for digest in self._evictable():
+            self._evict(digest)
 
     def check_integrity(self, holders: Iterable[SlotTable]) -> None:
         """Raise IntegrityError unless each slot has exactly one holder: a table, a checkpoint, or the free list."""
-        slots = [*self._free, *self._checkpoints.values(), *(slot for table in holders for slot in table.owned)]
+        checkpoints = (checkpoint.slot for checkpoint in self._checkpoints.values())
+        slots = [*self._free, *checkpoints, *(slot for table in holders for slot in table.owned)]
         if sorted(slots) != list(range(self.num_slots)):
             raise IntegrityError(f"slots {sorted(slots)} have a holder, but there are {self.num_slots}")

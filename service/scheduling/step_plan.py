@@ -12,7 +12,9 @@ run in the order of their plans:
     in flight: old owner's last reads and writes ──►│ later: new owner writes slots, and reads only what it wrote
 
 and no other request reads what a step in flight writes: `apply` registers a block, which makes it shareable, only after
-applied steps have written all its slots, and the rows of a request write ever higher positions.
+applied steps have written all its slots, and the rows of a request write ever higher positions. Slots of rejected
+drafts are written again; a block with such slots is not registered, since only accepted tokens count as computed. No
+other step is in flight when a row has drafts, so its request is at no time ahead of them.
 """
 
 from __future__ import annotations
@@ -69,9 +71,11 @@ class StepBuilder:
         end = start + max_tokens
         if end > planned:
             end = planned
-        if sequence.checkpoint_positions:
-            end = _end_at_checkpoint(sequence, end)
-        samples = int(end == planned)
+        takes_state = is_expected = False
+        if self._slots is not None and (end < planned or sequence.checkpoint_positions):
+            end, takes_state, is_expected = self._end_at_checkpoint(sequence, end, planned)
+        samples = int(end == planned and not sequence.pools)
+        pools = sequence.pools and end == planned
         is_constrained = False
         if samples:
             sequence.num_pending_tokens += 1
@@ -95,10 +99,10 @@ class StepBuilder:
         state_source = state_slot = NO_SLOT
         if self._slots is not None:
             state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
-            is_boundary = not samples and end in sequence.checkpoint_positions[:1]
-            is_answer = samples and not is_constrained and start > 0 and end % self._block_size == 0
-            if is_boundary or is_answer:
-                self._slots.take(sequence.slots, end)
+            if samples and not is_constrained and start > 0 and end % self._block_size == 0:
+                takes_state = is_expected = True  # of the answer, or of a prompt that fills its last block
+            if takes_state:
+                self._slots.take(sequence.slots, end, is_expected=is_expected)
         row = Row(
             sequence.id,
             row_tokens,
@@ -109,18 +113,29 @@ class StepBuilder:
             is_constrained,
             state_slot,
             state_source,
+            pools=pools,
         )
         self.rows.append(row)
+
+    def _end_at_checkpoint(self, sequence: Sequence, end: int, planned: int) -> tuple[int, bool, bool]:
+        """Return the end of a row that would end at `end`, whether it takes a state, and whether that is expected.
+
+        planned: number of the sequence's tokens. A row that ends before them, far from the last checkpoint, ends at a
+            block boundary and takes a state on suspicion.
+        """
+        assert self._slots is not None
+        start = sequence.num_computed_tokens
+        positions = sequence.checkpoint_positions
+        while positions and positions[0] <= start:
+            del positions[0]
+        if positions and positions[0] <= end:
+            return positions[0], True, True
+        boundary = end // self._block_size * self._block_size
+        if end < planned and boundary > start and boundary - sequence.slots.last_position >= self._slots.interval:
+            return boundary, True, False
+        return end, False, False
 
     def add_new(self, sequence: Sequence) -> None:
         """Announce a sequence to the runner."""
         request = sequence.request
         self.new.append(NewRequest(sequence.id, request.prompt_ids, request.output_ids, request.sampling))
-
-
-def _end_at_checkpoint(sequence: Sequence, end: int) -> int:
-    """Return the end of a row that would end at `end`: a checkpoint if one is to be taken within the row."""
-    positions = sequence.checkpoint_positions
-    while positions and positions[0] <= sequence.num_computed_tokens:
-        del positions[0]
-    return min(end, positions[0]) if positions else end

@@ -11,8 +11,9 @@ _COMMON_WEIGHT = 0.05
 """Weight of the latest step in all other averages: contexts grow, and other processes take time, for all steps."""
 _MAX_CHANGE = 1.5
 """Most by which one step changes an average: single steps take very long."""
-_FIRST_SLOPE = 0.03
-"""Seconds of a token beyond the largest measured step, as a share of that step, before they are measured."""
+_FIRST_SLOPE, _FIRST_SHARE = 0.03, 0.3
+"""Seconds of a token beyond the largest measured step, before they are measured: a share of that step's seconds, or of
+its seconds a token if that is less."""
 _CURVE_TOKENS = 128
 """Least number of tokens of an estimated curve."""
 _MIN_SAMPLES = 3
@@ -92,7 +93,7 @@ class StepCosts:
         seconds = [points[count] for count in tokens]
         numbers = np.arange(1, last + 1)
         estimates: Seconds = np.interp(numbers, tokens, seconds)
-        slope = _FIRST_SLOPE * seconds[-1]
+        slope = min(_FIRST_SLOPE, _FIRST_SHARE / tokens[-1]) * seconds[-1]
         if len(tokens) > 1:
             slope = max(slope, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
         estimates += slope * np.maximum(numbers - tokens[-1], 0)

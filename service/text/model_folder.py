@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.model.folder import check_downloaded, check_links, content_of
+from npuserve.npu.model.pooling import Pooling, read_pooling
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class ModelFolder:
     tokenizer: None if the folder has none.
     path: absolute path of the folder.
     config: content of config.json.
+    pooling: how an embedding model or a reranker pools; None for a model that generates text.
     """
 
     name: str
@@ -61,6 +63,7 @@ class ModelFolder:
     tokenizer: Tokenizer | None = None
     path: Path = Path("/")
     config: dict[str, Any] = field(default_factory=dict)
+    pooling: Pooling | None = None
 
 
 def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
@@ -77,20 +80,19 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     try:
         check_links(folder)
         check_downloaded(sorted(folder.glob("*.json")))
+        pooling = read_pooling(folder)
     except ModelError as error:
         raise ConfigError(f"model: {error}") from None
     config = _read(folder / "config.json", required=True)
     generation = _read(folder / "generation_config.json")
     tokenizer = load_tokenizer(folder)
     name = served_as(folder, model, served_name)
-    size = config.get("vocab_size")
-    eos = frozenset(
-        i for i in (*_eos_ids(generation, "generation_config.json"), *_eos_ids(config, "config.json"))
-        if 0 <= i < (size if isinstance(size, int) else MAX_ID))
+    eos = _all_eos_ids(config, generation)
     if not eos and tokenizer and tokenizer.eos_id is not None:
         eos = frozenset({tokenizer.eos_id})
     return ModelFolder(
-        name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer, folder.absolute(), config)
+        name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer, folder.absolute(), config,
+        pooling)
 
 
 def served_as(folder: Path, model: str, served_name: str) -> str:
@@ -115,6 +117,21 @@ def _read(path: Path, required: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"model: {path} is not a JSON object")
     return content
+
+
+def read_eos_ids(folder: Path) -> frozenset[int]:
+    """Return the ids of config.json and generation_config.json that end an answer, or a message of a chat.
+
+    Raises ConfigError if a file is unusable.
+    """
+    return _all_eos_ids(_read(folder / "config.json", required=True), _read(folder / "generation_config.json"))
+
+
+def _all_eos_ids(config: dict[str, Any], generation: dict[str, Any]) -> frozenset[int]:
+    size = config.get("vocab_size")
+    return frozenset(
+        i for i in (*_eos_ids(generation, "generation_config.json"), *_eos_ids(config, "config.json"))
+        if 0 <= i < (size if isinstance(size, int) else MAX_ID))
 
 
 def _eos_ids(data: dict[str, Any], file: str) -> list[int]:

@@ -65,7 +65,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "schedulerName": "hami-scheduler"}),
     "ascend with the node's driver": (("ascend",), {"accelerator": {"hostDriver": True}, "runtimeClassName": "runc"}),
     "cuda, eight devices": (("cuda",), {"accelerator": {"count": 8}, "runtimeClassName": "nvidia"}),
-    "hpa": ((), {"autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 4, "kvCacheUsage": 0.75}}),
+    "hpa": ((), {"autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 4, "kvCacheUsage": 0.75,
+                                  "predictedTtftRatio": 0.8}}),
     "keda with authentication": (("cuda",), {
         "autoscaling": {"kind": "keda", "scaleDownSeconds": 600, "keda": {
             "prometheusAddress": "https://thanos.monitoring:9091", "authentication": "thanos",
@@ -73,7 +74,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "service monitor, rules, dashboards": ((), {
         **_MONITORING, "rules": {
             "enabled": True, "labels": {"release": "prometheus"},
-            "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md"},
+            "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md",
+            "grafanaUrl": "https://grafana.example.com"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
     "pod monitor and route": (("ascend",), {"metrics": {
         "scrape": "podMonitor", "scrapeTimeout": "10s",

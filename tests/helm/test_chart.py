@@ -15,6 +15,7 @@ import yaml
 
 from npuserve.cli import generate
 from npuserve.service import settings
+from npuserve.service.config import ServerConfig
 from npuserve.service.rpc.health import LIVENESS, READINESS
 from npuserve.service.supervisor import supervisor
 from tests.helm.chart import (
@@ -261,12 +262,17 @@ def test_autoscalers_use_existing_metrics():
     documented = set(re.findall(r"`(npuserve_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     hpa = find(render({"autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")
     assert {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in hpa["spec"]["metrics"]} == {
-        "npuserve_requests_waiting": "4", "npuserve_kv_cache_usage_ratio": "800m"}
+        "npuserve_requests_waiting": "4", "npuserve_kv_cache_usage_ratio": "800m",
+        "npuserve_predicted_ttft_seconds": f"{1000 * ServerConfig().target_ttft_seconds:.0f}m"}
+    values = {"autoscaling": {"kind": "hpa", "predictedTtftRatio": 1.5}, "config": {"target_ttft_seconds": 3}}
+    *_, ttft = find(render(values), "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert ttft["pods"]["target"]["averageValue"] == "4500m"
     objects = render({}, ("cpu", "prod"))
     assert "replicas" not in find(objects, "Deployment")["spec"]
     queries = [t["metadata"]["query"] for t in find(objects, "ScaledObject")["spec"]["triggers"]]
     asked = {name for query in queries for name in re.findall(r"npuserve_\w+", query)}
-    assert asked == {"npuserve_requests_waiting", "npuserve_kv_cache_usage_ratio"}
+    assert asked == {"npuserve_requests_waiting", "npuserve_kv_cache_usage_ratio", "npuserve_predicted_ttft_seconds",
+                     "npuserve_target_seconds"}
     assert asked <= documented
     name = find(objects, "Deployment")["metadata"]["name"]
     for query in queries:
@@ -290,14 +296,17 @@ def test_monitors_select_one_service():
 def test_dashboards_and_rules_are_rendered_unchanged():
     objects = render({"dashboards": {"enabled": True}, "rules": {"enabled": True}})
     names = [o["metadata"]["name"] for o in objects if o["kind"] == "ConfigMap"]
-    assert names == [f"demo-npuserve-{name}" for name in ("engine", "kernels", "service")]
+    assert names == [f"demo-npuserve-{name}" for name in ("kernels", "operators", "runbooks")]
     shown = {key: text for o in objects if o["kind"] == "ConfigMap" and "grafana_dashboard" in o["metadata"]["labels"]
              for key, text in o["data"].items()}
     assert all(name.startswith("npuserve-") for name in shown)  # one folder holds the files of all charts
     assert shown == {file.name: file.read_text().strip() for file in (CHART / "dashboards").glob("*.json")}
     groups = [group for file in sorted((CHART / "rules").glob("*.yaml"))
               for group in yaml.safe_load(file.read_text())["groups"]]
-    assert find(objects, "PrometheusRule")["spec"]["groups"] == (groups or None)
+    rendered = find(objects, "PrometheusRule")["spec"]["groups"]
+    for rule in (rule for group in rendered for rule in group["rules"] if "alert" in rule):
+        del rule["annotations"]["runbook_url"]
+    assert rendered == groups
 
 
 def test_one_release_installs_rules_and_dashboards():

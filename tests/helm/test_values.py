@@ -159,6 +159,7 @@ MALFORMED: list[tuple[str, Object]] = [
     ("config.otlp_endpoint", {"config": {"otlp_endpoint": "collector:4317"}}),
     ("podDisruptionBudget.maxUnavailable", {"podDisruptionBudget": {"maxUnavailable": "0%"}}),
     ("rules.runbookBaseUrl", {"rules": {"runbookBaseUrl": "docs/operations.md"}}),
+    ("rules.grafanaUrl", {"rules": {"grafanaUrl": "https://grafana.example.com/"}}),
     ("grpcRoute.services.0", {"grpcRoute": {"services": ["/Generate"]}}),
 ]
 """Texts that files/formats.yaml refuses."""

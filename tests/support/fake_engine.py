@@ -10,6 +10,7 @@ import contextlib
 import json
 import tempfile
 import time
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def make_folder(folder: Path, *, chat: bool = True, tokenizer: bool = True, **ge
 
 class FakeEngine:
     """Fake engine that serves `address` until `die`.
+
+    The embedding of a request is the ids of its prompt, and its score the length of its prompt.
 
     delay: seconds a token.
     batch: tokens an output.
@@ -226,6 +229,9 @@ class FakeEngine:
         await self.hold.wait()
         started = [Started(key, 3)]
         await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], started))
+        if request.pooling is not None:
+            await self._pool(frontend, key, request)
+            return
         last = (request.prompt_ids + request.output_ids)[-1]
         sampling = request.sampling
         prompt_reports = None
@@ -256,6 +262,14 @@ class FakeEngine:
             ids, prompt_reports = [], None
             if reason:
                 return
+
+    async def _pool(self, frontend: bytes, key: int, request: messages.Request) -> None:
+        """Send the ids of the prompt as an embedding, or the length of the prompt as a score."""
+        await asyncio.sleep(self.delay)
+        values = request.prompt_ids if request.pooling and request.pooling.dimensions else [len(request.prompt_ids)]
+        del self._live[frontend, key]
+        finish = self._finish(frontend, key, "pooled", 0)
+        await self._output(frontend, Output(key, [], finish, values=array("f", values).tobytes()))
 
     @staticmethod
     def _report(token: int, top: int) -> TokenLogprobs:

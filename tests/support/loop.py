@@ -49,11 +49,11 @@ def serve(
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager. drafting: see
-        Scheduler."""
+    matcher: of a request with a constraint, after its output. mask_seconds, drafting: as in the server."""
+    blocks = BlockManager(pool, runner.block_size)
     scheduler = Scheduler(
-        BlockManager(pool, runner.block_size), max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100,
-        aging_seconds=1.0, min_forced=min_forced, slots=StateSlots.of(runner.num_slots), drafting=drafting)
+        blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
+        min_forced=min_forced, slots=StateSlots.of(runner.num_slots, blocks), drafting=drafting)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
@@ -70,8 +70,7 @@ def serve(
                 answer.grammar_completed = progress.sequence.finish(progress.reason).grammar_completed
                 del live[progress.sequence.id]
 
-    cancels: defaultdict[int, list[int]] = defaultdict(list)
-    ids: dict[int, int] = {}
+    cancels, ids = defaultdict[int, list[int]](list), dict[int, int]()
     order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
     for tick in range(2000):
         while order and all_asks[order[0]].tick <= tick:

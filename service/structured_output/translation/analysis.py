@@ -72,7 +72,8 @@ def _has_value(schema: Any, finite: set[str]) -> bool:
 
 
 def _has_object(schema: Mapping[str, Any], finite: set[str]) -> bool:
-    properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties = schema.get("properties", {})
+    other = schema.get("additionalProperties", True)
     return all(_has_value(properties.get(name, other), finite) for name in schema.get("required", ()))
 
 
@@ -223,8 +224,10 @@ class _Facts(NamedTuple):
 
 def _facts(schema: Any, definitions: Mapping[str, Any], has_properties: bool = True) -> _Facts:
     """Return what is known. has_properties: whether required properties are read too."""
-    types, values = _TYPES, None
-    required, properties = set[str](), dict[str, list[Any]]()
+    types = _TYPES
+    values = None
+    required = set[str]()
+    properties = dict[str, list[Any]]()
     for part in _conjuncts(schema, definitions, set()):
         if part is False:
             return _Facts(frozenset())
@@ -301,7 +304,8 @@ def separate_names(readings: Iterable[pattern.NamePattern], out: dict[str, Any])
             disputed[narrow] = f"{disputed[narrow]}|{reading.disputed}" if narrow in disputed else reading.disputed
     if not disputed:
         return ""
-    values, other = out["patternProperties"], out.get("additionalProperties", True)
+    values = out["patternProperties"]
+    other = out.get("additionalProperties", True)
     if other is True:
         out["patternProperties"] = widened = dict[str, Any]()
         for narrow, value in values.items():
@@ -363,7 +367,8 @@ def declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> Non
         pattern_name = pattern.translate(source, quoted=True)
         if pattern_name not in out["patternProperties"]:
             continue
-        inner, properties = out["patternProperties"].pop(pattern_name), out.setdefault("properties", {})
+        inner = out["patternProperties"].pop(pattern_name)
+        properties = out.setdefault("properties", {})
         for matched in names:
             properties[matched] = {"allOf": [properties[matched], inner]} if matched in properties else inner
 
@@ -381,7 +386,8 @@ def restrict_names(out: dict[str, Any], names: Mapping[str, Any]) -> bool:
         return False
     if rule.keys() <= {"enum", "const"}:
         listed = [name for name in rule.get("enum", [rule.get("const")]) if name == rule.get("const", name)]
-        declared, other = out.get("properties", {}), out.get("additionalProperties", True)
+        declared = out.get("properties", {})
+        other = out.get("additionalProperties", True)
         allowed = {name: declared.get(name, other) for name in listed if isinstance(name, str)}
         out["properties"] = {name: value for name, value in allowed.items() if name in declared or other is not False}
     else:

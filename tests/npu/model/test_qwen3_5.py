@@ -54,7 +54,7 @@ def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     use_recurrent_rule(monkeypatch)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 24))])
 def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> None:
     """The chunk budget differs by configuration."""
     model = random_hybrid(seed)
@@ -103,7 +103,7 @@ def test_nested_configuration_is_that_of_the_text_model() -> None:
     assert (nested.rope, nested.context_length) == (plain.rope, plain.context_length)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
 def test_any_published_configuration_equals_transformers(tmp_path: Path, seed: int) -> None:
     """Old and new keys of rotary embeddings, kinds of layers, ratios of heads, odd sizes, yarn, nested or not."""
     model = saved_as_published(seed, tmp_path)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.quantization import Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.formats import quantization_of
 from npuserve.npu.quantize.layer import Layer, to_int8
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.w8a8 import quantize_checkpoint
@@ -184,7 +185,7 @@ def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
     config, before = (json.loads((at / "config.json").read_text()) for at in (out, folder))
-    assert Quantization.from_config(config).to_json() == config.pop("quantization_config")
+    assert quantization_of(config).to_json() == config.pop("quantization_config")
     assert config == before
     index = json.loads((out / "model.safetensors.index.json").read_text())
     in_files = {}

@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from npuserve.npu.step import PENDING, NewRequest, SamplingParams, Step, StepResult, TokenLogprobs
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from tests.support.fake_grammar import answer_matcher, first_allowed, next_mask
@@ -71,6 +71,7 @@ class FakeDevice:
         self.block_size = block_size
         self.salts = salts
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.states: dict[int, tuple[int, ...]] = {}  # tokens that the fixed state in a slot has seen
         self.num_slots = num_blocks * block_size
         self.known: dict[int, NewRequest] = {}
         self.announced: set[int] = set()
@@ -107,6 +108,9 @@ class FakeDevice:
             assert new.request_id not in self.announced, "announced twice"
             self.announced.add(new.request_id)
             self.known[new.request_id] = new
+        for row in step.rows:
+            if row.state_source >= 0:
+                self.states[row.state_slot] = self.states[row.state_source]
         written: set[int] = set()
         contexts: dict[int, tuple[int, ...]] = {}
         for row in step.rows:  # all write before any reads, as in one layer of a batch
@@ -129,6 +133,7 @@ class FakeDevice:
             context = (*before, *token_ids)
             for position in range(row.start, end):
                 self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
+            self._advance_state(row, context)
             contexts[row.request_id] = context
         result = StepResult({}, {}, {}, device_seconds)
         unsampled: dict[int, list[tuple[int, ...]]] = {}
@@ -146,9 +151,8 @@ class FakeDevice:
                 each_context = [context[:length] for length in range(len(known), len(context) + 1)]
                 if row.is_constrained:
                     unsampled[row.request_id] = each_context
-                else:
-                    for each in each_context:
-                        self._sample(row.request_id, each, result)
+                for each in () if row.is_constrained else each_context:
+                    self._sample(row.request_id, each, result)
             assert row.samples or not row.is_constrained
             if new.sampling.prompt_logprobs is not None:
                 predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
@@ -157,6 +161,14 @@ class FakeDevice:
             self.sampled = result.token_ids
         self.unsampled = (result, unsampled) if unsampled else None
         return result
+
+    def _advance_state(self, row: Row, context: tuple[int, ...]) -> None:
+        """Continue the fixed state of a row, if the model has one."""
+        if row.state_slot < 0:
+            return
+        is_own = not row.start or self.states[row.state_slot] == context[: row.start]
+        assert is_own, f"request {row.request_id} continues another state"
+        self.states[row.state_slot] = context
 
     def _sample(self, request_id: int, context: tuple[int, ...], result: StepResult, mask: Mask | None = None) -> None:
         new = self.known[request_id]

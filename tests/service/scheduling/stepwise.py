@@ -16,6 +16,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
 from tests.support.oracle_drafts import Kind, drafting_of
@@ -31,6 +32,8 @@ class SchedulerHarness:
     min_forced: see Scheduler.
     mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
     drafts: kind of the drafts; see oracle_drafts.py.
+    num_slots, interval: of StateSlots; 0 slots for a model without fixed state.
+    message_end_ids: see Scheduler.
     """
 
     num_blocks: int = 64
@@ -45,6 +48,9 @@ class SchedulerHarness:
     max_model_len: int | None = None
     mask_seconds: float = math.inf
     drafts: Kind = "off"
+    num_slots: int = 0
+    interval: int = 16
+    message_end_ids: frozenset[int] = frozenset()
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -61,8 +67,11 @@ class SchedulerHarness:
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
-            min_forced=self.min_forced,
-            drafting=drafting_of(self.drafts, lambda sequence: answer_alone(sequence.request)[0], VOCABULARY),
+            min_forced=self.min_forced, message_end_ids=self.message_end_ids,
+            slots=StateSlots(self.num_slots, self.blocks, self.interval) if self.num_slots else None,
+            drafting=drafting_of(
+                self.drafts if not self.num_slots else "off", lambda sequence: answer_alone(sequence.request)[0],
+                VOCABULARY),
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
@@ -213,6 +222,7 @@ class SchedulerHarness:
         assert not self.scheduler._paused
         assert not self.scheduler.has_work
         assert self.blocks.counts.used == 0, "blocks leaked"
+        assert self.scheduler.slots is None or self.scheduler.slots.num_used == 0, "slots leaked"
 
     def check_answer(self, sequence: Sequence) -> None:
         """Check that a request ended with the same answer as alone."""

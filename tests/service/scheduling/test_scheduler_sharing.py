@@ -256,15 +256,20 @@ def requests(draw: st.DrawFn) -> Ask:
     pool=st.integers(LARGEST, LARGEST + 12), max_num_seqs=st.sampled_from([8, 6, 4, 1]),
     budget=st.sampled_from([16, 32, 8, 5, 1]), depth=st.sampled_from([1, 2, 2]),
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
-    aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]), drafts=st.sampled_from(KINDS),
+    aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]),
+    num_slots=st.sampled_from([0, 0, 2, 5, 12, 40]), interval=st.sampled_from([1, 4, 100]),
+    drafts=st.sampled_from(KINDS),
 )
 def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
-    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int, drafts: Kind,
+    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int, num_slots: int, interval: int,
+    drafts: Kind,
 ) -> None:
+    """Token 1 ends messages. The device checks that each row continues the state of the tokens before it."""
     harness = SchedulerHarness(
         num_blocks=-(-pool // block_size), block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, depth=depth,
-        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced, drafts=drafts,
+        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced, num_slots=num_slots, interval=interval,
+        message_end_ids=frozenset([1]), drafts=drafts,
     )
     all_sequences: list[Sequence] = []
     cancels: dict[int, list[Sequence]] = defaultdict(list)
@@ -291,7 +296,7 @@ def test_every_request_is_answered_as_if_alone(
                 cancelled.add(sequence.id)
             harness.cancel(sequence)
         if tick == flush_at:
-            harness.blocks.flush_prefix_cache()
+            harness.scheduler.flush_prefix_cache()
             harness.scheduler.check_integrity()
         harness.tick()
     assert not any(sequence.is_paused for sequence in harness.live.values())
@@ -310,4 +315,5 @@ def test_every_request_is_answered_as_if_alone(
     event(f"hits: {harness.scheduler.prefix_hits > 0}")
     event(f"forced tokens: {min(harness.scheduler.forced_tokens, 3)}")
     event(f"drafts {drafts}: {harness.scheduler.drafting.accepted > 0}")
+    event(f"hits of states: {num_slots > 0 and harness.scheduler.prefix_hits > 0}")
     event(f"samples: {len(all_sequences) > len(asks)}")

@@ -11,7 +11,7 @@ import pytest
 
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.service.config import ConfigError
-from npuserve.service.text.model_folder import open_folder
+from npuserve.service.text.model_folder import open_folder, read_eos_ids
 from tests.support.fake_engine import EOS, make_folder
 from tests.support.real_models import BUILT_IN, model_folder
 
@@ -149,3 +149,10 @@ def test_open_folder_of_real_models(name: str, eos: int, defaults: dict[str, flo
     assert (found.eos_token_ids, found.defaults) == ({eos}, defaults)
     assert found.tokenizer
     assert (found.tokenizer.chat is not None) == chat
+
+
+def test_read_eos_ids_returns_those_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3, "vocab_size": 512}))
+    assert read_eos_ids(tmp_path) == {3}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 512]}))
+    assert read_eos_ids(tmp_path) == {2, 3}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import FineGrainedFP8Config
 
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.formats import quantization_of
+from npuserve.npu.quantization.w4a16 import W4A16
+from npuserve.npu.quantization.w8a8 import W8A8
 
 # As written by llm-compressor with QuantizationModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]).
 W8A8_JSON: dict[str, Any] = {
@@ -33,7 +36,7 @@ PLAIN = Quantization(((("Linear",), W8A8()),), ("lm_head",))
 
 
 def read(data: Any) -> Quantization | None:
-    return Quantization.from_config({"quantization_config": data})
+    return quantization_of({"quantization_config": data})
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def test_quantization_config_of_llm_compressor():
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_quantization_absent_is_none(nothing):
     assert read(nothing) is None
-    assert Quantization.from_config({}) is None
+    assert quantization_of({}) is None
 
 
 @pytest.mark.parametrize("harmless", [
@@ -93,7 +96,7 @@ def test_quantization_absent_is_none(nothing):
 ])
 def test_quantization_keys_without_effect_are_accepted(harmless):
     assert read(harmless) == PLAIN
-    assert Quantization.from_config({"compression_config": harmless}) == PLAIN
+    assert quantization_of({"compression_config": harmless}) == PLAIN
 
 
 @pytest.mark.parametrize(("group", "scheme"), [
@@ -221,18 +224,25 @@ def test_quantization_config_of_method_fp8_as_transformers_writes_it():
     assert read({**written, "scale_fmt": "float", "expert_dtype": "fp8"}) == read(QWEN_FP8)
 
 
+class Device(NamedTuple):
+    name: str
+    int8_zeros: bool
+    float8: bool
+
+
 def test_scheme_refusal_names_what_a_device_supports():
     float8, zeros = W8A8(float8=True), W8A8(symmetric=False)
-    assert float8.refusal("npu", zeros=True, float8=False) == (
+    assert float8.refusal(Device("npu", int8_zeros=True, float8=False)) == (
         "float8 weights and input_activations (type: float) are not possible on npu; possible is int8 (type: int)")
-    assert not float8.refusal("cuda", zeros=False, float8=True)
-    assert not zeros.refusal("cpu", zeros=True, float8=False)
-    assert zeros.refusal("cuda", zeros=False, float8=True).startswith("weights with zero points")
+    assert not float8.refusal(Device("cuda", int8_zeros=False, float8=True))
+    assert not zeros.refusal(Device("cpu", int8_zeros=True, float8=False))
+    assert zeros.refusal(Device("cuda", int8_zeros=False, float8=True)).startswith("weights with zero points")
 
 
 @pytest.mark.parametrize(("data", "message"), [
     ("w8a8", "quantization_config: must be an object, got 'w8a8'"),
-    ({"quant_method": "gptq", "bits": 4}, r"another method \(gptq\); supported: compressed-tensors, fp8"),
+    ({"quant_method": "bitsandbytes", "bits": 4},
+     r"another method \(bitsandbytes\); supported: compressed-tensors, fp8, awq, gptq"),
     ({"quant_method": "compressed-tensors"}, "config_groups is missing"),
     (changed("config_groups", []), "config_groups is missing"),
     (changed("config_groups", {"W8A8": ["Linear"]}), "config_groups.W8A8: must be an object"),
@@ -283,7 +293,8 @@ PATTERNS = [
     "mlp.up_proj", "model.layers.0.mlp.up_proj", "re:.*self_attn[.].*", "re:.*_proj", "LlamaMLP"]
 schemes = st.builds(W8A8, st.booleans(), st.booleans(), st.booleans(), st.booleans()) | st.builds(
     W8A8, st.booleans(), dynamic=st.booleans(), float8=st.just(True)) | st.just(
-    W8A8(per_channel=False, float8=True, blocks=True))
+    W8A8(per_channel=False, float8=True, blocks=True)) | st.builds(
+    W4A16, st.sampled_from([32, 64, 128, None]), st.booleans())
 quantizations = st.builds(
     Quantization,
     st.lists(st.tuples(st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3).map(tuple), schemes), min_size=1,
@@ -307,14 +318,18 @@ def test_quantization_targets_match_as_in_compressed_tensors():
     @given(quantizations)
     def check(quantization: Quantization) -> None:
         config = package.QuantizationConfig.model_validate(quantization.to_json())
-        assert config.format == quantization.groups[0][1].format
+        formats = {scheme.format for _, scheme in quantization.groups}
+        assert config.format == (formats.pop() if len(formats) == 1 else "mixed-precision")
         applied = copy.deepcopy(model)
         package.apply_quantization_config(applied, config, show_progress=False)
         modules = dict(applied.named_modules())
         for name in LAYERS:
             theirs, ours = getattr(modules[name], "quantization_scheme", None), quantization.of(name)
             assert (ours is None) == (theirs is None), name
-            if ours:
+            if isinstance(ours, W4A16):
+                assert theirs.input_activations is None
+                assert ours == W4A16(theirs.weights.group_size, theirs.weights.symmetric), name
+            elif ours:
                 weights, inputs = theirs.weights, theirs.input_activations
                 assert ours == W8A8(
                     weights.strategy == "channel", weights.symmetric, inputs.dynamic, inputs.symmetric,

@@ -1,0 +1,52 @@
+"""Positions of checkpoints in a prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from npuserve.service.scheduling.checkpoints import checkpoint_positions
+
+END = 9
+
+
+def positions(
+    length: int, ends: tuple[int, ...] = (), start: int = 0, parting: int = 0, interval: int = 1000
+) -> list[int]:
+    """Return the positions with blocks of 4 tokens. ends: numbers of tokens after which a message ends."""
+    prompt = [1] * length
+    for end in ends:
+        prompt[end - 1] = END
+    return checkpoint_positions(prompt, start, parting, 4, interval, frozenset([END]))
+
+
+@pytest.mark.parametrize(("length", "expected"), [(1, []), (8, []), (9, [8]), (12, [8]), (13, [12]), (103, [100])])
+def test_prompt_without_messages_has_one_at_its_last_block_boundary(length: int, expected: list[int]) -> None:
+    assert positions(length) == expected
+
+
+def test_first_and_last_message_have_one_at_the_block_boundary_before_their_end() -> None:
+    assert positions(103, (22, 40, 59, 80)) == [20, 80, 100]
+
+
+def test_end_of_the_prompt_shortly_after_the_last_message_is_left_out() -> None:
+    assert positions(103, (22, 97)) == [20, 96]
+
+
+def test_messages_in_the_middle_have_one_for_each_interval() -> None:
+    assert positions(103, (22, 40, 59, 80), interval=20) == [20, 40, 80, 100]
+    assert positions(103, (22, 40, 59, 80), interval=18) == [20, 40, 80, 100]
+    assert positions(103, (22, 41, 61, 80), interval=20) == [20, 40, 60, 80, 100]
+
+
+def test_parting_of_an_earlier_prompt_has_one() -> None:
+    assert positions(103, parting=48) == [48, 100]
+    assert positions(103, parting=96) == [96]
+
+
+def test_computed_tokens_have_none() -> None:
+    assert positions(103, (22, 40, 59, 80), start=40, parting=40) == [56, 80, 100]
+    assert positions(103, start=100, parting=100) == []
+
+
+def test_prompt_that_ends_with_its_last_message_leaves_a_token_to_compute() -> None:
+    assert positions(100, (100,)) == [96]
