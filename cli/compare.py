@@ -38,8 +38,10 @@ MAX_LOGPROB_DIFFERENCE = 1e-4
 PROMPTS = slice(1, 6)
 """Prompts of `acceptance.tokens` that are compared."""
 
-PROMPT, ANSWER = 48, 16
-"""Maximum tokens of a prompt, and tokens of an answer: few, since the logits of all positions are compared."""
+PROMPT = 48
+"""Maximum tokens of a prompt."""
+ANSWER = 16
+"""Tokens of an answer: few, since the logits of all positions are compared."""
 
 COPIES = 4
 """Logits of a sequence that are in memory at the same time, in float32."""
@@ -108,6 +110,9 @@ def compare(config: ServerConfig) -> Comparison:
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
     facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8)
+    if facts.pooling:
+        raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker "
+                          "(modules.json), which gives none")
     length = min(facts.context_length, PROMPT + ANSWER)
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - ANSWER)[PROMPTS]
     _check_memory(facts, prompts)

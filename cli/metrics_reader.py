@@ -29,11 +29,11 @@ class Unreadable(Exception):
 class Page:
     """Metrics page at one time.
 
-    at: seconds of time.monotonic().
+    time: seconds of time.monotonic().
     samples: name on the page -> (labels, value) of each sample.
     """
 
-    at: float
+    time: float
     samples: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
 
     def sum(self, name: str, **labels: str) -> float:
@@ -108,7 +108,7 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        return max(self.after.at - self.before.at, 1e-9)
+        return max(self.after.time - self.before.time, 1e-9)
 
     def increase(self, name: str, **labels: str) -> float:
         """Return the increase of a counter, over all samples with these labels."""

@@ -20,11 +20,11 @@ from npuserve.client.attempts import (
     malformed_message,
     missing_finish,
 )
-from npuserve.client.request_builder import Options, Prompt, TokenizeOptions
+from npuserve.client.request_builder import EmbedOptions, Options, Prompt, RankOptions, TokenizeOptions
 from npuserve.client.rpc_errors import Cancelled, ClientError, from_rpc
 from npuserve.common.answer import Answer, sample_count
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
+from npuserve.v1 import inference_service_pb2_grpc, model_pb2, pooling_pb2, tokenize_pb2
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -176,6 +176,22 @@ class AsyncClient:
         """Return the token ids of a text or a chat; see Client.tokenize."""
         request = request_builder.build_tokenize(prompt, options)
         response: tokenize_pb2.TokenizeResponse = await self._unary("Tokenize", request, timeout)
+        return response
+
+    async def embed(
+        self, content: str | Sequence[int], timeout: float | None = None, **options: Unpack[EmbedOptions]
+    ) -> pooling_pb2.EmbedResponse:
+        """Return the embedding of a text or of token ids; see Client.embed."""
+        response: pooling_pb2.EmbedResponse = await self._unary(
+            "Embed", request_builder.build_embed(content, options), timeout)
+        return response
+
+    async def rank(
+        self, query: str, documents: Sequence[str], timeout: float | None = None, **options: Unpack[RankOptions]
+    ) -> pooling_pb2.RankResponse:
+        """Return the relevance of each document to a query; see Client.rank."""
+        response: pooling_pb2.RankResponse = await self._unary(
+            "Rank", request_builder.build_rank(query, documents, options), timeout)
         return response
 
     async def detokenize(self, token_ids: Sequence[int], timeout: float | None = None) -> str:

@@ -74,7 +74,13 @@ class Tls:
         except ssl.SSLError as error:
             why = error.reason or "not in PEM, or encrypted"
             raise ValueError(f"tls: {self.cert} and {self.key} are not a certificate and its key ({why})") from None
-        if self.cert is not None and (key_type := key_type_of(Path(self.cert).read_bytes())) not in KEY_TYPES:
+        if self.cert is None:
+            return
+        try:
+            key_type = key_type_of(Path(self.cert).read_bytes())
+        except ImportError:  # without the extra `mtls`, an unusable key is a failed connection
+            return
+        if key_type not in KEY_TYPES:
             raise ValueError(f"tls: gRPC cannot use {self.cert}, since its key is {key_type}; use RSA, P-256 or P-384")
 
 

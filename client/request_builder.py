@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from npuserve.client.structured import CONSTRAINTS, set_constraint
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import prompt_pb2, tokenize_pb2
+from npuserve.v1 import pooling_pb2, prompt_pb2, tokenize_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.GenerateRequest
 """Prompt of a request, in one of four forms.
@@ -46,7 +46,34 @@ class TokenizeOptions(PromptOptions, total=False):
     add_special_tokens: bool
 
 
-class Options(PromptOptions, total=False):
+class SchedulingOptions(TypedDict, total=False):
+    """Options of every call that computes."""
+
+    request_id: str
+    priority: int
+    bypass_prefix_cache: bool
+    cache_salt: str
+
+
+class EmbedOptions(SchedulingOptions, total=False):
+    """Fields of EmbedRequest and SchedulingParams, by name."""
+
+    model: str
+    prompt_name: str
+    dimensions: int
+    normalize: bool
+    truncate: bool
+
+
+class RankOptions(SchedulingOptions, total=False):
+    """Fields of RankRequest and SchedulingParams, by name."""
+
+    model: str
+    instruction: str
+    truncate: bool
+
+
+class Options(PromptOptions, SchedulingOptions, total=False):
     """Fields of GenerateRequest and its nested messages, by name.
 
     generate.proto documents ranges and defaults. The server's default replaces an absent option. A `json_schema` is a
@@ -54,7 +81,6 @@ class Options(PromptOptions, total=False):
     An option that is None counts as absent.
     """
 
-    request_id: str
     n: int
     # sampling
     temperature: float
@@ -87,10 +113,6 @@ class Options(PromptOptions, total=False):
     skip_special_tokens: bool
     return_token_ids: bool
     parse_output: bool
-    # scheduling
-    priority: int
-    bypass_prefix_cache: bool
-    cache_salt: str
 
 
 def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -161,6 +183,43 @@ def build_detokenize(token_ids: Sequence[int]) -> tokenize_pb2.DetokenizeRequest
         return tokenize_pb2.DetokenizeRequest(token_ids=_sequence(token_ids))
 
 
+def build_embed(content: str | Sequence[int], options: EmbedOptions) -> pooling_pb2.EmbedRequest:
+    """Return the request for an embedding. Raise TypeError or ValueError as `build_request` does."""
+    request = pooling_pb2.EmbedRequest()
+    with _named_errors("content"):
+        if isinstance(content, str):
+            request.text = content
+        else:
+            request.token_ids.ids.extend(_sequence(content))
+            request.token_ids.SetInParent()
+    _set_options(request, options, EmbedOptions)
+    return request
+
+
+def build_rank(query: str, documents: Sequence[str], options: RankOptions) -> pooling_pb2.RankRequest:
+    """Return the request for scores of documents. Raise TypeError or ValueError as `build_request` does."""
+    request = pooling_pb2.RankRequest()
+    with _named_errors("query"):
+        request.query = query
+    with _named_errors("documents"):
+        request.documents.extend(_sequence(documents))
+    _set_options(request, options, RankOptions)
+    return request
+
+
+def _set_options(
+    request: pooling_pb2.EmbedRequest | pooling_pb2.RankRequest, options: SchedulingOptions,
+    known: type[SchedulingOptions],
+) -> None:
+    for name, value in options.items():
+        if name not in known.__annotations__:
+            raise TypeError(f"{name}: unknown option{_suggestion(name, known)}")
+        if value is not None:
+            part = request if name in request.DESCRIPTOR.fields_by_name else request.scheduling
+            with _named_errors(name):
+                _set_field(part, name, value)
+
+
 @contextlib.contextmanager
 def _named_errors(name: str) -> Iterator[None]:
     """Put the name of an option or argument before the message of a TypeError or ValueError."""
@@ -172,7 +231,7 @@ def _named_errors(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _suggestion(name: str, options: type[PromptOptions]) -> str:
+def _suggestion(name: str, options: type[PromptOptions | SchedulingOptions]) -> str:
     """Return the end of a sentence that suggests the most similar option; "" if none is similar."""
     near = difflib.get_close_matches(str(name), options.__annotations__, 1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from grafana import GREEN, ORANGE, RED, Dashboard, Panel, Row, dashboard_json
 
 FOLDER = Path(__file__).parent / "npuserve/dashboards"
-SELECT = 'namespace=~"$namespace", instance=~"$instance"'
+NAMESPACE = 'namespace=~"$namespace"'
+SELECT = f'{NAMESPACE}, instance=~"$instance"'
+FIRING = ('alertname=~"Npuserve.+"', 'alertstate="firing"')
 NOW, LAST, BEFORE = "[$__rate_interval]", "[$baseline]", "[$baseline] offset $baseline"
 
 
@@ -70,14 +74,18 @@ def npu(gauge: str) -> str:
     return f"max by (instance, id) (npu_chip_info_{gauge})"
 
 
-def stat(title: str, query: str, unit: str, description: str, **thresholds: float) -> Panel:
-    return Panel(title, {title: query}, unit, description, "stat", 3, 4, thresholds)
+GPU = "{{Hostname}} {{gpu}}"
+
+
+def gpu(gauge: str) -> str:
+    """Return a gauge of NVIDIA's DCGM exporter for each GPU of every node."""
+    return f"max by (Hostname, gpu) (DCGM_FI_DEV_{gauge})"
 
 
 TTFT_TARGET, ITL_TARGET = (
     {"target": total("target_seconds", "", f'latency="{name}"', how="max")} for name in ("ttft", "itl"))
 LIFE = [
-    Panel("Ready", {"{{instance}}": total("ready", "instance", how="max")}, "short",
+    Panel("Ready by server", {"{{instance}}": total("ready", "instance", how="max")}, "short",
           "1 while a server takes requests; 0 while it loads, has no engine, or drains."),
     Panel("Resident memory", {"{{instance}} {{process}}": total("resident_memory_bytes", "instance, process")}, "bytes",
           "Supervisor, engine and front ends of each server, without ranks of tensor parallelism and other processes "
@@ -123,27 +131,82 @@ EXPIRY = "tls_certificate_expiry_timestamp_seconds"
 GENERATION = 'rpc=~"Generate|StreamGenerate|ResumeStream|vllm[.]Generate"'
 OF_GATEWAYS = 'rpc=~"vllm[.].*"'
 ERRORS = (GENERATION, 'code=~"UNKNOWN|INTERNAL|UNAVAILABLE|DATA_LOSS"')
-"""Errors of the server itself; the alert NpuserveErrorRate counts the same."""
-ERROR_SHARE = share(rate("requests_total", "", *ERRORS), rate("requests_total", "", GENERATION))
+"""Errors of the server itself; the alerts NpuserveErrorsBurn and NpuserveErrorRate count the same."""
+REFUSALS = {
+    "{{why}}": ("queue_rejections_total", 'why=~"queue_full|displaced|front_end|deadline"'),
+    "{{why}} in preparation": ("preparation_rejections_total", 'why=~"queue_full|displaced|timeout"'),
+    "{{code}}": ("requests_total", GENERATION, 'code="UNAUTHENTICATED"')}
+"""Legend -> counter and matchers of refusals; the alert NpuserveRefusalsBurn counts the same."""
 
-SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see: traffic, errors, latencies, queue.", [
-    Row("Now", [
-        stat("Answers", rate("request_finish_total"), "reqps", "Answers ended per second, by whatever finish reason."),
-        stat("Running", total("requests_running"), "short", "Requests in the batch."),
-        stat("Waiting", total("requests_waiting"), "short", "Requests in the queue, preempted ones included.",
-             green=0, orange=1, red=64),
-        stat("TTFT p95", quantile(0.95, "time_to_first_token_seconds"), "s", "Time to first token."),
-        stat("ITL p95", quantile(0.95, "inter_token_latency_seconds"), "s", "Gap between tokens of a request."),
-        stat("Errors", f"{ERROR_SHARE} or vector(0)", "percentunit",
-             "Share of generation calls that ended in an error of the server: UNKNOWN, INTERNAL, "
-             "UNAVAILABLE, DATA_LOSS. NpuserveErrorRate fires at 5 %.", green=0, orange=0.01, red=0.05),
-        stat("KV cache", total("kv_cache_usage_ratio", how="max"), "percentunit",
-             "Share of the KV-cache blocks that live requests hold, of the fullest server.",
-             green=0, orange=0.9, red=0.97),
-        stat("Goodput", share(rate("requests_on_target_total"), rate("request_finish_total")), "percentunit",
-             "Share of answers that kept both latency targets (target_ttft_seconds, target_itl_seconds).",
-             red=0, orange=0.9, green=0.99),
-    ]),
+
+# The first row. It is about all servers of the namespace: the variable $instance offers no server that has been dead
+# for longer than the range.
+
+
+def of_namespace(metric: str, *where: str) -> str:
+    """Return a selector of a metric for all servers of the namespace. The name is complete."""
+    return f"{metric}{{{', '.join((NAMESPACE, *where))}}}"
+
+
+def rate_in_namespace(metric: str, by: str = "", *where: str) -> str:
+    return f"sum{f' by ({by})' if by else ''} (rate({of_namespace(f'npuserve_{metric}', *where)}[5m]))"
+
+
+CALLS = f"({rate_in_namespace('requests_total', '', GENERATION)} > 0)"
+REFUSED = " or ".join(f"rate({of_namespace(f'npuserve_{metric}', *where)}[5m])" for metric, *where in REFUSALS.values())
+WANTED = " or ".join((
+    f"sum ({of_namespace('npuserve:replicas_wanted')})",
+    f"count ({of_namespace('npuserve:known_server')})",
+    f"count (last_over_time({of_namespace('npuserve:known_server')}[1h]))",
+    f"count (group by (namespace, pod, instance) ({of_namespace('npuserve_ready')}))"))
+"""Replicas that kube-state-metrics knows of; else targets that are or were servers; else servers."""
+READY = (f"count (max by (namespace, pod, instance) ({of_namespace('npuserve_ready')}) == 1)"
+         f" or 0 * ({WANTED})")
+
+
+def latency_stat(title: str, histogram: str, latency: str, description: str) -> Panel:
+    """Return the p95 of a latency in 5 minutes, and its share of the target, which has the colour."""
+    p95 = f"histogram_quantile(0.95, {rate_in_namespace(f'{histogram}_bucket', 'le')})"
+    target = of_namespace("npuserve_target_seconds", f'latency="{latency}"')
+    return Panel(title, {"p95": p95, "of the target": f"{p95} / max ({target})"}, "percentunit", description, "stat", 3,
+                 4, {GREEN: 0, ORANGE: 0.8, RED: 1}, plain={"p95": "s"}, empty="no calls", instant=True)
+
+
+def first(title: str, queries: dict[str, str], unit: str, description: str, width: int = 3, **more: Any) -> Panel:
+    return Panel(title, queries, unit, description, more.pop("kind", "stat"), width, 4, instant=True, **more)
+
+
+NOW_ROW = Row("Now: is it up, is it slow, why", [
+    first("Ready", {"ready": READY, "wanted": WANTED}, "short",
+          "Servers that take requests, of those that are wanted: replicas (kube-state-metrics), else targets that are "
+          "or within an hour were servers.", thresholds={RED: 0, GREEN: 1}, plain={"wanted": "short"}),
+    first("Refused", {"share of the calls": f"sum ({REFUSED}) / {CALLS}"}, "percentunit",
+          "Share of generation calls refused for want of room or time, or for their key. NpuserveRefusalsBurn fires at "
+          "14.4 % of an hour.", 2, thresholds={GREEN: 0, ORANGE: 0.01, RED: 0.06}, empty="no calls"),
+    first("Refused, by reason", {
+        legend: f"{rate_in_namespace(metric, legend[2:legend.index('}')], *where)} > 0"
+        for legend, (metric, *where) in REFUSALS.items()}, "reqps",
+        "Calls refused per second, by reason.", 4, kind="bargauge", empty="none"),
+    latency_stat("TTFT", "time_to_first_token_seconds", "ttft",
+                 "95 % of the first tokens took at most this time. NpuserveTtftHigh fires above the target."),
+    latency_stat("ITL", "time_per_output_token_seconds", "itl",
+                 "95 % of the answers took at most this mean time a token. NpuserveItlHigh fires above the target."),
+    first("Errors", {"share of the calls": f"{rate_in_namespace('requests_total', '', *ERRORS)} / {CALLS}"},
+          "percentunit", "Share of generation calls that ended in an error of the server: UNKNOWN, INTERNAL, "
+          "UNAVAILABLE, DATA_LOSS. NpuserveErrorsBurn fires at 1.44 % of an hour.", 2,
+          thresholds={GREEN: 0, ORANGE: 0.001, RED: 0.0144}, empty="no calls"),
+    first("Restarts in 1 h", {
+        "processes": f"sum (increase({of_namespace('npuserve_process_failures_total')}[1h]))"}, "none",
+        "Engines and front ends that died and were started again within the last hour.", 2,
+        thresholds={GREEN: 0, ORANGE: 0.5, RED: 2.5}, empty="no server"),
+    first("Firing alerts", {
+        "{{severity}}: {{alertname}}": f"count by (severity, alertname) ({of_namespace('ALERTS', *FIRING)})"}, "short",
+        "Alerts of npuserve that fire, with the number of servers. The dashboard Runbooks says what to do.", 5,
+        kind="bargauge", empty="none"),
+])
+
+OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, is it slow, and why.", [
+    NOW_ROW,
     Row("Traffic", [
         Panel("Calls by code", {"{{code}}": rate("requests_total", "code")}, "reqps",
               "Calls of all RPCs ended, by gRPC status.", stack="normal"),
@@ -184,11 +247,15 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
         Panel("Time to first token, spread", {"{{le}}": rate("time_to_first_token_seconds_bucket", "le")}, "s",
               "All first tokens by how long they took: two bands are two kinds of requests.", "heatmap"),
     ]),
-    Row("Queue and memory", [
+    Row("Queue", [
         *REQUESTS,
         *SATURATION,
+        Panel("Predicted time to first token", {
+            "{{instance}}": total("predicted_ttft_seconds", "instance", how="max")} | TTFT_TARGET, "s",
+            "Expected for a request that arrives now and waits for all that wait. Autoscalers compare it with the "
+            "target.",
+            lines=("target",)),
         Panel("Queue time", quantiles("queue_time_seconds", 0.5, 0.95, 0.99), "s", "Arrival to the first step."),
-        *MEMORY,
         Panel("Unread tokens", {"{{instance}}": total("stream_buffered_tokens", "instance")}, "short",
               "Made and not yet taken by their clients: slow readers show here."),
         Panel("Paused for their readers", {"{{instance}}": total("requests_paused", "instance")}, "short",
@@ -202,7 +269,35 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
                 f"{total(EXPIRY, 'instance, certificate', how='min')} - time()"},
               "s", "Time until the first of the certificates in use ends, negative after it; empty without TLS.",
               lowest=None),
-        *LIFE,
+    ]),
+    Row("KV cache", [
+        *MEMORY,
+        Panel("Preemptions", {"{{instance}}": rate("preemptions_total", "instance")}, "ops",
+              "Requests whose blocks were taken back, to be computed again: the cache is too small for the batch.",
+              thresholds={GREEN: 0, ORANGE: 0.1, RED: 1}),
+        Panel("Prefix hits", {
+            "of prompt tokens": share(rate("prefix_cache_hits_total"), rate("prefix_cache_queries_total"))},
+            "percentunit", "Share of the prompt tokens looked up that the cache held."),
+        Panel("Prefix misses", {"{{reason}}": rate("prefix_cache_misses_total", "reason")}, "reqps",
+              "Requests that the cache held nothing of. no_state: their blocks were cached without a checkpoint of the "
+              "state."),
+        Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
+              "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
+    ]),
+    Row("Constraints", [
+        Panel("Grammar compilation", quantiles("grammar_compile_seconds", 0.5, 0.99), "s",
+              "Arrival of a constrained request until its grammar is ready; other requests do not wait for it."),
+        Panel("Waiting for grammars", {"{{instance}}": total("requests_compiling", "instance")}, "short",
+              "Requests whose constraints are being compiled."),
+        Panel("Token masks", quantiles("mask_seconds", 0.5, 0.99), "s",
+              "Wait of a step for the masks of its constrained rows, while the device computes."),
+        Panel("Constrained tokens", {
+            "{{instance}} sampled": rate("constrained_tokens_total", "instance"),
+            "{{instance}} deferred for their mask": rate("deferred_rows_total", "instance"),
+            "{{instance}} forced": rate("forced_tokens_total", "instance")}, "tokens/s",
+            "Tokens sampled under a mask, and tokens that a constraint forced and that no step sampled."),
+        Panel("Failed constraints", {"{{when}}": rate("grammar_errors_total", "when")}, "reqps",
+              "Requests that failed because of their constraint: at its compilation, or in the answer."),
     ]),
     Row("Gateways", [
         Panel("Calls of gateways", {"{{rpc}}": rate("requests_total", "rpc", OF_GATEWAYS)}, "reqps",
@@ -220,76 +315,6 @@ SERVICE = Dashboard("npuserve-service", "npuserve / Service", "What clients see:
             "Gauge that an endpoint picker scrapes, under vLLM's name.",
             thresholds={GREEN: 0, ORANGE: 0.8, RED: 0.97}),
     ]),
-])
-
-DECODE = 'phase="decode"'
-ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's steps are made of and wait for.", [
-    Row("Steps", [
-        Panel("Steps", {"{{phase}} {{mode}}": rate("step_seconds_count", "phase, mode")}, "ops",
-              "Steps per second. decode: only rows of one token; prefill: only chunks; mixed: both. captured: the "
-              "decoder was one dispatch, at least for its decode rows.", stack="normal"),
-        Panel("Share of time", {"{{phase}}": rate("step_seconds_sum", "phase")}, "s",
-              "Seconds of each kind of step, per second: how the time is divided.", stack="percent"),
-        Panel("Decode tokens by mode", {"{{mode}}": rate("decode_tokens_total", "mode")}, "tokens/s",
-              "Tokens of decode rows by how they were computed. Eager ones cost a launch for each kernel.",
-              stack="normal"),
-        Panel("Step time p50", {"{{phase}}": quantile(0.5, "step_seconds", "phase")}, "s",
-              "From a step's launch, or the end of the one before it where that is later, to its result."),
-        Panel("Step time p99", {"{{phase}}": quantile(0.99, "step_seconds", "phase")}, "s", "As above, the slowest."),
-        Panel("Decode step, spread", {"{{le}}": rate("step_seconds_bucket", "le", DECODE)}, "s",
-              "Steps of decode rows alone, by their time.", "heatmap"),
-    ]),
-    Row("Batch", [
-        Panel("Decode batch", {
-            "p50": quantile(0.5, "step_tokens", "", DECODE), "p95": quantile(0.95, "step_tokens", "", DECODE),
-            "mean": mean("step_tokens", "", DECODE)}, "short",
-            "Rows of the steps that only decode, each one request."),
-        Panel("Tokens a step", {"{{phase}}": mean("step_tokens", "phase")}, "short",
-              "Mean tokens computed in a step; chunks fill it up to max_num_batched_tokens."),
-        *REQUESTS,
-    ]),
-    Row("Host and device", [
-        Panel("Host gap", quantiles("step_host_gap_seconds", 0.5, 0.95, 0.99), "s",
-              "The device with nothing to do between two steps, waiting for the host; 0 where steps overlap."),
-        Panel("Idle for the host", {"share of the time": share(
-            rate("step_host_gap_seconds_sum"), f"{rate('step_host_gap_seconds_sum')} + {rate('step_seconds_sum')}")},
-            "percentunit", "Share of the steps' time that the device waited for the host.",
-            thresholds={GREEN: 0, ORANGE: 0.05, RED: 0.15}),
-        Panel("Lag of lengths", quantiles("lengths_lag_seconds", 0.5, 0.99), "s",
-              "Launch of a captured step until its lengths are updated by another thread, on Ascend. The device waits "
-              "for a long one."),
-        Panel("Cancel to free", quantiles("cancel_to_free_seconds", 0.5, 0.99), "s",
-              "From a cancel's arrival until its blocks are free."),
-    ]),
-    Row("Constraints", [
-        Panel("Grammar compilation", quantiles("grammar_compile_seconds", 0.5, 0.99), "s",
-              "Arrival of a constrained request until its grammar is ready; other requests do not wait for it."),
-        Panel("Waiting for grammars", {"{{instance}}": total("requests_compiling", "instance")}, "short",
-              "Requests whose constraints are being compiled."),
-        Panel("Token masks", quantiles("mask_seconds", 0.5, 0.99), "s",
-              "Wait of a step for the masks of its constrained rows, while the device computes."),
-        Panel("Constrained tokens", {
-            "{{instance}} sampled": rate("constrained_tokens_total", "instance"),
-            "{{instance}} deferred for their mask": rate("deferred_rows_total", "instance"),
-            "{{instance}} forced": rate("forced_tokens_total", "instance")}, "tokens/s",
-            "Tokens sampled under a mask, and tokens that a constraint forced and that no step sampled."),
-        Panel("Failed constraints", {"{{when}}": rate("grammar_errors_total", "when")}, "reqps",
-              "Requests that failed because of their constraint: at its compilation, or in the answer."),
-    ]),
-    Row("KV cache", [
-        *MEMORY,
-        Panel("Preemptions", {"{{instance}}": rate("preemptions_total", "instance")}, "ops",
-              "Requests whose blocks were taken back, to be computed again: the cache is too small for the batch.",
-              thresholds={GREEN: 0, ORANGE: 0.1, RED: 1}),
-        Panel("Prefix hits", {
-            "of prompt tokens": share(rate("prefix_cache_hits_total"), rate("prefix_cache_queries_total"))},
-            "percentunit", "Share of the prompt tokens looked up that the cache held."),
-        Panel("Prefix misses", {"{{reason}}": rate("prefix_cache_misses_total", "reason")}, "reqps",
-              "Requests that the cache held nothing of. no_state: their blocks were cached without a checkpoint of the "
-              "state."),
-        Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
-              "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
-    ]),
     Row("NPUs", [
         Panel("Health", {NPU: npu("health_status")}, "short",
               "1 healthy, 0 not, -1 unknown. From the NPU exporter of the nodes, as all of this row.",
@@ -302,6 +327,20 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
         Panel("AI cores", {NPU: npu("utilization")}, "percent", "Utilization of each NPU's AI cores."),
         Panel("Power", {NPU: npu("power")}, "watt", "Power of each NPU."),
         Panel("Fault code", {NPU: npu("error_code")}, "short", "0, or the code of a fault.",
+              thresholds={GREEN: 0, RED: 1}),
+    ]),
+    Row("GPUs", [
+        Panel("GPU utilization", {GPU: gpu("GPU_UTIL")}, "percent",
+              "Share of the time in which a kernel ran. From the DCGM exporter of the nodes, as all of this row."),
+        Panel("GPU temperature", {GPU: gpu("GPU_TEMP")}, "celsius", "Temperature of each GPU.",
+              thresholds={GREEN: 0, ORANGE: 80, RED: 90}),
+        Panel("GPU memory", {GPU: share(gpu("FB_USED"), f"{gpu('FB_USED')} + {gpu('FB_FREE')}")}, "percentunit",
+              "Share of each GPU's memory in use, by all processes. The KV cache takes nine tenths of the free memory "
+              "at the start."),
+        Panel("GPU power", {GPU: gpu("POWER_USAGE")}, "watt", "Power of each GPU."),
+        Panel("GPU clock", {GPU: f"1e6 * {gpu('SM_CLOCK')}"}, "hertz",
+              "Clock of the multiprocessors: throttling shows here."),
+        Panel("GPU fault", {GPU: gpu("XID_ERRORS")}, "short", "0, or the last Xid error.",
               thresholds={GREEN: 0, RED: 1}),
     ]),
     Row("Life", [
@@ -325,10 +364,11 @@ ENGINE = Dashboard("npuserve-engine", "npuserve / Engine", "What the engine's st
     ]),
 ])
 
+DECODE = 'phase="decode"'
 PICKED = ('kernel=~"$kernel"', 'phase=~"$phase"')
 LATENCY = "kernel_latency_seconds"
 EACH = ("kernel, phase", *PICKED)
-KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's latency, on the steps that are timed.", [
+KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's latency, and the steps.", [
     Row("All kernels", [
         Panel("Share of the step", {
             "{{kernel}}": rate(f"{LATENCY}_sum", "kernel", PICKED[1])}, "s",
@@ -366,6 +406,42 @@ KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's la
             "Mean of the last $baseline over that of the $baseline before it: exact, but larger batches and longer "
             "contexts raise it too.", width=12, thresholds={GREEN: 0, ORANGE: 1.5, RED: 2}),
     ]),
+    Row("Steps", [
+        Panel("Steps", {"{{phase}} {{mode}}": rate("step_seconds_count", "phase, mode")}, "ops",
+              "Steps per second. decode: only rows of one token; prefill: only chunks; mixed: both. captured: the "
+              "decoder was one dispatch, at least for its decode rows.", stack="normal"),
+        Panel("Share of time", {"{{phase}}": rate("step_seconds_sum", "phase")}, "s",
+              "Seconds of each kind of step, per second: how the time is divided.", stack="percent"),
+        Panel("Decode tokens by mode", {"{{mode}}": rate("decode_tokens_total", "mode")}, "tokens/s",
+              "Tokens of decode rows by how they were computed. Eager ones cost a launch for each kernel.",
+              stack="normal"),
+        Panel("Step time p50", {"{{phase}}": quantile(0.5, "step_seconds", "phase")}, "s",
+              "From a step's launch, or the end of the one before it where that is later, to its result."),
+        Panel("Step time p99", {"{{phase}}": quantile(0.99, "step_seconds", "phase")}, "s", "As above, the slowest."),
+        Panel("Decode step, spread", {"{{le}}": rate("step_seconds_bucket", "le", DECODE)}, "s",
+              "Steps of decode rows alone, by their time.", "heatmap"),
+    ]),
+    Row("Batch", [
+        Panel("Decode batch", {
+            "p50": quantile(0.5, "step_tokens", "", DECODE), "p95": quantile(0.95, "step_tokens", "", DECODE),
+            "mean": mean("step_tokens", "", DECODE)}, "short",
+            "Rows of the steps that only decode, each one request."),
+        Panel("Tokens a step", {"{{phase}}": mean("step_tokens", "phase")}, "short",
+              "Mean tokens computed in a step; chunks fill it up to max_num_batched_tokens."),
+    ]),
+    Row("Host and device", [
+        Panel("Host gap", quantiles("step_host_gap_seconds", 0.5, 0.95, 0.99), "s",
+              "The device with nothing to do between two steps, waiting for the host; 0 where steps overlap."),
+        Panel("Idle for the host", {"share of the time": share(
+            rate("step_host_gap_seconds_sum"), f"{rate('step_host_gap_seconds_sum')} + {rate('step_seconds_sum')}")},
+            "percentunit", "Share of the steps' time that the device waited for the host.",
+            thresholds={GREEN: 0, ORANGE: 0.05, RED: 0.15}),
+        Panel("Lag of lengths", quantiles("lengths_lag_seconds", 0.5, 0.99), "s",
+              "Launch of a captured step until its lengths are updated by another thread, on Ascend. The device waits "
+              "for a long one."),
+        Panel("Cancel to free", quantiles("cancel_to_free_seconds", 0.5, 0.99), "s",
+              "From a cancel's arrival until its blocks are free."),
+    ]),
     Row("Spread of $kernel", [
         Panel("$kernel", {"{{le}}": rate(f"{LATENCY}_bucket", "le", *PICKED)}, "s",
               "All timed calls of this kernel by their latency.", "heatmap", repeat="kernel"),
@@ -376,8 +452,27 @@ KERNELS = Dashboard("npuserve-kernels", "npuserve / Kernels", "Every kernel's la
     {"type": "interval", "name": "baseline", "label": "Drift over", "values": ["1d", "1h", "6h", "7d", "15m"]},
 ])
 
+ALERTS = Path(__file__).parent / "npuserve/rules/npuserve.yaml"
+RUNBOOKS_PAGE = Path(__file__).parents[1] / "docs/operations.md"
+
+
+def runbook(alert: str) -> Panel:
+    """Return the section on an alert of docs/operations.md as a panel of text. Links are reduced to their text."""
+    page = RUNBOOKS_PAGE.read_text(encoding="utf-8")
+    section = re.search(rf"^### {alert}\n\n(.*?)\n(?=##)", page, re.MULTILINE | re.DOTALL)
+    if not section:
+        raise SystemExit(f"{RUNBOOKS_PAGE}: no section {alert}")
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", section[1])
+    return Panel(alert, {}, "", "From docs/operations.md.", "text", 12, 10, text=text)
+
+
+RUNBOOKS = Dashboard(
+    "npuserve-runbooks", "npuserve / Runbooks", "What each alert means, and what to do.",
+    [Row("", [runbook(alert) for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text(encoding="utf-8"))])])
+"""Its panels have the numbers of the alerts, by which the chart links to them."""
+
 # Each file has its dashboard's uid as its name: Grafana's sidecar puts the files of all charts into one folder.
-DASHBOARDS = {dashboard.uid: dashboard for dashboard in (SERVICE, ENGINE, KERNELS)}
+DASHBOARDS = {dashboard.uid: dashboard for dashboard in (OPERATORS, KERNELS, RUNBOOKS)}
 
 
 def main() -> int:
@@ -387,7 +482,8 @@ def main() -> int:
     FOLDER.mkdir(parents=True, exist_ok=True)
     stale = []
     for name, dashboard in DASHBOARDS.items():
-        file, text = FOLDER / f"{name}.json", json.dumps(dashboard_json(dashboard), indent=1, ensure_ascii=False) + "\n"
+        file = FOLDER / f"{name}.json"
+        text = json.dumps(dashboard_json(dashboard), separators=(",", ":"), ensure_ascii=False) + "\n"
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             stale.append(file.name)
             if not check:

@@ -10,13 +10,16 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, ORANGE, RED = "green", "orange", "red"
 WIDTH = 24
 
+
 @dataclass(frozen=True)
 class Panel:
     """Panel of a dashboard.
 
     queries: legend -> PromQL; a legend may contain {{label}}. thresholds: colour -> lower bound. stack: none, normal or
     percent. lines: legends drawn as dashed red lines, such as targets. lowest: lower end of the axis, below which
-    nothing is drawn; None for none.
+    nothing is drawn; None for none. plain: legend -> unit of values that thresholds do not colour. empty: text without
+    a value. instant: show the present value of each query, not the last within the range. text: Markdown, for the kind
+    text.
     """
 
     title: str
@@ -31,16 +34,24 @@ class Panel:
     lines: tuple[str, ...] = ()
     repeat: str = ""
     lowest: float | None = 0
+    plain: dict[str, str] = field(default_factory=dict)
+    empty: str = ""
+    instant: bool = False
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Row:
+    """Row of panels, without a header if the title is empty. The first of a dashboard is open, others are collapsed."""
+
     title: str
     panels: list[Panel]
 
 
 @dataclass(frozen=True)
 class Dashboard:
+    """Dashboard of panels in rows. variables: besides those that choose servers, which a dashboard of texts lacks."""
+
     uid: str
     title: str
     description: str
@@ -49,6 +60,8 @@ class Dashboard:
 
 
 def variables(dashboard: Dashboard) -> list[dict[str, Any]]:
+    if all(panel.kind == "text" for row in dashboard.rows for panel in row.panels):
+        return []
     build = "npuserve_build_info"
     common = [
         {"type": "query", "name": "namespace", "label": "Namespace", "of": f"label_values({build}, namespace)"},
@@ -83,11 +96,19 @@ def threshold_steps(thresholds: dict[str, float]) -> list[dict[str, Any]]:
     return [{"color": first, "value": None}, *({"color": color, "value": value} for color, value in others)]
 
 
+def text_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    return {"id": number, "type": "text", "title": panel.title, "description": panel.description, "gridPos": place,
+            "options": {"mode": "markdown", "content": panel.text}}
+
+
 def panel_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    if panel.kind == "text":
+        return text_json(panel, number, place)
     heat = panel.kind == "heatmap"
+    instant = panel.instant or panel.kind == "bargauge"
     targets = [
         {"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": query, "legendFormat": legend,
-         "range": panel.kind != "bargauge", "instant": panel.kind == "bargauge",
+         "range": not instant, "instant": instant,
          "format": "heatmap" if heat else "time_series"}
         for i, (legend, query) in enumerate(panel.queries.items())
     ]
@@ -97,6 +118,8 @@ def panel_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, An
         defaults["color"] = {"mode": "palette-classic" if panel.kind == "timeseries" else "thresholds"}
         if panel.lowest is not None:
             defaults["min"] = panel.lowest
+        if panel.empty:
+            defaults["noValue"] = panel.empty
     if panel.kind == "timeseries":
         defaults["custom"] = {
             "drawStyle": "line", "lineWidth": 1, "fillOpacity": 10 if panel.stack == "none" else 50,
@@ -108,6 +131,10 @@ def panel_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, An
             {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 8]}},
             {"id": "custom.fillOpacity", "value": 0}]}
         for line in panel.lines
+    ] + [
+        {"matcher": {"id": "byName", "options": legend}, "properties": [
+            {"id": "unit", "value": unit}, {"id": "color", "value": {"mode": "fixed", "fixedColor": "text"}}]}
+        for legend, unit in panel.plain.items()
     ]
     made: dict[str, Any] = {
         "id": number, "type": panel.kind, "title": panel.title, "description": panel.description, "gridPos": place,
@@ -122,8 +149,10 @@ def panel_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, An
 def options(panel: Panel) -> dict[str, Any]:
     reduced = {"values": False, "calcs": ["lastNotNull"], "fields": ""}
     if panel.kind == "stat":
-        return {"reduceOptions": reduced, "colorMode": "value", "graphMode": "area", "justifyMode": "auto",
-                "textMode": "value", "orientation": "auto", "wideLayout": True, "showPercentChange": False,
+        return {"reduceOptions": reduced, "colorMode": "value", "justifyMode": "auto",
+                "graphMode": "none" if panel.instant else "area",
+                "textMode": "value_and_name" if len(panel.queries) > 1 else "value",
+                "orientation": "auto", "wideLayout": True, "showPercentChange": False,
                 "percentChangeColorMode": "standard"}
     if panel.kind == "bargauge":
         return {"reduceOptions": reduced, "orientation": "horizontal", "displayMode": "basic", "valueMode": "color",
@@ -144,21 +173,31 @@ def options(panel: Panel) -> dict[str, Any]:
 
 
 def panels_json(rows: list[Row]) -> list[dict[str, Any]]:
-    """Lay out rows from top to bottom, and each row's panels from left to right in lines of one height."""
+    """Lay out rows from top to bottom, and each row's panels from left to right in lines of one height.
+
+    Grafana keeps the panels of a collapsed row within it, and moves the rows below when it is opened.
+    """
     made: list[dict[str, Any]] = []
-    y = 0
+    number = top = 0
     for row in rows:
-        made.append({"id": len(made) + 1, "type": "row", "title": row.title, "collapsed": False,
-                     "gridPos": {"x": 0, "y": y, "w": WIDTH, "h": 1}, "panels": []})
-        y += 1
-        x = height = 0
+        panels: list[dict[str, Any]] = []
+        is_collapsed = row is not rows[0]
+        if row.title:
+            number += 1
+            made.append({
+                "id": number, "type": "row", "title": row.title, "collapsed": is_collapsed,
+                "gridPos": {"x": 0, "y": top, "w": WIDTH, "h": 1}, "panels": panels if is_collapsed else []})
+            top += 1
+        x, y, height = 0, top, 0
         for panel in row.panels:
             if x + panel.width > WIDTH:
                 x, y = 0, y + height
-            place = {"x": x, "y": y, "w": panel.width, "h": panel.height}
-            made.append(panel_json(panel, len(made) + 1, place))
+            number += 1
+            panels.append(panel_json(panel, number, {"x": x, "y": y, "w": panel.width, "h": panel.height}))
             x, height = x + panel.width, panel.height
-        y += height
+        if not is_collapsed:
+            made += panels
+            top = y + height
     return made
 
 

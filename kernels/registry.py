@@ -46,6 +46,7 @@ class Case:
     cache: dtype of its KV cache, if that is quantized.
     zeros: its int8 numbers have zero points.
     float8: it has float8 numbers.
+    int4: its weight has 4 bits.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     cache: torch.dtype | None = None
     zeros: bool = False
     float8: bool = False
+    int4: bool = False
     tolerance: float = 0.0
 
 

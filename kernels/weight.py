@@ -230,7 +230,7 @@ class FloatWeight(WeightForm):
         return self.shape[1] * self.dtype.itemsize
 
     def linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
-        return F.linear(_floats(x), dense(self.values), bias)
+        return F.linear(floats_of(x), dense(self.values), bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         return rows_of(self.values, ids)
@@ -246,13 +246,13 @@ class FloatWeight(WeightForm):
         sizes: Sequence[int],
     ) -> list[native.Call]:
         packed = packed_of(self.values)
-        return [(packed.op(name), self.dtype, [_floats(x), packed.words, *tensors, *more], sizes)]
+        return [(packed.op(name), self.dtype, [floats_of(x), packed.words, *tensors, *more], sizes)]
 
     def native_rows(self, ids: Tensor, out: Tensor) -> native.Call:
         return unpack_call(self.values, ids, out)
 
     def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
-        return F.linear(_floats(x), tensor_of(self.values), bias)
+        return F.linear(floats_of(x), tensor_of(self.values), bias)
 
     def ascend_rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, tensor_of(self.values))
@@ -262,7 +262,7 @@ class FloatWeight(WeightForm):
         return Parts(tensor_of(self.values))
 
     def cuda_input(self, x: Tensor | Quantized) -> Tensor:
-        return _floats(x)
+        return floats_of(x)
 
     @property
     def fused_form(self) -> tuple[int, float] | None:
@@ -270,7 +270,8 @@ class FloatWeight(WeightForm):
         return (0, 1.0) if takes else None
 
 
-def _floats(x: Tensor | Quantized) -> Tensor:
+def floats_of(x: Tensor | Quantized) -> Tensor:
+    """Return x. Raises TypeError for quantized activations."""
     if isinstance(x, Quantized):
         raise TypeError("x is quantized, the weight is not")
     return x

@@ -1,8 +1,8 @@
 """Device side of npuserve, for CPU, CUDA and Ascend: with `kernels`, the packages that need torch.
 
-Imports between folders go in one direction: `backends` ← `model` ← `execution` ← `profiling`. `quantize`
-imports `model`; `emulator` imports `backends`. The modules of this level import none of the folders. Only `parallel`
-imports torch.
+Imports between folders go in one direction: `quantization` ← `backends` ← `model` ← `execution` ← `profiling`.
+`quantize` imports `quantization` and `model`; `emulator` imports `backends`. The modules of this level import none of
+the folders. Only `parallel` imports torch.
 """
 
 import os

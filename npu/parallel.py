@@ -49,7 +49,10 @@ class Group:
     """
 
     def __init__(self, rank: int, size: int, store: Store, memory: int = -1, local: int = 0):
-        self.rank, self.size, self.memory, self.local = rank, size, memory, local or size
+        self.rank = rank
+        self.size = size
+        self.memory = memory
+        self.local = local or size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT)
         self._steps = dist.group.WORLD  # of the main thread
         _set_pg_timeout(WAIT, self._steps)
@@ -80,9 +83,9 @@ class Group:
 
     def minimum(self, *numbers: int) -> list[int]:
         """Return the least of each number over the ranks, once all have called it."""
-        made = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(made, dist.ReduceOp.MIN, group=self._steps)
-        return made.tolist()
+        minima = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(minima, dist.ReduceOp.MIN, group=self._steps)
+        return minima.tolist()
 
     def ranks(
         self, library: str, device: torch.device, capacity: int, *, shared: bool, reduces: bool = False
@@ -99,27 +102,27 @@ class Group:
         if library == "gloo":
             _set_pg_timeout(WAIT, kernels)
         gather, exchange = (partial(move, kernels, self.size) for move in (_gather, _exchange))
-        made = Ranks(self.rank, self.size, gather, exchange, partial(_reduce, kernels))
+        ranks = Ranks(self.rank, self.size, gather, exchange, partial(_reduce, kernels))
         if device.type != "cpu" or not shared:
             # The communicator is created at the first collective, and the ranks connect and allocate at the first of
             # a kind and size. A graph can capture none of that, so each kind that the kernels call is called here.
             for numbers in (16, -(-capacity // 4)):
                 x = torch.zeros(-(-numbers // self.size) * self.size, dtype=torch.float32, device=device)
-                made.gather(x)
+                ranks.gather(x)
                 if reduces:
-                    made.reduce(x)
+                    ranks.reduce(x)
                 elif self.size > 2:
-                    made.exchange(x)
-            return made
+                    ranks.exchange(x)
+            return ranks
         if self.memory < 0:
-            return made
+            return ranks
         capacity = -(-capacity // 64) * 64
         nbytes = region_bytes(self.size, capacity)
         if self.rank == 0:
             os.ftruncate(self.memory, nbytes)
         self.minimum(0)
         region = torch.frombuffer(mmap.mmap(self.memory, nbytes), dtype=torch.uint8)
-        return replace(made, region=region, capacity=capacity)
+        return replace(ranks, region=region, capacity=capacity)
 
 
 _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,9 +7,13 @@ scheduler can use these types.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:  # front ends do not import it
+    import numpy as np
+    import numpy.typing as npt
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -67,6 +71,7 @@ class Row(msgspec.Struct, frozen=True):
     token_ids: [PENDING] alone stands for the token that the request's row of the previous step samples.
     block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
     samples: the step samples the next token. `token_ids` then end with the request's last token so far.
+    pools: the step returns the hidden state of the row's last token. The row does not sample.
     is_constrained: the next token is sampled under a mask, which `Runner.sample` gets.
     state_slot: slot of the request's fixed state; -1 if the model has none. A row that starts at 0 begins with a state
         of zeros. Other rows continue the state in the slot, so a position may not be computed twice.
@@ -84,6 +89,7 @@ class Row(msgspec.Struct, frozen=True):
     is_constrained: bool = False
     state_slot: int = -1
     state_source: int = -1
+    pools: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -138,6 +144,7 @@ class StepResult:
     token_ids: sampled token by request_id, for every row that samples.
     logprobs: report of the sampled token by request_id, if requested.
     prompt_logprobs: reports of the prompt tokens that this step's chunk predicted, in order, by request_id.
+    hidden: [H] float32, hidden state after the final norm by request_id, for every row that pools.
     device_seconds: compute time of the step on the device.
 
     captured: at least one part was computed in a captured dispatch.
@@ -156,6 +163,7 @@ class StepResult:
     captured_decodes: int = 0
     decoder_decodes: int = 0
     timed: bool = False
+    hidden: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 class LostStep(RuntimeError):

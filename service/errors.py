@@ -214,6 +214,12 @@ class NoChatTemplate(ServeError):
     code = code_pb2.FAILED_PRECONDITION
 
 
+class WrongTask(ServeError):
+    """The served model is for another task: it generates text, embeds or ranks."""
+
+    code = code_pb2.FAILED_PRECONDITION
+
+
 class UnknownAnswerFormat(ServeError):
     """The request needs the format of the model's reasoning and tool calls, and the server does not know it."""
 
@@ -333,6 +339,12 @@ class EngineKiller(ServeError):
     code = code_pb2.INTERNAL
 
 
+class Aborted(ServeError):
+    """Abort ended a request that has no output yet."""
+
+    code = code_pb2.ABORTED
+
+
 class TakenOver(ServeError):
     """Another call has resumed the stream."""
 
@@ -384,10 +396,10 @@ def quoted(text: str) -> str:
     return ascii(text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "...")
 
 
-def _cut(text: str, most: int) -> str:
-    """Truncate the text to `most` bytes of UTF-8."""
+def _cut(text: str, max_bytes: int) -> str:
+    """Truncate the text to `max_bytes` bytes of UTF-8."""
     data = text.encode(errors="replace")
-    return (data if len(data) <= most else data[: most - 3] + b"...").decode(errors="ignore")
+    return (data if len(data) <= max_bytes else data[: max_bytes - 3] + b"...").decode(errors="ignore")
 
 
 def to_status(error: ServeError) -> status_pb2.Status:

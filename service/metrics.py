@@ -78,6 +78,9 @@ ready = _gauge("ready", "1 while a front end accepts requests, else 0", mode="li
 requests_running = _gauge("requests_running", "Requests in the batch")
 requests_waiting = _gauge("requests_waiting", "Requests in the queue, preempted ones included")
 requests_paused = _gauge("requests_paused", "Requests paused because their readers are slow")
+predicted_ttft_seconds = _gauge(
+    "predicted_ttft_seconds", "Expected time to first token of a request that arrives now, behind all that wait",
+    mode="livemax")
 queue_rejections_total = _counter("queue_rejections_total", "Requests refused at the queue", "why")
 queue_time_seconds = _histogram("queue_time_seconds", "Arrival to the first step", LATENCY)
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens computed or found in the prefix cache")
@@ -153,8 +156,9 @@ KNOWN: dict[Counter, tuple[tuple[str, ...], ...]] = {
     requests_total: tuple(
         (rpc, code) for rpc in ("Generate", "StreamGenerate", "vllm.Generate")
         for code in ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED",
-                     "UNAVAILABLE")),
-    request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",)),
+                     "UNAUTHENTICATED", "UNAVAILABLE")),
+    request_finish_total: (("eos",), ("stop_token",), ("stop_string",), ("length",), ("deadline",), ("aborted",),
+                           ("pooled",)),
     streams_continued_total: (("engine",), ("client",)),
     queue_rejections_total: (
         ("queue_full",), ("displaced",), ("client_limit",), ("deadline",), ("duplicate",), ("too_large",),

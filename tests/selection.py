@@ -4,22 +4,41 @@ By default a test function with two or more parameters runs a pairwise choice of
 parameters occurs in one of them. Most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests and
 cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line
 runs all its cases. `.ci/run` runs tests with `--slow`.
+
+Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
+unless the command line names the folder, or something in it. Of the tests that are skipped for the same reason, such as
+a program that is not installed, one is left.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
+WHOLE_SERVERS = Path(__file__).parent / "e2e"
+SMOKE_TEST = WHOLE_SERVERS / "test_smoke.py"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests marked slow, too")
     parser.addoption("--full", action="store_true", help="run every combination of parameters, and tests marked full")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of whole servers but the smoke test, unless they are asked for."""
+    if config.getoption("--slow") or config.getoption("--full"):
+        return None
+    if WHOLE_SERVERS not in collection_path.parents or collection_path == SMOKE_TEST:
+        return None
+    named = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+    return None if any(path.is_relative_to(WHOLE_SERVERS) for path in named) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,11 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         groups[item.parent, _function(item)].append(item)
     chosen: set[pytest.Item] = set()
     for (_, function), group in groups.items():
-        if function in named:
-            chosen.update(group)
-        else:
+        if function not in named:
             chosen.update(pairwise([item for item in group if not any(map(item.get_closest_marker, left_out))]))
-    chosen.update(item for item in items if item.name in named)
+    if not config.getoption("--slow"):
+        chosen -= set(repeated_skips(item for item in items if item in chosen))
+    chosen.update(item for item in items if item.name in named or _function(item) in named)
     if left := [item for item in items if item not in chosen]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item in chosen]
@@ -61,6 +80,20 @@ def pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
         chosen.add(best)
         missing -= pairs[best]
     return [item for item in items if item in chosen]
+
+
+def repeated_skips(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests that a mark `skipif` skips for the same reason as an earlier one."""
+    reasons: set[str] = set()
+    repeated = []
+    for item in items:
+        for mark in item.iter_markers("skipif"):
+            if mark.args[0]:
+                if mark.kwargs["reason"] in reasons:
+                    repeated.append(item)
+                reasons.add(mark.kwargs["reason"])
+                break
+    return repeated
 
 
 def _function(item: pytest.Item) -> str:

@@ -47,7 +47,6 @@ LARGE_FOLDERS = {
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
     "npu/execution": "one file per part of a step",
-    "bench/reliability": "one file per question that it answers, and what they share",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""
 
@@ -85,12 +84,13 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "": set(),
         "storyteller": set(),
         "cann": {""},
-        "backends": {"", "cann"},
+        "quantization": set(),
+        "backends": {"", "cann", "quantization"},
         "emulator": {"", "backends", "cann"},
-        "model": {"", "backends"},
+        "model": {"", "backends", "quantization"},
         "execution": {"", "backends", "model"},
         "profiling": {"", "backends", "model", "execution"},
-        "quantize": {"", "model"},
+        "quantize": {"", "model", "quantization"},
     },
 }
 """Top-level folder -> folder in it -> folders in it from which that one may import; "" is the top level."""

@@ -1,4 +1,4 @@
-"""Installed files equal the tree's: wheel, sdist and editable install."""
+"""Installed files equal the tree's: wheels of server and client, sdist and editable install."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ import pytest
 # At collection, since it cannot be imported after a library has searched for pip (spec_for_pip in _distutils_hack).
 import setuptools
 
+import npuserve
 from npuserve.kernels import native
 
 if sys.version_info >= (3, 11):
@@ -36,22 +37,23 @@ else:
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Folders of packages; everything else (tests, bench, docs, helm) is not installed.
-SOURCES = {"cli": "npuserve.cli", "client": "npuserve.client", "common": "npuserve.common",
-           "service": "npuserve.service", "npu": "npuserve.npu", "kernels": "npuserve.kernels",
-           "protos/npuserve/v1": "npuserve.v1"}
+SERVER = {"cli": "npuserve.cli", "service": "npuserve.service", "npu": "npuserve.npu", "kernels": "npuserve.kernels"}
+CLIENT = {"client": "npuserve.client", "common": "npuserve.common", "protos/npuserve/v1": "npuserve.v1"}
+PROJECT_FILES = {"client/LICENSE", "client/README.md", "client/pyproject.toml", "client/setup.cfg"}
 LIBRARY = "npuserve/kernels/native/libnpuserve.so"
 
 
-def shipped() -> dict[str, Path]:
+def shipped(sources: dict[str, str]) -> dict[str, Path]:
     """Return path in the wheel -> file, of all package files except the native library and C++ sources."""
-    files = {"npuserve/__init__.py": ROOT / "src" / "npuserve" / "__init__.py"}
-    for folder, package in SOURCES.items():
+    files = {"npuserve/__init__.py": ROOT / "src" / "npuserve" / "__init__.py"} if sources is CLIENT else {}
+    for folder, package in sources.items():
         for file in (ROOT / folder).rglob("*"):
             has_sources = any(file.is_relative_to(ROOT / path) for path in ("kernels/native", "npu/emulator"))
             is_source = has_sources and file.suffix in (".cpp", ".h", ".so")
-            if file.is_file() and "__pycache__" not in file.parts and not is_source:
+            is_project_file = file.relative_to(ROOT).as_posix() in PROJECT_FILES
+            if file.is_file() and "__pycache__" not in file.parts and not is_source and not is_project_file:
                 files[f"{package.replace('.', '/')}/{file.relative_to(ROOT / folder).as_posix()}"] = file
     return files
 
@@ -68,7 +70,7 @@ def packages() -> dict[str, Path]:
 
 def test_packages_found_are_the_folders_with_python_files():
     found = {"npuserve": ROOT / "src" / "npuserve"}
-    for folder, package in SOURCES.items():
+    for folder, package in (SERVER | CLIENT).items():
         for path in {file.parent for file in (ROOT / folder).rglob("*.py")}:
             assert (path / "__init__.py").exists(), f"{path.relative_to(ROOT)} has no __init__.py"
             found[".".join([package, *path.relative_to(ROOT / folder).parts])] = path
@@ -144,9 +146,10 @@ def contents(wheel: Path) -> dict[str, str]:
 
 
 def check_contents(wheel: Path) -> None:
+    """Check that the server's wheel has the files of the tree."""
     files = contents(wheel)
     info = {name for name in files if ".dist-info/" in name}
-    expected = {name: digest(file.read_bytes()) for name, file in shipped().items()}
+    expected = {name: digest(file.read_bytes()) for name, file in shipped(SERVER).items()}
     assert {name: files[name] for name in files.keys() - info - {LIBRARY}} == expected
     assert {name.split("/", 1)[1] for name in info} == {
         "METADATA", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE", "licenses/NOTICE"}
@@ -154,13 +157,26 @@ def check_contents(wheel: Path) -> None:
         assert f"npuserve/npu/storyteller/model/{name}" in files, "the built-in model is not in the wheel"
 
 
-def install(wheel: Path, home: Path) -> tuple[Path, Path]:
-    """Install the wheel into a new environment that uses this one's dependencies; return (bin, site-packages)."""
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("client")
+    return build(copy_tree(folder / "tree") / "client", "wheel", folder)[0]
+
+
+def pip(home: Path, *arguments: str | Path) -> None:
+    """Run this environment's pip on the environment `home`."""
     pytest.importorskip("pip")
-    venv.create(home, with_pip=False)
-    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index"]
-    done = subprocess.run([*pip, "--quiet", "--disable-pip-version-check", str(wheel)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python",
+               str(home / "bin" / "python"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def install(home: Path, *wheels: Path) -> tuple[Path, Path]:
+    """Install the wheels into a new environment that uses this one's dependencies; return (bin, site-packages)."""
+    venv.create(home, with_pip=False)
+    for wheel in wheels:
+        pip(home, "install", "--no-deps", "--no-index", wheel)
     (site,) = home.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home / "bin", site
@@ -198,8 +214,10 @@ def test_the_sdist_makes_the_same_wheel(pure: tuple[Path, Path, str], setup_py: 
     assert setup_py.digest(tree / setup_py.SOURCES) == setup_py.digest(ROOT / setup_py.SOURCES), "a source is missing"
 
 
-def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, setup_py: ModuleType, tmp_path: Path):
-    programs, site = install(built, tmp_path / "venv")
+def test_an_installed_wheel_runs_without_the_tree(
+    built: Path, client_wheel: Path, library: Path, setup_py: ModuleType, tmp_path: Path
+):
+    programs, site = install(tmp_path / "venv", built, client_wheel)
     code = f"""if True:
         import importlib
         from npuserve.kernels import native
@@ -210,11 +228,58 @@ def test_an_installed_wheel_runs_without_the_tree(built: Path, library: Path, se
     assert all(Path(file).is_relative_to(site) for file in files)
     assert source.split()[0] == setup_py.digest(library.parent)
     version = output(programs / "npuserve", "--version", cwd=tmp_path)
-    assert version == f"npuserve {PROJECT['project']['version']}\n"
+    assert version == f"npuserve {npuserve.__version__}\n"
 
 
-def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, Path, str], tmp_path: Path):
-    programs, _ = install(pure[0], tmp_path / "venv")
+def test_the_clients_wheel_is_pure_and_holds_its_packages(client_wheel: Path):
+    files = contents(client_wheel)
+    info = {name for name in files if ".dist-info/" in name}
+    assert client_wheel.name == f"npuserve_client-{npuserve.__version__}-py3-none-any.whl"
+    assert {name: files[name] for name in files.keys() - info} == {
+        name: digest(file.read_bytes()) for name, file in shipped(CLIENT).items()}
+    assert {name.split("/", 1)[1] for name in info} == {"METADATA", "WHEEL", "top_level.txt", "licenses/LICENSE"}
+
+
+def test_server_requires_the_client_of_its_version():
+    assert f"npuserve-client=={npuserve.__version__}" in PROJECT["dependencies"]
+
+
+WITHOUT_SERVER = """
+import sys
+import npuserve, npuserve.client, npuserve.v1.generate_pb2
+try: npuserve.LLM()
+except ImportError as error: print(error)
+heavy = {"torch", "numpy", "tokenizers", "cryptography", "npuserve.service"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+"""
+
+
+def test_client_alone_imports_nothing_heavy_and_llm_says_what_to_install(client_wheel: Path, tmp_path: Path):
+    programs, _ = install(tmp_path / "venv", client_wheel)
+    assert output(programs / "python", "-I", "-c", WITHOUT_SERVER, cwd=tmp_path) == (
+        "LLM needs the server: pip install npuserve (npuserve-client is the client alone)\n")
+
+
+@pytest.mark.parametrize("is_client_first", [True, False], ids=["client first", "server first"])
+def test_client_and_server_are_installed_and_removed_in_any_order(
+    pure: tuple[Path, Path, str], client_wheel: Path, tmp_path: Path, is_client_first: bool
+):
+    wheels = [client_wheel, pure[0]] if is_client_first else [pure[0], client_wheel]
+    home = tmp_path / "venv"
+    programs, site = install(home, *wheels)
+    assert output(programs / "npuserve", "--version", cwd=tmp_path).startswith("npuserve ")
+    pip(home, "install", "--no-deps", "--no-index", "--force-reinstall", wheels[0])  # an upgrade
+    assert output(programs / "npuserve", "--version", cwd=tmp_path).startswith("npuserve ")
+    pip(home, "uninstall", "--yes", "npuserve")
+    assert output(programs / "python", "-I", "-c", "import npuserve.client", cwd=tmp_path) == ""
+    pip(home, "uninstall", "--yes", "npuserve-client")
+    assert not [file for file in (site / "npuserve").rglob("*") if file.suffix != ".pyc" and file.is_file()]
+
+
+def test_an_installed_pure_wheel_runs_on_the_golden_functions(
+    pure: tuple[Path, Path, str], client_wheel: Path, tmp_path: Path
+):
+    programs, _ = install(tmp_path / "venv", pure[0], client_wheel)
     code = """if True:
         from npuserve.cli.main import main
         assert main(["check", "--json"]) == 0
@@ -226,9 +291,11 @@ def test_an_installed_pure_wheel_runs_on_the_golden_functions(pure: tuple[Path, 
     assert step["decode_tokens_per_second"] > 0
 
 
-def test_an_installed_wheel_lacks_the_emulators_sources_and_says_so(pure: tuple[Path, Path, str], tmp_path: Path):
+def test_an_installed_wheel_lacks_the_emulators_sources_and_says_so(
+    pure: tuple[Path, Path, str], client_wheel: Path, tmp_path: Path
+):
     assert not [name for name in contents(pure[0]) if "/emulator/" in name and not name.endswith(".py")]
-    programs, _ = install(pure[0], tmp_path / "venv")
+    programs, _ = install(tmp_path / "venv", pure[0], client_wheel)
     code = """if True:
         from npuserve.npu.emulator.build import EmulatorError, find
         try: find()

@@ -27,9 +27,27 @@ def test_long(): pass
 def test_some(a): pass
 """
 
+SKIPPED = """
+import pytest
 
-def cases(folder: Path, *arguments: str) -> list[str]:
-    """Return the tests of TESTS that pytest collects with these arguments."""
+@pytest.mark.skipif(True, reason="no tool")
+@pytest.mark.parametrize("a", range(3))
+def test_tool(a): pass
+
+@pytest.mark.skipif(True, reason="no tool")
+class TestMore:
+    def test_more(self): pass
+
+@pytest.mark.skipif(False, reason="no tool")
+def test_runs(): pass
+
+@pytest.mark.skipif(True, reason="no other tool")
+def test_other(): pass
+"""
+
+
+def cases(folder: Path, *arguments: str, tests: str = TESTS) -> list[str]:
+    """Return the tests that pytest collects with these arguments, of which FILE is a file of `tests`."""
 
     found: list[str] = []
 
@@ -39,9 +57,10 @@ def cases(folder: Path, *arguments: str) -> list[str]:
 
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n")
     file = folder / f"test_{folder.name}.py"
-    file.write_text(TESTS)
+    file.write_text(tests)
     pytest.main(
-        ["--collect-only", "-qq", "-W", "ignore", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini"),
+        ["--collect-only", "-qq", "--import-mode=importlib", "-W", "ignore", "-p", "no:cacheprovider",
+         "-c", str(folder / "pytest.ini"),
          *(argument.replace("FILE", str(file)) for argument in arguments or ["FILE"])],
         plugins=[selection, Names()],
     )
@@ -83,3 +102,31 @@ def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
     left = [(c, b, a) for c, b, a in product(range(4), range(3), range(2)) if f"test_three[{c}-{b}-{a}]" not in default]
     for c, b, a in left[:3]:
         assert cases(tmp_path, f"FILE::test_three[{c}-{b}-{a}]") == [f"test_three[{c}-{b}-{a}]"]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["FILE"], ["test_other", "test_runs", "test_tool[0]"]),
+    (["--slow", "FILE"], ["test_more", "test_other", "test_runs", "test_tool[0]", "test_tool[1]", "test_tool[2]"]),
+    (["FILE::test_tool", "FILE::TestMore::test_more"], ["test_more", "test_tool[0]", "test_tool[1]", "test_tool[2]"]),
+])
+def test_skips_for_one_reason_are_one_case(arguments: list[str], expected: list[str], tmp_path: Path) -> None:
+    assert sorted(cases(tmp_path, *arguments, tests=SKIPPED)) == expected
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["FOLDER"], ["test_other", "test_smoke"]),
+    (["FOLDER/e2e"], ["test_server", "test_smoke"]),
+    (["FOLDER/e2e/test_server.py"], ["test_server"]),
+    (["FOLDER/e2e/test_server.py::test_server"], ["test_server"]),
+    (["--slow", "FOLDER"], ["test_other", "test_server", "test_smoke"]),
+])
+def test_whole_servers_are_left_out_unless_they_are_named(
+    arguments: list[str], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "e2e").mkdir()
+    for file in ("test_other", "e2e/test_server", "e2e/test_smoke"):
+        (tmp_path / f"{file}.py").write_text(f"def {Path(file).name}(): pass\n")
+    monkeypatch.setattr(selection, "WHOLE_SERVERS", tmp_path / "e2e")
+    monkeypatch.setattr(selection, "SMOKE_TEST", tmp_path / "e2e" / "test_smoke.py")
+    found = cases(tmp_path, *(argument.replace("FOLDER", str(tmp_path)) for argument in arguments))
+    assert sorted(set(found) & {"test_other", "test_server", "test_smoke"}) == expected

@@ -28,7 +28,8 @@ from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.execution.dispatch import MAX_CHOSEN
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.profiling.floor import MetaModel
-from npuserve.npu.quantization import LINEAR, W8A8, Quantization
+from npuserve.npu.quantization.assignment import LINEAR, Quantization
+from npuserve.npu.quantization.w8a8 import W8A8
 
 PAGE = Path(__file__).parents[2] / "docs" / "ascend-roofline.md"
 QWEN3_14B = {

@@ -57,13 +57,17 @@ from bench.serving.server import arguments, engine_of, stop
 INSTRUCTIONS = 128  # tokens
 RULES = Path(__file__).parents[2] / "helm/npuserve/rules/npuserve.yaml"
 EMPTY_HERE = ("Certificates", "Calls of gateways", "Errors to gateways", "Lag of lengths", "Health", "Temperature",
-              "Device memory", "AI cores", "Power", "Fault code", "Kernels that fall back")
-PICTURES = {
-    "service": ["Calls by code", "Tokens", "Time to first token", "Inter-token latency", "Where the time goes",
-                "Requests", "KV-cache blocks", "Engine's last sign of life"],
-    "engine": ["Steps", "Share of time", "Decode step, spread", "Decode batch", "Host gap", "Prefix hits"],
-    "kernels": ["Share of the step", "Covered by kernels", "Mean by kernel", "p50 by kernel", "p99 by kernel",
-                "All kernels"],
+              "Device memory", "AI cores", "Power", "Fault code", "Kernels that fall back", "GPU utilization",
+              "GPU temperature", "GPU memory", "GPU power", "GPU clock", "GPU fault", "Refused, by reason",
+              "Firing alerts")
+PICTURES = {  # picture -> dashboard and titles of its panels
+    "service": ("operators", [
+        "Calls by code", "Tokens", "Time to first token", "Inter-token latency", "Where the time goes", "Requests",
+        "KV-cache blocks", "Engine's last sign of life"]),
+    "engine": ("kernels", [
+        "Steps", "Share of time", "Decode step, spread", "Decode batch", "Host gap", "Tokens a step"]),
+    "kernels": ("kernels", [
+        "Share of the step", "Covered by kernels", "Mean by kernel", "p50 by kernel", "p99 by kernel", "All kernels"]),
 }
 PROM_CONFIG = """
 global: {{scrape_interval: {interval}s, evaluation_interval: {interval}s}}
@@ -189,11 +193,11 @@ def judge(base: str, begin: float, end: float, interval: float, args: argparse.N
         "__rate_interval": f"{max(4 * interval, 4):g}s", "baseline": f"{max(span // 5, 4)}s",
     }
     panels = fetch(base, begin, end, max(1.0, span / 120), variables)
-    for dashboard, titles in PICTURES.items():
+    for picture, (dashboard, titles) in PICTURES.items():
         if args.pictures:
             own = {panel.title: panel for panel in panels if panel.dashboard == dashboard}
             chosen = [own[title] for title in titles]
-            draw(chosen, begin, args.pictures / f"dashboard-{dashboard}.png",
+            draw(chosen, begin, args.pictures / f"dashboard-{picture}.png",
                  f"npuserve / {dashboard.capitalize()}, {args.title}; seconds of the run")
     names = [name for name in ask(base, "label/__name__/values")
              if re.fullmatch(r"npuserve_.*_(total|count|sum|bucket)", name)]

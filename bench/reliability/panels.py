@@ -68,8 +68,9 @@ def fetch(base: str, begin: float, end: float, step: float, variables: Mapping[s
     """
     found = []
     for file in sorted(DASHBOARDS.glob("*.json")):
-        for panel in json.loads(file.read_text(encoding="utf-8"))["panels"]:
-            if panel["type"] != "row":
+        rows = json.loads(file.read_text(encoding="utf-8"))["panels"]
+        for panel in (shown for row in rows for shown in (row, *row.get("panels", ()))):
+            if panel["type"] not in ("row", "text"):
                 found.append(_fetch(base, file.stem.removeprefix("npuserve-"), panel, (begin, end, step), variables))
     return found
 

@@ -41,8 +41,9 @@ MAX_PROMPT_TOKENS = 8
 CHUNK_TOKENS = 512
 """Tokens of the largest step."""
 
-SHORT, LONG = (2, 2), (1100, 960)
-"""Context of the decode row, and tokens before the chunk. A wrong length changes attention over a short context most.
+SHORT = (2, 2)
+LONG = (1100, 960)
+"""Context of the decode row, and tokens before the chunk. A wrong length changes attention most over a short context.
 From 1,024 tokens on CANN chooses other tilings."""
 
 
@@ -159,7 +160,8 @@ def _compare(
     """Return the difference, and the spans of replays and of single calls."""
     staged = buffers.fill([(rows, size)])
     staged.upload()
-    part, before = staged.parts[0], SavedSlots(cache)
+    part = staged.parts[0]
+    before = SavedSlots(cache)
     got = captured.replay(part.tokens, part.context_lens, part.cu_seqlens).to("cpu", copy=True)
     before.restore()
     batch = buffers.batch(part)

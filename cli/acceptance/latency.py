@@ -25,13 +25,16 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 
-BATCHES, STEPS = (1, 16, 64), 32
-"""Rows of the timed decode steps, and number of steps for each."""
+BATCHES = (1, 16, 64)
+"""Rows of the timed decode steps."""
+STEPS = 32
+"""Number of timed decode steps for each number of rows."""
 
 MAX_OPERATIONS_PER_BYTE = 64
 """Kernel cases with more operations are bound by arithmetic, and not compared with the memory."""
 
-SAMPLED_ROWS, VOCABULARY = 8, 151_936
+SAMPLED_ROWS = 8
+VOCABULARY = 151_936
 """Rows and ids of the timed samplers."""
 
 SAMPLERS: dict[str, tuple[int, float]] = {

@@ -154,7 +154,9 @@ def _follow_cpu(
     from npuserve.cli.acceptance.reference import step_logits
     from npuserve.cli.acceptance.rounding import MAX_TIE_DISTANCE, FollowedRounding
 
-    runner, model, (reference, cpu) = loaded.runner, loaded.model, golden
+    runner = loaded.runner
+    model = loaded.model
+    reference, cpu = golden
     cached = runner.cache_dtype if runner.cache_dtype != model.weights.dtype else None
     steps = accept_tokens.computed_steps(answers, prompts)
     rounding = FollowedRounding()

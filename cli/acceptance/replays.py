@@ -44,7 +44,9 @@ QUICK_CONTEXTS = 5
 LIMIT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Maximum difference of the hidden states after two layers: rounding of sums in another order."""
 
-SOAK_ROWS, SOAK_CONTEXT, SOAK_PATTERNS = 8, 2048, 16
+SOAK_ROWS = 8
+SOAK_CONTEXT = 2048
+SOAK_PATTERNS = 16
 MAX_GROWTH_BYTES = 64 << 20
 
 LAYERS = 2
@@ -79,13 +81,13 @@ def check_crossing(replays: Replays, rows: int, first: int, last: int, limit: fl
     except Exception as error:  # raised by the device or its software
         return failure("contexts", error, f"batch {rows}, context {contexts[len(differences)]:,}")
     worst = max(differences)
-    at = contexts[next((place for place, off in enumerate(differences) if off > limit), differences.index(worst))]
+    context = contexts[next((place for place, off in enumerate(differences) if off > limit), differences.index(worst))]
     reduced = f", reduced: {len(contexts)} of {last - first + 1} contexts" if quick else ""
-    where = f"first wrong at {at:,}" if worst > limit else f"largest at {at:,}"
+    where = f"first wrong at {context:,}" if worst > limit else f"largest at {context:,}"
     return Finding(
         "contexts", f"{first:,} to {last:,}, batch {rows}",
         f"difference {worst:.1e}, {where} (limit {limit:.0e}), {len(contexts)} replays{reduced}",
-        worst <= limit, {"difference": worst, "context": at, "limit": limit, "contexts": len(contexts),
+        worst <= limit, {"difference": worst, "context": context, "limit": limit, "contexts": len(contexts),
                          "reduced": quick},
         "the captured step computes other numbers than its kernels from this context on: serve with "
         "--max-model-len below it until this is fixed, and send this report")
@@ -162,7 +164,8 @@ class Replays:
         self._size = loaded.runner.block_size
         self._model = shortened(loaded, longest)
         self._per_row = -(-longest // self._size)
-        blocks, slots = rows * self._per_row, self._model.config.slots_of(rows)
+        blocks = rows * self._per_row
+        slots = self._model.config.slots_of(rows)
         self._cache = StateStore.allocate(
             self._model.config, blocks, self._size, loaded.runner.cache_dtype, self._backend, slots,
             self._model.weights.dtype)

@@ -85,7 +85,7 @@ def check_sampling(
     short = [prompt[:MAX_PROMPT] for prompt in prompts[1:3]]
     reference = _runner(loaded, golden)
     vocabulary = loaded.runner.config.vocab_size
-    least = SamplingParams(min_tokens=COUNT, ending_ids=tuple(range(0, vocabulary, 2)), temperature=0.5)
+    with_minimum = SamplingParams(min_tokens=COUNT, ending_ids=tuple(range(0, vocabulary, 2)), temperature=0.5)
     dtype = loaded.runner.dtype_name
     rounding = accept_tokens.rounding_dtype(loaded)
     others: list[Runner] = []
@@ -98,7 +98,7 @@ def check_sampling(
         return others[0] if others else None
 
     alone = whole = 0
-    for where, cases in (("captured", CAPTURED), ("outside", OUTSIDE | {"min_tokens": least})):
+    for where, cases in (("captured", CAPTURED), ("outside", OUTSIDE | {"min_tokens": with_minimum})):
         each = ROWS // len(short)
         for names in (list(cases)[first : first + each] for first in range(0, len(cases), each)):
             asked = [msgspec.structs.replace(cases[name], seed=place)

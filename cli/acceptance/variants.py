@@ -25,17 +25,23 @@ from npuserve.cli.acceptance.report import Finding, guarded
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import HeadDtype, ModelConfig
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.service.text.model_path import resolve
 
 ROWS = 8
 IDS = 151_936
 """Ids of the Qwen3 models."""
 
-WIDE_PROMPTS, WIDE_ANSWER = slice(1, 5), 16
-"""Prompts and tokens of an answer at IDS ids: few, since the logits of all positions are compared."""
+WIDE_PROMPTS = slice(1, 5)
+"""Prompts at IDS ids."""
+WIDE_ANSWER = 16
+"""Tokens of an answer at IDS ids: few, since the logits of all positions are compared."""
 
-KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 32, 48, 4
+KEY_HEADS = 2
+VALUE_HEADS = 4
+KEY_DIM = 32
+VALUE_DIM = 48
+TAPS = 4
 """Sizes of the linear attention."""
 
 SHARE = 0.2
@@ -46,7 +52,8 @@ GATE = 0.1
 
 NORMS = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ class Trace:
             of_pass = expected.pop(0)
             errors = [relative_of(got[key], want) for key, want in golden[0].items()]
             tolerance = [tolerance_of(x.dtype) for x in got.values()]
-            wrong = any(not error <= most for error, most in zip(errors, tolerance, strict=True))
+            wrong = any(not error <= limit for error, limit in zip(errors, tolerance, strict=True))
             difference = max(difference_of(got[key], want) for key, want in golden[0].items())
             drift = max(relative_of(got[key], want) for key, want in of_pass.items())
             shape = tuple(got["result.0"].shape)

@@ -134,8 +134,8 @@ class Load:
         try:
             for number, request in enumerate(requests):
                 message = self._message(number, request, prompts)  # built before the request is due
-                await asyncio.sleep(max(0.0, request.at - self._now()))
-                tasks.append(asyncio.create_task(self._send(number, request.at, message, self._timeout(request))))
+                await asyncio.sleep(max(0.0, request.arrival - self._now()))
+                tasks.append(asyncio.create_task(self._send(number, request.arrival, message, self._timeout(request))))
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()

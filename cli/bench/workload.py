@@ -30,13 +30,13 @@ class TraceError(Exception):
 class TimedRequest:
     """Request to send at a given time.
 
-    at: seconds after the start.
+    arrival: seconds after the start.
     prompt_tokens, output_tokens: lengths, at least 1.
     hashes: the prompt's leading blocks of `hash_tokens` tokens each. Requests with equal leading hashes share that
         prefix.
     """
 
-    at: float
+    arrival: float
     prompt_tokens: int
     output_tokens: int
     hashes: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class TimedRequest:
 def poisson(count: int, rate: float, prompt_tokens: int, output_tokens: int, seed: int) -> list[TimedRequest]:
     """Return requests of a Poisson process with `rate` per second, the first at 0; all at 0 for an infinite rate."""
     gaps = np.random.default_rng(seed).exponential(1 / rate, count)
-    return [TimedRequest(at, prompt_tokens, output_tokens) for at in (np.cumsum(gaps) - gaps[0]).tolist()]
+    return [TimedRequest(seconds, prompt_tokens, output_tokens) for seconds in (np.cumsum(gaps) - gaps[0]).tolist()]
 
 
 def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: float = 1.0) -> list[TimedRequest]:
@@ -72,14 +72,15 @@ def read_trace(path: Path, count: int, time_scale: float = 1.0, length_scale: fl
         raise TraceError(f"{path}: {error}") from None
     if not requests:
         raise TraceError(f"{path}: no requests in it")
-    requests.sort(key=lambda request: request.at)
+    requests.sort(key=lambda request: request.arrival)
 
     def scaled(tokens: int) -> int:
         return max(1, round(tokens * length_scale))
 
     return [
         TimedRequest(
-            (request.at - requests[0].at) * time_scale, scaled(request.prompt_tokens), scaled(request.output_tokens),
+            (request.arrival - requests[0].arrival) * time_scale,
+            scaled(request.prompt_tokens), scaled(request.output_tokens),
             request.hashes, scaled(HASH_TOKENS))
         for request in requests
     ]
@@ -106,15 +107,15 @@ def _mooncake(file: TextIO, path: Path) -> Iterator[TimedRequest]:
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
-            at = float(row["timestamp"]) / 1000
+            seconds = float(row["timestamp"]) / 1000
             hashes = tuple(int(h) for h in row.get("hash_ids", ()))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{where}: timestamp or hash_ids: {error}") from None
-        if not math.isfinite(at):
+        if not math.isfinite(seconds):
             raise TraceError(f"{where}: timestamp: must be finite")
         if any(h < 0 for h in hashes):
             raise TraceError(f"{where}: hash_ids: below 0")
-        yield TimedRequest(at, _tokens(row, "input_length", where), _tokens(row, "output_length", where), hashes)
+        yield TimedRequest(seconds, _tokens(row, "input_length", where), _tokens(row, "output_length", where), hashes)
 
 
 def _tokens(row: dict[str, object], field: str, where: str) -> int:

@@ -36,8 +36,8 @@ def backend_class(name: str) -> type[Backend]:
     """Return the backend's class without starting the device. Raises BackendError if this version lacks the backend."""
     if name not in present():
         raise BackendError(f"device: this version has no backend {name!r}; it has: {', '.join(present())}")
-    found: type[Backend] = _emulated.get(name) or importlib.import_module(f"{__name__}.{MODULES[name]}").BACKEND
-    return found
+    backend: type[Backend] = _emulated.get(name) or importlib.import_module(f"{__name__}.{MODULES[name]}").BACKEND
+    return backend
 
 
 def select(
@@ -78,7 +78,7 @@ def fault(error: BaseException) -> Fault | None:
     """Return the reaction to an error of any device; None if no device caused it."""
     if isinstance(error, LostStep):
         return Fault.ENGINE
-    return next((found for name in present() if (found := backend_class(name).fault(error)) is not None), None)
+    return next((fault for name in present() if (fault := backend_class(name).fault(error)) is not None), None)
 
 
 def explain(error: BaseException) -> str:

@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
+from npuserve.kernels.int4 import Grouping, Int4, PlainInt4
 from npuserve.kernels.kv_cache import setting_of
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
 from npuserve.kernels.native.packed import Matrix
@@ -23,7 +25,7 @@ from npuserve.kernels.sample import Filters
 from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.notices import Notice
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.scheme import WeightScheme
 
 
 class BackendError(ValueError):
@@ -151,6 +153,7 @@ class Backend(ABC):
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
+    int4: the kernels support weights of 4 bits.
     """
 
     name: ClassVar[str]
@@ -174,6 +177,7 @@ class Backend(ABC):
     sampling_bytes: int = 0
     int8_levels: float = 127.5
     float8: bool = False
+    int4: bool = False
     fixed_state: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
@@ -276,9 +280,17 @@ class Backend(ABC):
         """Return the bytes of a `weight`, after `prepare_weight`."""
         return n * k * dtype.itemsize
 
-    def check_scheme(self, scheme: W8A8) -> None:
+    def int4_weight(self, n: int, k: int, grouping: Grouping) -> Int4:
+        """Allocate the numbers of a linear weight [n, k] of 4 bits."""
+        return PlainInt4.allocate(n, k, grouping, partial(torch.zeros, device=self.device))
+
+    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
+        """Return the bytes of an `int4_weight`."""
+        return grouping.plain_bytes(n, k)
+
+    def check_scheme(self, scheme: WeightScheme) -> None:
         """Raise BackendError for a quantization scheme that the kernels do not support."""
-        if refusal := scheme.refusal(self.name, zeros=self.int8_zeros, float8=self.float8):
+        if refusal := scheme.refusal(self):
             raise BackendError(f"quantization_config: {refusal}")
 
     def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic
 
 import torch
 
+from npuserve.kernels.int4 import Grouping, Int4, PackedInt4
 from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout, library, record
 from npuserve.kernels.native import available as built
 from npuserve.kernels.native.arena import can_populate, populate
@@ -172,7 +173,7 @@ class CpuBackend(Backend):
     block_size = 128
     cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     fixed_state = True
-    int8_zeros = shares_memory = True
+    int4 = int8_zeros = shares_memory = True
     collectives = "gloo"
 
     def __init__(self, native: bool = built(), place: tuple[int, int] = (0, 1)) -> None:
@@ -193,18 +194,18 @@ class CpuBackend(Backend):
     def set_threads(self, count: int) -> None:
         self.threads = self._threads(count)
         everywhere = self._cores()
-        own: list[int] = []
+        pinned: list[int] = []
         if self._arena is not None:
             # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
             # milliseconds while the other core is idle, after other processes have run on both. Fewer threads are not
             # pinned: servers that share the cores of a node would all choose the same ones.
             if 1 < self.threads == len(everywhere) or (self.place[1] > 1 and self.threads >= len(everywhere)):
-                own = [everywhere[i % len(everywhere)] for i in range(self.threads)]
-            library().set_threads(self.threads, own)
+                pinned = [everywhere[i % len(everywhere)] for i in range(self.threads)]
+            library().set_threads(self.threads, pinned)
         # Little work is left to torch beside native kernels, and its threads would compete for the cores.
         of_torch = self.threads if self._arena is None else 1
         torch.set_num_threads(of_torch)
-        self._set_up_thread = partial(_set_up_thread, of_torch, own[:1] or everywhere)
+        self._set_up_thread = partial(_set_up_thread, of_torch, pinned[:1] or everywhere)
         if self._queue.thread is not None:  # a running thread keeps its settings otherwise
             self.enqueue(self._set_up_thread).wait()
 
@@ -237,6 +238,14 @@ class CpuBackend(Backend):
     def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         return super().weight_bytes(n, k, dtype) if self._arena is None else 4 * packed_words(n, k, dtype)
 
+    def int4_weight(self, n: int, k: int, grouping: Grouping) -> Int4:
+        if self._arena is None:
+            return super().int4_weight(n, k, grouping)
+        return PackedInt4.allocate(n, k, grouping, self._arena.empty)
+
+    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
+        return super().int4_bytes(n, k, grouping) if self._arena is None else grouping.packed_bytes(n, k)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return super().empty(shape, dtype) if self._arena is None else self._arena.empty(shape, dtype)
 
@@ -253,11 +262,12 @@ class CpuBackend(Backend):
         if self._arena is None or not _shares(file, filled):
             yield False
             return
-        own, self._arena = self._arena, Arena(file)
+        arena = self._arena
+        self._arena = Arena(file)
         try:
             yield True
         finally:
-            self._arena = own
+            self._arena = arena
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -267,8 +277,8 @@ class CpuBackend(Backend):
             layout.key_shape(*sizes), layout.value_shape(*sizes))
 
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
-        made = super().scale_shape if self._arena is None else layout.scale_shape
-        return made(num_blocks, block_size, kv_heads)
+        scale_shape = super().scale_shape if self._arena is None else layout.scale_shape
+        return scale_shape(num_blocks, block_size, kv_heads)
 
     def read_cache(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int

@@ -49,7 +49,8 @@ class Graphs(ABC, Generic[Graph]):
     def __init__(self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int]):
         self._buckets = sorted(set(buckets))
         log.info("capturing %d graphs of up to %d rows or tokens", len(self._buckets), self.largest)
-        began, free = time.perf_counter(), streams.mem_get_info()[0]
+        began = time.perf_counter()
+        free = streams.mem_get_info()[0]
         self._graphs = {rows: self._capture(step, rows) for rows in reversed(self._buckets)}
         self.seconds = time.perf_counter() - began
         self.nbytes = max(0, free - streams.mem_get_info()[0])

@@ -50,7 +50,8 @@ class Device:
 @torch.inference_mode()
 def capture_bucket(backend: Backend, step: Callable[[int], torch.Tensor], rows: int) -> Captured | None:
     """Capture a decode step of `rows` rows in one bucket. Returns None and raises BackendError as `Backend.capture`."""
-    chosen, backend.decode_buckets = backend.decode_buckets, (rows,)
+    chosen = backend.decode_buckets
+    backend.decode_buckets = (rows,)
     try:
         return backend.capture(step, rows, decode=True)
     finally:
@@ -66,7 +67,7 @@ def takes_case(backend: Backend, case: Case) -> bool:
     """Return True if the device supports the features that the case uses."""
     if case.cache and case.cache not in backend.cache_dtypes:
         return False
-    if case.zeros > backend.int8_zeros or case.float8 > backend.float8:
+    if case.zeros > backend.int8_zeros or case.float8 > backend.float8 or case.int4 > backend.int4:
         return False
     try:
         if case.head_dim:

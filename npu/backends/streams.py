@@ -22,7 +22,8 @@ MIN_HELD_BYTES = 4 << 30
 """Less memory is held by drivers, and by the contexts of this process."""
 MIN_RISE_BYTES = 16 << 20
 """Free memory that rises by less in a second does not rise."""
-QUIET_SECONDS, MAX_RELEASE_SECONDS = 5, 60
+QUIET_SECONDS = 5
+MAX_RELEASE_SECONDS = 60
 """The memory of a killed process returns late: within 50 s on an NPU
 (https://github.com/vllm-project/vllm-ascend/issues/7412)."""
 
@@ -54,7 +55,9 @@ class HostCopy:
 
     def __init__(self, staged: torch.Tensor, events: list[Any], pool: list[Any], reach: Callable[[Any], None]):
         self._staged: torch.Tensor | None = staged
-        self._events, self._pool, self._reach = events, pool, reach
+        self._events = events
+        self._pool = pool
+        self._reach = reach
 
     def wait(self) -> None:
         if self._staged is not None:
@@ -72,7 +75,8 @@ class DeviceSpan:
     __slots__ = ("_events", "_pool", "_stream")
 
     def __init__(self, streams: Any, pool: list[tuple[Any, Any]], stream: Any):
-        self._pool, self._stream = pool, stream
+        self._pool = pool
+        self._stream = stream
         self._events = pool.pop() if pool else tuple(streams.Event(enable_timing=True) for _ in range(2))
         self._events[0].record(stream)
 
@@ -101,7 +105,8 @@ class StreamBackend(Backend):
         self.deterministic = False
         self.threads = 1
         self._streams = streams
-        self._stream, self._copies = streams.Stream(), streams.Stream()
+        self._stream = streams.Stream()
+        self._copies = streams.Stream()
         self._pool = streams.graph_pool_handle()
         streams.set_stream(self._stream)
         self._spans: list[tuple[Any, Any]] = []
@@ -179,9 +184,9 @@ class StreamBackend(Backend):
 
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         staged = tensor.clone(memory_format=torch.contiguous_format)
-        made, end = events = [self._events.pop() if self._events else self._streams.Event() for _ in range(2)]
-        made.record(self._stream)
-        self._copies.wait_event(made)
+        begin, end = events = [self._events.pop() if self._events else self._streams.Event() for _ in range(2)]
+        begin.record(self._stream)
+        self._copies.wait_event(begin)
         with self._streams.stream(self._copies):
             buffer.copy_(staged, non_blocking=True)
         end.record(self._copies)

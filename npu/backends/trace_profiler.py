@@ -16,8 +16,8 @@ MAX_FILE_BYTES = 1 << 30
 
 def cuda_kernels(events: Sequence[Event]) -> list[Event]:
     """Return the kernels of torch.profiler's trace in their order, also from replayed graphs."""
-    found = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
-    return sorted(found, key=lambda event: float(event["ts"]))
+    kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
+    return sorted(kernels, key=lambda event: float(event["ts"]))
 
 
 class TraceProfiler:

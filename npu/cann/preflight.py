@@ -80,8 +80,8 @@ def _allocator(host: Readings, *, captures: bool) -> Notice:
 
 def _number(text: str) -> int:
     """Return the integer at the beginning of a text, 0 without one, as torch_npu reads variables (strtol)."""
-    found = re.match(r"\s*[+-]?\d+", text, re.ASCII)
-    return int(found[0]) if found else 0
+    match = re.match(r"\s*[+-]?\d+", text, re.ASCII)
+    return int(match[0]) if match else 0
 
 
 def _collectives(host: Readings, *, captures: bool) -> Iterator[Notice]:
@@ -90,7 +90,8 @@ def _collectives(host: Readings, *, captures: bool) -> Iterator[Notice]:
     Task groups hold captured attention. https://github.com/vllm-project/vllm-ascend/issues/13688: a capture with a task
     group fails if collectives run on the vector cores (AIV); one without succeeds.
     """
-    mode, size = host.environ.get("HCCL_OP_EXPANSION_MODE", ""), host.environ.get("HCCL_BUFFSIZE", "")
+    mode = host.environ.get("HCCL_OP_EXPANSION_MODE", "")
+    size = host.environ.get("HCCL_BUFFSIZE", "")
     if mode == "AIV" and captures:
         yield Notice("error", "HCCL_OP_EXPANSION_MODE", "HCCL_OP_EXPANSION_MODE: AIV conflicts with the task groups of "
                      "captured attention (507009 at the capture, or a replay that never ends, vllm-ascend#13688): "
@@ -102,7 +103,8 @@ def _collectives(host: Readings, *, captures: bool) -> Iterator[Notice]:
 
 
 def _versions(host: Readings) -> Iterator[Notice]:
-    driver, cann = host.driver, host.cann
+    driver = host.driver
+    cann = host.cann
     torch, torch_npu = (host.version_of(package).partition("+")[0] for package in ("torch", "torch_npu"))
     if not driver:
         yield Notice("warning", "driver", "the driver's version cannot be read: in a container mount "

@@ -19,7 +19,8 @@ from npuserve.npu.cann.readings import Readings
 INTERRUPTS = 2
 """Processors at the beginning of a pool that are left to interrupts."""
 MIN_PROCESSORS = INTERRUPTS + 4
-LAUNCH, RELEASE = "acl_thread", "release_thread"
+LAUNCH = "acl_thread"
+RELEASE = "release_thread"
 """Names of torch_npu's threads that launch queued kernels and release memory."""
 
 SetAffinity = Callable[[int, Collection[int]], None]
@@ -49,7 +50,8 @@ def make_plan(host: Readings, allowed: Collection[int], index: int = 0) -> Plan 
         pool = sorted(near[npu] & set(allowed))
         sharing = [each for each in npus if near.get(each, set()) & set(allowed) == set(pool)]
     else:
-        pool, sharing = sorted(allowed), npus
+        pool = sorted(allowed)
+        sharing = npus
     pool = _slice(pool, sharing.index(npu), len(sharing)) if pool else []
     if len(pool) < MIN_PROCESSORS:
         return (f"this process may use {len(pool)} of the processors that are near NPU {npu} and not another NPU's, "
@@ -97,8 +99,8 @@ def threads(host: Readings) -> list[tuple[int, str]]:
 def visible_npu(devices: str, index: int = 0) -> int:
     """Return the number of a visible NPU. devices: ASCEND_RT_VISIBLE_DEVICES."""
     numbers = re.match(r"\s*(\d+\s*(,\s*\d+\s*)*)", devices)
-    found = [int(number) for number in numbers[1].split(",")] if numbers else []
-    return found[index] if index < len(found) else index
+    visible = [int(number) for number in numbers[1].split(",")] if numbers else []
+    return visible[index] if index < len(visible) else index
 
 
 def logical_npus(mapping: str) -> list[int]:
@@ -113,17 +115,17 @@ def logical_npus(mapping: str) -> list[int]:
 
 def topology(text: str) -> dict[int, set[int]]:
     """Return the processors near each NPU from `npu-smi info -t topo`: the last column of its rows."""
-    found = re.findall(r"^\s*NPU(\d+)\s.*?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\s*$", text, re.MULTILINE)
-    return {int(npu): _numbers(processors) for npu, processors in found}
+    rows = re.findall(r"^\s*NPU(\d+)\s.*?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\s*$", text, re.MULTILINE)
+    return {int(npu): _numbers(processors) for npu, processors in rows}
 
 
 def _numbers(ranges: str) -> set[int]:
     """Return the numbers of a list such as 0-3,8."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in ranges.split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def _ranges(numbers: Collection[int]) -> str:

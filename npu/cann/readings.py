@@ -44,7 +44,8 @@ class Readings:
         self, root: Path = Path("/"), environ: Mapping[str, str] | None = None, run: Run = run_command,
         versions: Callable[[str], str] | None = None,
     ):
-        self._root, self._run = root, run
+        self._root = root
+        self._run = run
         self.environ: Mapping[str, str] = {} if environ is None else environ
         self.version_of = versions or _installed
 
@@ -81,8 +82,8 @@ class Readings:
         given = self.environ.get("ASCEND_HOME_PATH") or self.environ.get("ASCEND_TOOLKIT_HOME")
         for folder in (given, f"{home}/ascend-toolkit/latest", f"{home}/cann", f"{home}/cann-*"):
             for path in self.glob(f"{folder}/*-linux/ascend_toolkit_install.info") if folder else ():
-                if found := _value(self.text(path), "version"):
-                    return found
+                if version := _value(self.text(path), "version"):
+                    return version
         return ""
 
     @property
@@ -109,8 +110,8 @@ def _installed(package: str) -> str:
 
 def _value(text: str, *keys: str) -> str:
     """Return the value of the first key that a file of KEY=VALUE lines has."""
-    found = dict(re.findall(r"^\s*(\w+)\s*=\s*\[?([^\]\s]+)", text, re.MULTILINE))
-    return next((found[key] for key in keys if key in found), "")
+    values = dict(re.findall(r"^\s*(\w+)\s*=\s*\[?([^\]\s]+)", text, re.MULTILINE))
+    return next((values[key] for key in keys if key in values), "")
 
 
 def _found(pattern: str, text: str) -> str:

@@ -41,7 +41,8 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def is_before(version: str, other: str) -> bool:
     """Return True if `version` is older than `other`. A release candidate is older than its release."""
-    ours, theirs = numbers(version), numbers(other)
+    ours = numbers(version)
+    theirs = numbers(other)
     width = max(len(ours), len(theirs))
     ours, theirs = (part + (0,) * (width - len(part)) for part in (ours, theirs))
     is_candidate = re.search(r"rc|beta|alpha", version, re.IGNORECASE) is not None
@@ -55,8 +56,8 @@ def is_accepted(torch: str) -> bool:
 
 def pair_of(torch_npu: str) -> Pair | None:
     """Return the pair of a version of torch_npu, by major and minor version; None for an unknown one."""
-    found = (pair for name, pair in PAIRS.items() if numbers(name)[:2] == numbers(torch_npu)[:2])
-    return next(found, None)
+    pairs = (pair for name, pair in PAIRS.items() if numbers(name)[:2] == numbers(torch_npu)[:2])
+    return next(pairs, None)
 
 
 def fits_cann(pair: Pair, cann: str) -> bool:

@@ -157,7 +157,8 @@ def activate(
     for name in options.relax:
         library.emu_relax(name.encode())
     _options = options
-    EmulatedAscend.relaxations, EmulatedAscend.triton = options.relax, triton
+    EmulatedAscend.relaxations = options.relax
+    EmulatedAscend.triton = triton
     EmulatedAscend.explicit_dtypes = ("float32",) if "fp32" in options.relax else ()
     EmulatedAscend.new_profiler = lambda: TaskProfiler(log_tasks, tasks)
     register_emulated(EmulatedAscend)
@@ -234,7 +235,8 @@ def calls() -> list[Call]:
     none = ctypes.c_uint64(0)
     count: int = lib.emu_calls(none, none, None, None)
     start = max(0, count - lib.emu_calls_kept())
-    names, threads = (ctypes.c_char_p * (count - start))(), (ctypes.c_int64 * (count - start))()
+    names = (ctypes.c_char_p * (count - start))()
+    threads = (ctypes.c_int64 * (count - start))()
     lib.emu_calls(ctypes.c_uint64(start), ctypes.c_uint64(count - start), names, threads)
     return [Call(name.decode(), thread) for name, thread in zip(names, threads, strict=True)]
 
@@ -253,7 +255,8 @@ def tasks() -> list[Task]:
     """Return the tasks since `log_tasks(True)`, oldest first; at most 262144."""
     lib = _lib()
     count: int = lib.emu_tasks(ctypes.c_uint64(0), None, None)
-    names, streams = (ctypes.c_char_p * count)(), (ctypes.c_int64 * count)()
+    names = (ctypes.c_char_p * count)()
+    streams = (ctypes.c_int64 * count)()
     lib.emu_tasks(ctypes.c_uint64(count), names, streams)
     return [Task(name.decode(), stream) for name, stream in zip(names, streams, strict=True)]
 

@@ -71,9 +71,9 @@ def source(torch_npu: Path, without: str) -> str:
 
     without: beginning of the names of operators that another library has.
     """
-    found: set[bytes] = set()
+    strings: set[bytes] = set()
     for library in sorted((torch_npu / "lib").glob("*.so")):
-        found |= set(re.findall(rb"(?<=\0)aclnn[A-Z]\w*(?=\0)", library.read_bytes()))
-    names = sorted(name.decode() for name in found
-                   if name + b"GetWorkspaceSize" in found and not name.startswith(without.encode()))
+        strings |= set(re.findall(rb"(?<=\0)aclnn[A-Z]\w*(?=\0)", library.read_bytes()))
+    names = sorted(name.decode() for name in strings
+                   if name + b"GetWorkspaceSize" in strings and not name.startswith(without.encode()))
     return _HEAD + "".join(f"ABSENT({name})\n" for name in names)

@@ -90,8 +90,9 @@ def find() -> Packages:
     torch, torch_version = _package("torch", "pip install npuserve")
     torch_npu, version = _package("torch_npu", "pip install 'npuserve[npu]'")
     release = r"\d+\.\d+\.\d+"
-    needed, found = re.match(release, version), re.match(release, torch_version)
-    if needed is None or found is None or needed[0] != found[0]:
+    needed = re.match(release, version)
+    installed = re.match(release, torch_version)
+    if needed is None or installed is None or needed[0] != installed[0]:
         needs = needed[0] if needed else "another one"
         raise EmulatorError(f"emulated NPU: torch_npu {version} is made for torch {needs}, and torch {torch_version} "
                             f"is installed: pip install torch=={needs}")
@@ -127,10 +128,10 @@ def cache() -> Path:
 
 
 def _digest(*parts: object) -> str:
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        made.update(b"\0" + (part.read_bytes() if isinstance(part, Path) else repr(part).encode()))
-    return made.hexdigest()[:24]
+        digest.update(b"\0" + (part.read_bytes() if isinstance(part, Path) else repr(part).encode()))
+    return digest.hexdigest()[:24]
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def libraries(cann: str = "9.1.0", without: Sequence[str] = ()) -> Path:
     cann: emulated version, of absent.VERSIONS.
     without: operators that it lacks besides.
     """
-    place, compiler = find(), find_compiler()
+    place = find()
+    compiler = find_compiler()
     acl = place.torch_npu / "include" / "third_party" / "acl" / "inc"
     torch = place.torch / "include"
     salt = repr((place.versions, platform.machine(), compiler, _run([*compiler, "--version"])))
@@ -201,12 +203,12 @@ def _build(
     log.warning("building the emulated NPU, which is done once for torch_npu %s", place.versions[1])
 
     def compile(unit: _Unit) -> str:
-        made = home / "objects" / f"{unit.digest}.o"
-        if not made.exists():
-            part = made.with_suffix(".part")
+        target = home / "objects" / f"{unit.digest}.o"
+        if not target.exists():
+            part = target.with_suffix(".part")
             _run([*compiler, *unit.flags, *(include if unit in ops else ()), "-c", str(unit.source), "-o", str(part)])
-            part.rename(made)
-        return str(made)
+            part.rename(target)
+        return str(target)
 
     part = libraries.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)

@@ -24,7 +24,8 @@ class TaskProfiler:
     names: Mapping[str, str] = NAMES
 
     def __init__(self, log_tasks: Callable[[bool], None], tasks: Callable[[], Sequence[tuple[str, int]]]):
-        self._log_tasks, self._tasks = log_tasks, tasks
+        self._log_tasks = log_tasks
+        self._tasks = tasks
         log_tasks(True)
 
     def stop(self) -> None:

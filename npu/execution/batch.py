@@ -83,13 +83,17 @@ class Staged:
 
     def __init__(self, host: Tensor, array: Array, device: Tensor, used: int) -> None:
         self.parts: list[Part] = []
-        self._host, self._array, self._device, self._used = host, array, device, used
+        self._host = host
+        self._array = array
+        self._device = device
+        self._used = used
         self._tables: tuple[Tensor, Tensor] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def put(self, values: Array) -> Tensor:
         """Append values of any shape and dtype; return the tensor that will hold them on the device."""
-        begin, end = self._used, self._used + values.nbytes
+        begin = self._used
+        end = self._used + values.nbytes
         self._array[begin:end].view(values.dtype).reshape(values.shape)[...] = values
         self._used = _aligned(end)
         return _view(self._device, begin, _DTYPES[values.dtype], values.shape)
@@ -135,8 +139,10 @@ class BatchBuffers:
         self._host_lengths = backend.host_lengths
         self._padding = padding_block or 0
         more = 0 if padding_block is None else max_rows
-        tokens, rows = max_tokens + more, max_rows + more
-        slots, first = max(1, backend.padding_blocks) * block_size, self._padding * block_size
+        tokens = max_tokens + more
+        rows = max_rows + more
+        slots = max(1, backend.padding_blocks) * block_size
+        first = self._padding * block_size
         self._padding_slots = first + np.arange(tokens) % slots
         sections: dict[str, tuple[int, torch.dtype]] = {
             "ids": (tokens, torch.int64), "positions": (tokens, torch.int64), "slots": (tokens, torch.int64),
@@ -164,8 +170,8 @@ class BatchBuffers:
         begin = 0
         for name, (n, dtype) in sections.items():
             self._on[name] = _view(self._device, begin, dtype, (n,))
-            for at, host in zip(self._at, self._hosts, strict=True):
-                at[name] = _view(host, begin, dtype, (n,)).numpy()
+            for arrays, host in zip(self._at, self._hosts, strict=True):
+                arrays[name] = _view(host, begin, dtype, (n,)).numpy()
             begin += _aligned(n * dtype.itemsize)
         self._current = 0
         # Each row's blocks as they were written last, with the version and the number of blocks of that row.
@@ -193,15 +199,16 @@ class BatchBuffers:
 
     def host_sampling(self, rows: int) -> HostSampling:
         """Return the host's side of `sampling` in the buffer of the step that was filled last."""
-        at = self._at[self._current]
-        floats = at["sampling"].reshape(NUM_FLOATS, -1)[:, :rows]
-        return HostSampling(at["penalty_slots"][:rows], at["top_k"][:rows], floats, self._vocabulary)
+        arrays = self._at[self._current]
+        floats = arrays["sampling"].reshape(NUM_FLOATS, -1)[:, :rows]
+        return HostSampling(arrays["penalty_slots"][:rows], arrays["top_k"][:rows], floats, self._vocabulary)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step that the buffers and the cache can hold."""
-        most, rows, blocks = self._limits
-        return min(most, (min(rows * blocks, self._padding) if self._padding else rows * blocks) * self._block_size)
+        max_tokens, rows, blocks = self._limits
+        cached_blocks = min(rows * blocks, self._padding) if self._padding else rows * blocks
+        return min(max_tokens, cached_blocks * self._block_size)
 
     def tokens(self, tokens: int) -> Batch:
         """Return the batch of `tokens` tokens of any rows.
@@ -212,13 +219,14 @@ class BatchBuffers:
         rows = self._limits[1]
         if not self._host_lengths:
             return self._batch(0, tokens, rows, rows, [], [], 0)
-        most = self._limits[2] * self._block_size
-        lengths = [min(most, max(0, tokens - most * row)) for row in range(rows + 1)]
+        max_context = self._limits[2] * self._block_size
+        lengths = [min(max_context, max(0, tokens - max_context * row)) for row in range(rows + 1)]
         return self._batch(0, tokens, rows + 1, rows, [0, *accumulate(lengths)], lengths, 0)
 
     def batch(self, part: Part) -> Batch:
         """Return the batch of a part without padding."""
-        rows, index = len(part.rows), int(part.first > 0)
+        rows = len(part.rows)
+        index = int(part.first > 0)
         return self._batch(
             part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
             index)
@@ -239,20 +247,22 @@ class BatchBuffers:
         attention reads lengths from the host, the tokens belong to the row after the part's, and are cached in the
         padding block.
         """
-        at, rows, beyond = self._at[self._current], len(part.rows), slice(part.tokens, tokens)
-        at["ids"][beyond] = at["positions"][beyond] = 0
+        arrays = self._at[self._current]
+        rows = len(part.rows)
+        beyond = slice(part.tokens, tokens)
+        arrays["ids"][beyond] = arrays["positions"][beyond] = 0
         if self._num_slots:
-            at["state_slots"][rows : self._limits[1]] = self._num_slots
+            arrays["state_slots"][rows : self._limits[1]] = self._num_slots
         if self._host_lengths:
-            at["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
-            at["sample_tokens"][len(part.samples) : self._limits[1]] = 0
+            arrays["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
+            arrays["sample_tokens"][len(part.samples) : self._limits[1]] = 0
             more = self._limits[1] - rows
             part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
             part.context_lens[rows:] = [tokens - part.tokens, *[0] * more]
             return
-        at["slots"][beyond] = -1
-        at["contexts"][rows : self._limits[1]] = 0
-        at["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
+        arrays["slots"][beyond] = -1
+        arrays["contexts"][rows : self._limits[1]] = 0
+        arrays["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
 
     def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
         """Write the inputs of a step to the next host buffer.
@@ -271,53 +281,56 @@ class BatchBuffers:
         for rows, size in parts:
             part, blocks = self._fill(self._at[self._current], rows, max(size, len(rows)), first, sampled)
             staged.parts.append(part)
-            first, width = first + part.padded, max(width, blocks)
+            first = first + part.padded
+            width = max(width, blocks)
         staged.put_tables(self._table[:first, :width], self._tables)
         return staged
 
     def _fill(
-        self, at: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
+        self, arrays: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
     ) -> tuple[Part, int]:
         """Return the part and the number of blocks of its longest row."""
-        count, block_size = len(rows), self._block_size
+        count = len(rows)
+        block_size = self._block_size
         lengths = [len(row.token_ids) for row in rows]
         starts = [row.start for row in rows]
         contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
         ends = list(accumulate(lengths))
         blocks = [-(-context // block_size) for context in contexts]
-        total, width = ends[-1], max(blocks)
-        if any(n > most for n, most in zip((total, size, width), self._limits, strict=True)):
+        total = ends[-1]
+        width = max(blocks)
+        if any(n > limit for n, limit in zip((total, size, width), self._limits, strict=True)):
             raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
                              f"while the buffers hold at most {', '.join(map(str, self._limits))}")
         self._write_tables(rows, blocks, first)
 
         here = slice(first, first + total)
-        at["ids"][here] = self._ids(rows, ends, sampled)
+        arrays["ids"][here] = self._ids(rows, ends, sampled)
         if total == count:  # one token each
-            at["positions"][here] = starts
-            at["slots"][here] = [
+            arrays["positions"][here] = starts
+            arrays["slots"][here] = [
                 row.block_ids[start // block_size] * block_size + start % block_size
                 for row, start in zip(rows, starts, strict=True)]
         else:
             positions = np.arange(total) + np.repeat(np.subtract(contexts, ends), lengths)
             place = np.repeat(np.arange(first, first + count), lengths)
-            at["positions"][here] = positions
-            at["slots"][here] = (
+            arrays["positions"][here] = positions
+            arrays["slots"][here] = (
                 self._table[place, positions // block_size].astype(np.int64) * block_size + positions % block_size)
         if self._num_slots:
-            at["state_slots"][first : first + count] = [row.state_slot for row in rows]
-        at["contexts"][first : first + count] = contexts
-        cu_seqlens = at["cu_seqlens"][first + (first > 0) :]
+            arrays["state_slots"][first : first + count] = [row.state_slot for row in rows]
+        arrays["contexts"][first : first + count] = contexts
+        cu_seqlens = arrays["cu_seqlens"][first + (first > 0) :]
         cu_seqlens[: count + 1] = [0, *ends]
         last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        at["sample_tokens"][first : first + len(last)] = last
+        arrays["sample_tokens"][first : first + len(last)] = last
         if size > count:
-            self._pad(at, first, count, size)
+            self._pad(arrays, first, count, size)
         samples = [(row.request_id, context) for row, context in zip(rows, contexts, strict=True) if row.samples]
         constrained = [i for i, row in enumerate(row for row in rows if row.samples) if row.is_constrained]
         return Part(
             rows, first, total, sum(row.is_decode for row in rows), samples, cu_seqlens[: size + 1].tolist(),
-            at["contexts"][first : first + size].tolist(), constrained), width
+            arrays["contexts"][first : first + size].tolist(), constrained), width
 
     @staticmethod
     def _ids(rows: Sequence[Row], ends: Sequence[int], sampled: Mapping[int, int]) -> list[int]:
@@ -341,19 +354,19 @@ class BatchBuffers:
                 self._table[place, count:used] = row.block_ids[count:used]
                 self._written[place] = row.block_version, used
 
-    def _pad(self, at: dict[str, Array], first: int, begin: int, end: int) -> None:
+    def _pad(self, arrays: dict[str, Array], first: int, begin: int, end: int) -> None:
         """Make rows [begin, end) of the part at `first` padding of one token each.
 
         Their results are not read, and they write to the padding blocks. The rows before them have one token each.
         """
         rows = slice(first + begin, first + end)
-        at["ids"][rows] = at["positions"][rows] = 0
-        at["slots"][rows] = self._padding_slots[: end - begin]
+        arrays["ids"][rows] = arrays["positions"][rows] = 0
+        arrays["slots"][rows] = self._padding_slots[: end - begin]
         if self._num_slots:
-            at["state_slots"][rows] = self._num_slots
-        at["contexts"][rows] = 1
-        at["sample_tokens"][rows] = np.arange(begin, end)
-        at["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
+            arrays["state_slots"][rows] = self._num_slots
+        arrays["contexts"][rows] = 1
+        arrays["sample_tokens"][rows] = np.arange(begin, end)
+        arrays["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
         self._table[rows, 0] = self._padding
         self._written[rows] = [(0, 0)] * (end - begin)
 
@@ -362,7 +375,8 @@ class BatchBuffers:
         index: int,
     ) -> Batch:
         """Return a part's batch. index: number of the part. A part has one more number in cu_seqlens than rows."""
-        on, here = self._on, slice(first, first + tokens)
+        on = self._on
+        here = slice(first, first + tokens)
         return Batch(
             ids=on["ids"][here],
             positions=on["positions"][here],

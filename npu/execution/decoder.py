@@ -50,7 +50,9 @@ class Model:
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm; write its state to the store."""
-        k, w, eps = self.kernels, self.weights, self.config.rms_norm_eps
+        k = self.kernels
+        w = self.weights
+        eps = self.config.rms_norm_eps
         residual = self._embedding(batch.ids)
         inputs = Inputs(k, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots, self.cos_sin, eps)
         if (after := self._fused_layers(residual, store, inputs)) is not None:
@@ -91,7 +93,8 @@ class Model:
 
         The first column equals `greedy` of the logits, after `mask_logits`.
         """
-        head, k = self.weights.lm_head, self.kernels
+        head = self.weights.lm_head
+        k = self.kernels
         if self.ranks.size == 1:
             return k.linear_argmax(hidden, head.weight, head.bias, self.config.vocab_size, *(masks or ()))
         if masks is None:
@@ -101,7 +104,8 @@ class Model:
         return k.greedy(logits, self.config.vocab_size)
 
     def _embedding(self, ids: Tensor) -> Tensor:
-        table, k = self.weights.embedding, self.kernels
+        table = self.weights.embedding
+        k = self.kernels
         if self.ranks.size == 1:
             return k.embedding(ids, table)
         return self._sum(k.embedding_shard(ids, table, self._ids.first, self._ids.size))

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 Rows = Sequence[Row]
 
-MIN_FORCED, MIN_FORCED_EAGER = 2, 4
+MIN_FORCED = 2
+MIN_FORCED_EAGER = 4
 """Least number of known tokens that are worth a chunk. With two steps in flight, a chunk of n tokens saves n - 1 decode
 steps. Within a captured step it costs little more than a decode row. Otherwise it reads the weights a second time and
 launches its kernels one by one: that takes as long as two or three captured steps."""

@@ -105,9 +105,11 @@ class HostPrefill:
         observe: Observe | None,
     ):
         dtype = weights.dtype
-        self._host, self._device = host, device
+        self._host = host
+        self._device = device
         (state,) = config.paged_states
-        self._block_size, self._head_dim = block_size, state.head_dim
+        self._block_size = block_size
+        self._head_dim = state.head_dim
         self._cache = cache
         self._held = [0] * num_blocks
         self._kernels = KernelSet(host.kernels, observe, host.span)
@@ -221,10 +223,11 @@ class HostPrefill:
         if not all_hidden:
             computed = computed[self._buffers.batch(part).sample_tokens]
         hidden = self._hidden[buffer][: len(computed)].copy_(computed)
-        to, slots = self._staged[buffer][:, :, : part.tokens], self._slots(runs)
+        to = self._staged[buffer][:, :, : part.tokens]
+        slots = self._slots(runs)
         for target, layer in zip(to, self._mirror.plain, strict=True):
-            for into, own in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
-                into[..., : self._head_dim] = own
+            for into, cached in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
+                into[..., : self._head_dim] = cached
         return Chunk(to, runs, hidden, self._cache, self._device.device, timings)
 
     def _decode(self, part: Part, timings: Timings | None = None) -> Tensor:
@@ -240,7 +243,8 @@ def _portions(runs: Sequence[SlotRange], slots: int) -> Iterator[list[SlotRange]
     for run in runs:
         if portion and count + run.last - run.first > slots:
             yield portion
-            portion, count = [], 0
+            portion = []
+            count = 0
         portion.append(run)
         count += run.last - run.first
     if portion:

@@ -40,11 +40,24 @@ class PromptRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows whose last hidden states are wanted.
+
+    requests: ids of their requests.
+    tokens: [n] int64, index of the last token of each row within its part.
+    """
+
+    requests: list[int]
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """Part of a step as the device computes it.
 
     first: index of its first token among the tokens that the step samples.
     selection: the captured step that computes it; None for kernel by kernel, or if the host does.
+    pooled: None if no row pools.
     """
 
     part: Part
@@ -52,6 +65,12 @@ class Work:
     plan: Plan
     selection: Selection | None
     prompt: list[PromptRows]
+    pooled: PooledRows | None = None
+
+    @property
+    def needs_all_hidden(self) -> bool:
+        """True if hidden states of other tokens than those that are sampled from are needed."""
+        return bool(self.prompt or self.pooled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +89,16 @@ class StepOutput:
     unsampled: parts whose sampling is not queued yet, with their hidden states.
     reports: reports of sampled tokens, with their requests.
     prompt: reports of prompt tokens by request, in the order of their positions.
+    pooled: hidden states [n, H] float32 with their requests.
 
-    Both kinds of reports are on the host once `fetched` is complete. The other fields are as in `StepResult`.
+    Reports and hidden states are on the host once `fetched` is complete. The other fields are as in `StepResult`.
     """
 
     spans: list[Span]
     unsampled: list[tuple[Work, Tensor]] = field(default_factory=list)
     reports: list[tuple[list[int], Logprobs]] = field(default_factory=list)
     prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
+    pooled: list[tuple[list[int], Tensor]] = field(default_factory=list)
     captured: bool = False
     captured_decodes: int = 0
     decoder_decodes: int = 0
@@ -98,6 +119,8 @@ class StepOutput:
             result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
         for request_id, logprobs in self.prompt:
             result.prompt_logprobs.setdefault(request_id, []).extend(logprobs.reports())
+        for requests, hidden in self.pooled:
+            result.hidden.update(zip(requests, hidden.numpy(), strict=True))
         return result
 
 
@@ -177,7 +200,8 @@ class Recording:
         if not step.rows or not self.left:
             return launch(step, False)
         self.left -= 1
-        index, began = len(self.steps) + self.in_flight, time.perf_counter()
+        index = len(self.steps) + self.in_flight
+        began = time.perf_counter()
         with nullcontext() if self.is_timed else record_function(f"step {index}"):
             launched = launch(step, self.is_timed)
         record = StepRecord(
@@ -189,7 +213,8 @@ class Recording:
         return launched
 
     def _complete(self, record: StepRecord, seconds: float, output: StepOutput) -> None:
-        record.seconds, record.collected = seconds, time.perf_counter()
+        record.seconds = seconds
+        record.collected = time.perf_counter()
         record.spans = [(span.begin, span.read()) for span in output.spans if isinstance(span, HostSpan)]
         record.calls = [call for timings in output.timings for call in timings.calls()]
         self.steps.append(record)
@@ -218,6 +243,15 @@ class WaitingStep:
     discarded: frozenset[int] = frozenset()
 
 
+def pooled_rows(part: Part, put: Put) -> PooledRows | None:
+    """Return the rows of a part that pool; None if there are none."""
+    rows = [(row.request_id, end - 1) for row, end in zip(part.rows, part.cu_seqlens[1:], strict=False) if row.pools]
+    if not rows:
+        return None
+    requests, tokens = zip(*rows, strict=True)
+    return PooledRows(list(requests), put(np.array(tokens)))
+
+
 def prompt_rows(
     part: Part, prompts: Mapping[int, NewRequest], put: Put
 ) -> list[PromptRows]:
@@ -225,12 +259,13 @@ def prompt_rows(
 
     A row at positions [a, b) predicts the prompt's tokens [a + 1, min(b + 1, its length)).
     """
-    found = []
+    rows = []
     for row, begin in zip(part.rows, part.cu_seqlens, strict=False):
         request = prompts.get(row.request_id)
         if request is None or request.sampling.prompt_logprobs is None:
             continue
         following = request.prompt_ids[row.start + 1 : row.start + 1 + len(row.token_ids)]
         if following:
-            found.append(PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
-    return found
+            rows.append(
+                PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
+    return rows

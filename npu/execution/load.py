@@ -83,7 +83,8 @@ def load_runner(
     device, host = open_devices(
         backend, emulate, prefill_device, threads=threads, decode_buckets=decode_buckets, max_num_seqs=max_num_seqs,
         int8_levels=int8_levels, state_dtype=state_dtype, ranks=num_ranks, place=place)
-    device.capture_mode, device.capture_chunks = _agreed(capture, group) if group else capture, capture_chunks
+    device.capture_mode = _agreed(capture, group) if group else capture
+    device.capture_chunks = capture_chunks
     _preflight(device, num_ranks)
     config = _config(folder, lm_head_dtype, device, group)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
@@ -121,7 +122,7 @@ def load_runner(
 def _config(folder: Path | str, lm_head_dtype: HeadDtype, device: Backend, group: Group | None) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
     shard = Shard(group.rank, group.size) if group else WHOLE
-    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8).sharded(shard)
+    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8, int4=device.int4).sharded(shard)
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
@@ -159,11 +160,11 @@ def _choose_kernels(
     """Choose the CPU kernels; of a group, rank 0 chooses for all."""
     if group and group.rank and (chosen := msgspec.json.decode(group.broadcast())):
         cpu = replace(cpu, kept=CpuKernels(**chosen))
-    made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
-    found = choose_kernels(config, made, (device, host), cpu)
+    resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    kernels = choose_kernels(config, resolved, (device, host), cpu)
     if group and group.rank == 0:
-        group.broadcast(msgspec.json.encode(found))
-    return found
+        group.broadcast(msgspec.json.encode(kernels))
+    return kernels
 
 
 def _ranks(
@@ -172,9 +173,10 @@ def _ranks(
     """Return the group for the kernels of a runner, whose memory is then no longer free."""
     if group is None:
         return ALONE
-    made: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
-    rows, width = min(max_num_seqs, max_tokens), config.padded_vocabulary(device.vocabulary_tile) // group.size
-    largest = max(max_tokens * config.hidden_size, rows * width) * made.itemsize
+    resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    rows = min(max_num_seqs, max_tokens)
+    width = config.padded_vocabulary(device.vocabulary_tile) // group.size
+    largest = max(max_tokens * config.hidden_size, rows * width) * resolved.itemsize
     ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory,
                         reduces=device.reduces)
     device.synchronize()

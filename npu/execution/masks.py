@@ -75,7 +75,9 @@ class MaskBuffers:
     """Memory of the masks of up to `rows` rows over `vocabulary` ids."""
 
     def __init__(self, rows: int, vocabulary: int, backend: Backend):
-        self._rows, self._vocabulary, self._backend = rows, vocabulary, backend
+        self._rows = rows
+        self._vocabulary = vocabulary
+        self._backend = backend
         self._words = -(-vocabulary // BITS)
         self._first = -(-rows // _ALIGNMENT) * _ALIGNMENT  # the masks follow the number of each row's mask
         self._last_word = np.uint32(0xFFFFFFFF >> self._words * BITS - vocabulary).astype(np.int32)
@@ -94,8 +96,8 @@ class MaskBuffers:
         The masks of the step before the previous one must have reached the device. Raises ValueError for a mask of
         another shape or dtype, and for one that allows no id.
         """
-        found = [(row, masks[row.request_id]) for row in rows if row.request_id in masks]
-        if not found:
+        masked = [(row, masks[row.request_id]) for row in rows if row.request_id in masks]
+        if not masked:
             return None
         if self._device is None:
             size = self._first + self._rows * self._words
@@ -103,27 +105,28 @@ class MaskBuffers:
             self._device = self._backend.empty((size,), torch.int32)
         source = self._hosts[1 - self._current]
         array = source.numpy()
-        mask_of_row, bits = array[: self._first], array[self._first :].reshape(-1, self._words)
-        self._write(found, bits[: len(found)])
+        mask_of_row = array[: self._first]
+        bits = array[self._first :].reshape(-1, self._words)
+        self._write(masked, bits[: len(masked)])
         mask_of_row.fill(-1)
-        mask_of_row[[row.index for row, _ in found]] = np.arange(len(found))
-        for number, (row, _) in enumerate(found):
+        mask_of_row[[row.index for row, _ in masked]] = np.arange(len(masked))
+        for number, (row, _) in enumerate(masked):
             restrict(row.request_id, row.position, bits[number])
         self._current = 1 - self._current
-        used = self._first + len(found) * self._words
+        used = self._first + len(masked) * self._words
         to = self._device[:used]
         return StagedMasks(to, source[:used], RowMasks(to[self._first :].view(-1, self._words), to[: self._first]))
 
-    def _write(self, found: list[tuple[ConstrainedRow, Array]], to: Array) -> None:
+    def _write(self, masked: list[tuple[ConstrainedRow, Array]], to: Array) -> None:
         """Write the masks of rows to `to` [rows, words]. All at once: a call costs more than the copy of a mask."""
-        for row, mask in found:
+        for row, mask in masked:
             if mask.shape != to.shape[1:] or mask.dtype != to.dtype:
                 raise ValueError(f"masks: request {row.request_id}: {list(mask.shape)} {mask.dtype}, "
                                  f"where a mask is [{self._words}] int32")
-        np.stack([mask for _, mask in found], out=to)
+        np.stack([mask for _, mask in masked], out=to)
         to[:, -1] &= self._last_word
         if not (allows := to.any(axis=1)).all():
-            row = found[int(allows.argmin())][0]
+            row = masked[int(allows.argmin())][0]
             raise ValueError(
                 f"masks: request {row.request_id}: no id from 0 to {self._vocabulary - 1} is allowed")
 

@@ -21,12 +21,14 @@ from npuserve.npu.execution.sampling_state import penalties_bytes
 from npuserve.npu.execution.state_store import block_bytes, slot_bytes
 from npuserve.npu.model import storage
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.storage import StoredMatrix, check_schemes, stored_bytes
+from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.storage import check_schemes, stored_bytes
 
 MAX_SCRATCH_BYTES = 1 << 20
 """Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
 
-WARM_UP_BYTES, GOLDEN_WARM_UP_BYTES = 28 << 20, 44 << 20
+WARM_UP_BYTES = 28 << 20
+GOLDEN_WARM_UP_BYTES = 44 << 20
 """Bytes that torch and its libraries allocate at their first work, in addition to those at import; the second value
 applies if they also compute the GEMMs."""
 
@@ -122,9 +124,13 @@ class MemoryPlan:
         if self.fits:
             return
         plan: MemoryPlan | HostPlan = self
-        what, needed, last = "the model", self.peak - self.base, "logits"
+        what = "the model"
+        needed = self.peak - self.base
+        last = "logits"
         if needed <= self.available and self.host:
-            plan, needed, last = self.host, self.host.needed, "staging"
+            plan = self.host
+            needed = self.host.needed
+            last = "staging"
             what = f"computing prompts on {plan.backend}"
         parts = ("weights", "kv_cache", *(("fixed_state",) if self.fixed_state else ()), "activations", last)
         listed = ", ".join(f"{part} {mib(getattr(plan, part))}" for part in parts if hasattr(plan, part))
@@ -160,32 +166,31 @@ def predict(
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
-    made, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
+    resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
     available = backend.memory_available() - reserved
 
-    weights = stored_bytes(config, made, backend)
+    weights = stored_bytes(config, resolved, backend)
     rows = min(max_num_seqs, max_num_batched_tokens)
-    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, made.itemsize)
+    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, resolved.itemsize)
     if prefill:  # hidden states of a chunk, copied from the host
-        activations += max_num_batched_tokens * config.hidden_size * made.itemsize
-    activations += _dequantized_bytes(config, backend, length, block_size) if cached != made else 0
-    logits = _logits(config, backend, max_num_seqs, made.itemsize)
+        activations += max_num_batched_tokens * config.hidden_size * resolved.itemsize
+    activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
+    logits = _logits(config, backend, max_num_seqs, resolved.itemsize)
     block = block_bytes(config, block_size, cached, backend)
-    host = _host(config, prefill, backend, max_num_batched_tokens, length, made) if prefill else None
-    mirrored = block_bytes(config, block_size, made, prefill) if prefill else 0
+    host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
+    mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
     per_request = -(-length // block_size)
-    least = -(-max_model_len // block_size) * block
-    most = kv_cache_memory or min(free, max_num_seqs * per_request * block)
-    num_slots, fixed_state = _slots(
-        config, backend, made, max_num_seqs, kv_cache_memory, free, most - max(least, int(most * (1 - STATE_SHARE))))
+    memory = kv_cache_memory or min(free, max_num_seqs * per_request * block)
+    checkpoints = _checkpoint_bytes(memory, -(-max_model_len // block_size) * block)
+    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, checkpoints)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
         num_blocks = _given_blocks(
-            kv_cache_memory, fixed_state, slot_bytes(config, made), block, block_size, max_model_len, max_num_seqs)
+            kv_cache_memory, fixed_state, slot_bytes(config, resolved), block, block_size, max_model_len, max_num_seqs)
     else:
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
@@ -196,14 +201,11 @@ def predict(
         logits=logits,
         base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
         available=available,
-        dtype=str(made).removeprefix("torch."),
+        dtype=str(resolved).removeprefix("torch."),
         kv_cache_dtype=str(cached).removeprefix("torch."),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=length,
+        num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored),
-        fixed_state=fixed_state,
-        num_slots=num_slots,
+        fixed_state=fixed_state, num_slots=num_slots,
     )
 
 
@@ -221,6 +223,11 @@ def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block
 STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
 """Shares of the cache's memory that slots of fixed state take: if two for each request take less, and at most.
 `bench/engine/prefix_cache.py` measures what the checkpoints of a share find."""
+
+
+def _checkpoint_bytes(memory: int, least: int) -> int:
+    """Return the bytes of the cache's memory for checkpoints of fixed states. least: bytes of max_model_len tokens."""
+    return memory - max(least, int(memory * (1 - STATE_SHARE)))
 
 
 def _slots(
@@ -269,21 +276,21 @@ def _checked(
             raise BackendError(
                 f"prefill_device: {prefill.name} cannot compute this model's prompts ({error}); possible is "
                 "prefill_device: same") from None
-    made: torch.dtype = getattr(torch, dtype)
+    resolved: torch.dtype = getattr(torch, dtype)
     if prefill and dtype not in prefill.dtypes:
         raise BackendError(
             f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
             f"{', '.join(prefill.dtypes)}")
-    cached = backend.cache_dtype(kv_cache_dtype, made)
+    cached = backend.cache_dtype(kv_cache_dtype, resolved)
     if prefill and (config.has_fixed_state or len(config.paged_states) > 1):
         raise BackendError(
             "prefill_device: prompts of a model whose layers have different states cannot be computed on another "
             "device; possible is prefill_device: same")
-    if prefill and cached != made:
+    if prefill and cached != resolved:
         raise BackendError(
             f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
             "(prefill_device); only auto is possible")
-    return made, cached, resolve_block_size(block_size, backend, prefill)
+    return resolved, cached, resolve_block_size(block_size, backend, prefill)
 
 
 def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | None = None) -> int:
@@ -291,8 +298,8 @@ def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | Non
     block_size = block_size or backend.block_size
     multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
     if block_size % multiple or block_size > backend.max_block_size:
-        most = backend.max_block_size
-        possible = f"is {most}" if multiple == most else f"are powers of two from {multiple} to {most}"
+        largest = backend.max_block_size
+        possible = f"is {largest}" if multiple == largest else f"are powers of two from {multiple} to {largest}"
         raise ModelError(f"block_size: {block_size} is not possible here; possible {possible}")
     return block_size
 
@@ -358,13 +365,15 @@ GOLDEN_SAMPLING_BYTES = 6 * torch.float32.itemsize
 PANELS = 4
 """Panels of LANES weights that a thread of the native GEMMs works on at a time."""
 
-HIDDEN_COPIES, GOLDEN_HIDDEN_COPIES = 5, 2
+HIDDEN_COPIES = 5
+GOLDEN_HIDDEN_COPIES = 2
 """Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
 
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
-    hidden, layers = config.hidden_size, list(dict.fromkeys(config.local_layers))
+    hidden = config.hidden_size
+    layers = list(dict.fromkeys(config.local_layers))
     summed = 0 if backend.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
     linears = [matrix for index in range(config.num_layers) for matrix in storage.linears(config, index)]
     if not _has_own(backend, paged_attention):
@@ -402,9 +411,10 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
 
 def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:
     """Return the bytes of float64 copies in the golden int8 GEMM, which is exact: the weight and its outputs."""
-    if weight.scheme is None or _has_own(backend, linear):
+    copies = weight.form.golden_copies
+    if not copies or _has_own(backend, linear):
         return 0
-    weights = weight.rows * weight.inputs * (1 if weight.scheme.symmetric else 2)  # zero points make a second copy
+    weights = weight.rows * weight.inputs * copies
     outputs = tokens * weight.rows * 2  # the sums, and their scaled copy
     return (weights + outputs) * torch.float64.itemsize
 

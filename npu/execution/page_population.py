@@ -69,7 +69,8 @@ class PagePopulation:
 
     def _map_portion(self) -> bool:
         """Map the next portion of each tensor. Return False if one is dropped."""
-        portion, self._next = self._next, self._next + 1
+        portion = self._next
+        self._next = self._next + 1
         for backend, reference in self._tensors:
             tensor = reference()
             if tensor is None:

@@ -47,6 +47,7 @@ from npuserve.npu.execution.in_flight import (
     StepOutput,
     WaitingStep,
     Work,
+    pooled_rows,
     prompt_rows,
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
@@ -222,7 +223,7 @@ class Runner:
         queued = self.backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
         self._waiting = WaitingStep(launched, queued, constrained, last, phase)
         if self._prefill and host_work:
-            chunk = self._prefill.launch(host_work.part.rows, all_hidden=bool(host_work.prompt), phase=phase)
+            chunk = self._prefill.launch(host_work.part.rows, all_hidden=host_work.needs_all_hidden, phase=phase)
             self._waiting.host = HostWork(host_work, chunk)
         return launched
 
@@ -309,11 +310,12 @@ class Runner:
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
+        pooled = pooled_rows(part, staged.put)
         if is_on_host:
-            return Work(part, first, plan, None, prompt)
+            return Work(part, first, plan, None, prompt, pooled)
         argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
         filters = plan.filters if isinstance(plan, FixedPlan) else None
-        return Work(part, first, plan, self._dispatch.select(part, argmax=argmax, filters=filters), prompt)
+        return Work(part, first, plan, self._dispatch.select(part, argmax=argmax, filters=filters), prompt, pooled)
 
     # Work in the device's queue
 
@@ -363,8 +365,15 @@ class Runner:
     def _end(self, output: StepOutput, last: Tensor, ids: Tensor) -> StepOutput:
         output.reports = [(requests, logprobs.fetch(self.backend)) for requests, logprobs in output.reports]
         output.prompt = [(request_id, logprobs.fetch(self.backend)) for request_id, logprobs in output.prompt]
+        output.pooled = [(requests, self._fetch(hidden)) for requests, hidden in output.pooled]
         output.fetched = self.backend.fetch(last, ids)
         return output
+
+    def _fetch(self, hidden: Tensor) -> Tensor:
+        """Copy hidden states to the host. The copy is complete once a later one is."""
+        buffer = self.backend.host_buffer(*hidden.shape, dtype=hidden.dtype)
+        self.backend.fetch(hidden, buffer)
+        return buffer
 
     @contextmanager
     def _timed(self, phase: Phase | None, output: StepOutput) -> Iterator[Timings | None]:
@@ -378,7 +387,8 @@ class Runner:
 
     def _compute(self, work: Work, output: StepOutput, timings: Timings | None) -> Tensor | None:
         """Return the hidden states of a part; None if its sampled ids are in `_last`."""
-        part, selection = work.part, work.selection
+        part = work.part
+        selection = work.selection
         if isinstance(work.plan, FixedPlan):
             self._sampler.prepare(work.plan)
         hidden = replay(selection.captured, part, timings) if selection else None
@@ -387,7 +397,7 @@ class Runner:
         output.captured = True
         if selection.chooses:
             output.captured_decodes += part.decodes
-            output.prompt += self._prompt_logprobs(hidden, work.prompt)
+            self._report(work, hidden, output)
             return None
         output.decoder_decodes += part.decodes
         return hidden
@@ -398,8 +408,9 @@ class Runner:
         hidden: hidden states of all its tokens, or of its sampling tokens.
         waiting: the step, if its rows may have masks.
         """
-        part, plan = work.part, work.plan
-        output.prompt += self._prompt_logprobs(hidden, work.prompt)
+        part = work.part
+        plan = work.plan
+        self._report(work, hidden, output)
         if not (count := len(part.samples)):
             return
         sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
@@ -414,6 +425,12 @@ class Runner:
             logprobs = self._forward.choose_planned(sampling, plan, work.first, masks, counted)
             if logprobs and plan.reported:
                 output.reports.append(([part.samples[row][0] for row in plan.reported.rows], logprobs))
+
+    def _report(self, work: Work, hidden: Tensor, output: StepOutput) -> None:
+        """Add what is wanted of a part besides its sampled ids: reports of its prompt tokens, and hidden states."""
+        output.prompt += self._prompt_logprobs(hidden, work.prompt)
+        if work.pooled:
+            output.pooled.append((work.pooled.requests, hidden.index_select(0, work.pooled.tokens).float()))
 
     @torch.inference_mode()
     def _warm_up(self, max_rows: int, dtype: torch.dtype) -> None:

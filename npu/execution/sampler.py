@@ -194,7 +194,8 @@ class Sampler:
         """Add a request. Raises ValueError if it exists."""
         if request.request_id in self._states:
             raise ValueError(f"request {request.request_id} exists already")
-        sampling, vocabulary = request.sampling, self._vocabulary
+        sampling = request.sampling
+        vocabulary = self._vocabulary
         allowed = {i for i in sampling.allowed_token_ids if i < vocabulary}
         ending = {i for i in sampling.ending_ids if i < vocabulary} if sampling.min_tokens > 0 else set()
         # If only ending ids are allowed, they are not masked: a row must always have a token to choose.
@@ -320,7 +321,8 @@ class Sampler:
         """
         assert self._penalties
         scores = logits[:, : self._vocabulary].to(torch.float32)
-        in_prompt, counts = self._penalties.in_prompt, self._penalties.output_counts
+        in_prompt = self._penalties.in_prompt
+        counts = self._penalties.output_counts
         self._k.penalize(scores, in_prompt.index_select(0, inputs.slots), counts.index_select(0, inputs.slots),
                          inputs.repetition, inputs.presence, inputs.frequency)
         ids = self._k.sample(scores, self._vocabulary, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p,
@@ -356,11 +358,11 @@ class Sampler:
 
     def warm_up(self, logits: Tensor) -> None:
         """Call each kernel that `sample` may call for logits [R, Vp], so that it is compiled."""
-        def made(value: float, dtype: torch.dtype, *more: int) -> Tensor:
+        def full(value: float, dtype: torch.dtype, *more: int) -> Tensor:
             return torch.full((len(logits), *more), value, dtype=dtype, device=logits.device)
 
-        shaping = [made(1, torch.float32), made(0, torch.int64), made(1, torch.float32), made(0, torch.float32),
-                   made(0, torch.float64)]
+        shaping = [full(1, torch.float32), full(0, torch.int64), full(1, torch.float32), full(0, torch.float32),
+                   full(0, torch.float64)]
         edited = logits[:, : self._vocabulary].to(torch.float32, copy=True)
         for choices in (logits, edited):
             ids = self._k.greedy(choices, self._vocabulary)
@@ -368,10 +370,10 @@ class Sampler:
                 self._k.sample(choices, self._vocabulary, *shaping, filters)
         for n in (0, 1, 20):
             self._logprobs(logits, ids[:, 0], [n])
-        self._k.mask_logits(logits, self._vocabulary, made(-1, torch.int32, -(-self._vocabulary // BITS)),
-                            made(0, torch.int32))
+        self._k.mask_logits(logits, self._vocabulary, full(-1, torch.int32, -(-self._vocabulary // BITS)),
+                            full(0, torch.int32))
         width = edited.shape[1]
-        self._k.penalize(edited, made(0, torch.bool, width), made(0, torch.int32, width), *shaping[:1] * 3)
+        self._k.penalize(edited, full(0, torch.bool, width), full(0, torch.int32, width), *shaping[:1] * 3)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Tensor, n: int) -> Logprobs:
         """Return reports of prompt tokens next_ids [T] int64 predicted by logits [T, Vp], with n top tokens each."""
@@ -381,7 +383,8 @@ class Sampler:
         """Return sampled ids [R, W]."""
         if plan.chance is None:
             return self._k.greedy(logits, self._vocabulary)
-        arguments, filters = plan.chance.arguments, plan.chance.filters
+        arguments = plan.chance.arguments
+        filters = plan.chance.filters
         if plan.chance.rows is None:
             return self._k.sample(logits, self._vocabulary, *arguments, filters)
         chance, greedy = plan.chance.rows

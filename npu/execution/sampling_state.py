@@ -128,11 +128,11 @@ def upload(state: RequestState, vocabulary: int, backend: Backend, penalties: Pe
         return counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def counted() -> tuple[Tensor, Tensor]:
-        made = count(state.request.prompt_ids) > 0, count(state.request.output_ids)
+        counts = count(state.request.prompt_ids) > 0, count(state.request.output_ids)
         if not (penalties and state.slot):
-            return made
+            return counts
         slots = penalties.in_prompt[state.slot], penalties.output_counts[state.slot]
-        for to, values in zip(slots, made, strict=True):
+        for to, values in zip(slots, counts, strict=True):
             to.copy_(values)
         return slots
 

@@ -114,7 +114,8 @@ class StateStore:
         return store
 
     def _clear(self, backend: Backend) -> None:
-        total, done = sum(tensor.nbytes for tensor in self.tensors), 0
+        total = sum(tensor.nbytes for tensor in self.tensors)
+        done = 0
         # Writing new pages takes long: the kernel clears them.
         with reporting("zeroing the KV cache") as progress, ThreadPoolExecutor(backend.threads) as pool:
             for tensor in pool.map(Tensor.zero_, self.tensors):

@@ -14,12 +14,16 @@ from typing import Any, Literal
 
 from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
-from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of
+from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
+from npuserve.npu.model.pooling import MODULES, Pooling, read_pooling
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization import modelslim
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.formats import quantization_of
+from npuserve.npu.quantization.scheme import WeightScheme
 
 __all__ = ["HeadDtype", "ModelConfig", "ModelError"]
 
@@ -27,6 +31,11 @@ HeadDtype = Literal["auto", "int8"]
 
 DTYPES = "bfloat16", "float16", "float32", "float64"
 """Possible dtypes of a checkpoint."""
+
+NEXT_STEP = ("Serve the model that this one was made from, or a checkpoint of that in W8A8 or W4A16: npuserve quantize "
+             "MODEL OUT")
+"""End of the message about a quantization that is not supported."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -40,9 +49,12 @@ class ModelConfig:
     zero_centred_norms: the checkpoint has the weights of the norms before layers, and of the last one, less 1.
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
-    converts_float8: float8 layers become floats while loading.
+    converts_float8, converts_int4: layers in float8, or in 4 bits, become floats while loading.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     shard: part of the model that this process computes.
+    pooling: use of the last hidden states by an embedding model or a reranker, which have no LM head here; None for a
+        model that generates text.
+    head: name of the matrix of the checkpoint's LM head.
     """
 
     architecture: str
@@ -60,8 +72,11 @@ class ModelConfig:
     zero_centred_norms: bool = False
     quantization: Quantization | None = None
     converts_float8: bool = False
+    converts_int4: bool = False
     lm_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
+    pooling: Pooling | None = None
+    head: str = "lm_head"
 
     def sharded(self, shard: Shard) -> ModelConfig:
         """Return the configuration of a part of the model. Raises ModelError if the ranks cannot divide it."""
@@ -121,6 +136,11 @@ class ModelConfig:
         return requests if self.has_fixed_state else 0
 
     @property
+    def embedding_dimension(self) -> int:
+        """Number of values of an embedding; 0 for a model that does not embed."""
+        return self.hidden_size if self.pooling and self.pooling.task == "embed" else 0
+
+    @property
     def context_length(self) -> int:
         """Maximum number of prompt and output tokens.
 
@@ -147,10 +167,14 @@ class ModelConfig:
         return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto")
 
     @property
-    def schemes(self) -> list[W8A8]:
+    def schemes(self) -> list[WeightScheme]:
         """Return the schemes of the quantized layers as they are served."""
         groups = self.quantization.groups if self.quantization else ()
-        return [scheme for _, scheme in groups if not (scheme.float8 and self.converts_float8)]
+        return [scheme for _, scheme in groups if not self.becomes_floats(scheme)]
+
+    def becomes_floats(self, scheme: WeightScheme) -> bool:
+        """Return True if layers of the scheme become floats while loading."""
+        return (scheme.act_order or (scheme.float8 and self.converts_float8) or (scheme.int4 and self.converts_int4))
 
     @property
     def has_float8(self) -> bool:
@@ -159,10 +183,8 @@ class ModelConfig:
 
     @property
     def quantization_name(self) -> str:
-        """"none", "w8a8", or "w8a8-fp8" if layers are float8."""
-        if not self.schemes:
-            return "none"
-        return "w8a8-fp8" if self.has_float8 else "w8a8"
+        """Name of the scheme of the first group of quantized layers; "none" without any."""
+        return self.schemes[0].name if self.schemes else "none"
 
     def padded_vocabulary(self, tile: int) -> int:
         """Return vocab_size rounded up to a multiple of `tile` on each rank."""
@@ -175,11 +197,12 @@ class ModelConfig:
 
     @staticmethod
     def from_folder(
-        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True
+        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True, int4: bool = True
     ) -> ModelConfig:
-        """Read `folder`/config.json. Raises ModelError.
+        """Read `folder`/config.json, and how the model pools. Raises ModelError.
 
-        float8: the device multiplies float8 (`Backend.float8`). If not, float8 layers become floats while loading.
+        float8, int4: the device multiplies weights in float8, and in 4 bits (`Backend`). Others become floats while
+            loading.
         """
         path = Path(folder) / "config.json"
         check_links(Path(folder))
@@ -194,14 +217,41 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        return replace(ModelConfig.from_dict(data), lm_head_dtype=lm_head_dtype, converts_float8=not float8)
+        pooling = read_pooling(path.parent)
+        config = replace(
+            ModelConfig.from_dict(data, is_pooling=pooling is not None), lm_head_dtype=lm_head_dtype,
+            converts_float8=not float8, converts_int4=not int4)
+        if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
+            config = replace(config, quantization=_modelslim(description))
+            _check_tied(config)
+        return config._pooling(pooling, path.parent) if pooling else config
+
+    def _pooling(self, pooling: Pooling, folder: Path) -> ModelConfig:
+        """Return the configuration of a model that pools. Some of their checkpoints hold the decoder alone, whose names
+        have no prefix."""
+        is_bare = has_tensor(folder, "norm.weight") and not has_tensor(folder, f"{self.prefix}norm.weight")
+        prefix = "" if is_bare else self.prefix
+        head = f"{prefix}embed_tokens" if self.tie_word_embeddings else "lm_head"
+        return replace(self.headless, pooling=pooling, prefix=prefix, head=head)
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-        """Parse the contents of a config.json as transformers 4 or 5 writes it. Raises ModelError."""
+    def from_dict(data: Mapping[str, Any], *, is_pooling: bool = False) -> ModelConfig:
+        """Parse the contents of a config.json as transformers 4 or 5 writes it. Raises ModelError.
+
+        is_pooling: the model may be a decoder without LM head, and must be causal, since it is computed in chunks.
+        """
         names = data.get("architectures") or []
         if not isinstance(names, list):
             raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
+        bare = next((name for name in names if f"{str(name).removesuffix('Model')}ForCausalLM" in FAMILIES), None)
+        if bare and not is_pooling:
+            raise ModelError(f"config.json: architectures: {bare} has no LM head, and the folder has no {MODULES}, "
+                             "which says how an embedding model pools")
+        if is_pooling and (data.get("is_causal") is False or data.get("use_bidirectional_attention")):
+            raise ModelError("config.json: attention to later tokens is not supported (is_causal, "
+                             "use_bidirectional_attention)")
+        if bare:
+            names = [f"{bare.removesuffix('Model')}ForCausalLM"]
         architecture = next((name for name in FAMILIES if name in names), None)
         if refused := next((name for name in REFUSED if name in names), None) if architecture is None else None:
             raise ModelError(f"config.json: architectures: {refused} is not supported: {REFUSED[refused]}")
@@ -211,7 +261,7 @@ class ModelConfig:
         family = FAMILIES[architecture]
         data = family.text_config(data)
         context = whole(data, "max_position_embeddings", family.context)
-        return ModelConfig(
+        config = ModelConfig(
             architecture=architecture,
             family=family.name,
             vocab_size=whole(data, "vocab_size"),
@@ -227,6 +277,8 @@ class ModelConfig:
             zero_centred_norms=family.zero_centred_norms,
             quantization=_quantization(data),
         )
+        _check_tied(config)
+        return config
 
 
 def _count(layer: Layer, hidden: int) -> int:
@@ -242,21 +294,37 @@ def _count(layer: Layer, hidden: int) -> int:
 
 
 def _dtype(data: Mapping[str, Any]) -> str:
-    found = data.get("dtype") or data.get("torch_dtype") or "float32"
-    name = str(found).removeprefix("torch.")
+    value = data.get("dtype") or data.get("torch_dtype") or "float32"
+    name = str(value).removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"config.json: dtype: {found!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise ModelError(f"config.json: dtype: {value!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
 
 
 def _quantization(data: Mapping[str, Any]) -> Quantization | None:
     try:
-        quantization = Quantization.from_config(data)
+        quantization = quantization_of(data)
+        if quantization is not None:
+            quantization = quantization.with_scales(_dtype(data).replace("float64", "float32"))
     except ValueError as error:
-        raise ModelError(f"config.json: {error}. Serve the model that this one was made from, or a W8A8 checkpoint of "
-                         "that: npuserve quantize MODEL OUT") from None
-    if quantization and flag(data, "tie_word_embeddings", False) and quantization.of("lm_head"):
+        raise ModelError(f"config.json: {error}. {NEXT_STEP}") from None
+    return quantization
+
+
+def _modelslim(path: Path) -> Quantization:
+    """Read the description of a checkpoint of ModelSlim."""
+    check_downloaded([path])
+    try:
+        return modelslim.read(json.loads(path.read_text(encoding="utf-8")), path.name)
+    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise ModelError(f"{error}. {NEXT_STEP}") from None
+
+
+def _check_tied(config: ModelConfig) -> None:
+    """Raise ModelError for a quantized LM head that is tied to an embedding in floats."""
+    if config.quantization and config.tie_word_embeddings and config.quantization.of("lm_head"):
         raise ModelError(
             "config.json: tie_word_embeddings: the LM head is quantized, and the embedding that it is tied to is not; "
             "supported: lm_head in quantization_config's ignore, or a model that is not tied")
-    return quantization

@@ -12,7 +12,7 @@ import logging
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,25 @@ from torch import Tensor
 from npuserve.kernels.native import LANES
 from npuserve.kernels.native.packed import packs_compact
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.allocation import FLOAT8S, FLOATS, Targets, allocate, allocate_meta
+from npuserve.npu.model.allocation import allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.folder import listed, weight_files
+from npuserve.npu.model.forms.floats import converted
+from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, Targets
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
-from npuserve.npu.model.storage import StoredMatrix, check_schemes, matrices
+from npuserve.npu.model.storage import check_schemes, matrices
 from npuserve.npu.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 8 << 20
 """Maximum resident bytes of a mapped file."""
+
+PIECE_ROWS = 128
+"""Rows that the pieces of a tensor are multiples of, but for the last: whole panels of a weight, and whole groups."""
 
 SAMPLES = 3
 """Panels of rows of a tensor that `refused_bytes` reads."""
@@ -54,22 +60,26 @@ def load_weights(
     Raises BackendError for a quantization that the kernels do not support.
     """
     check_schemes(config, backend)
-    made = allocate(config, dtype, backend)
+    allocation = allocate(config, dtype, backend)
     if loaded:
-        return made.weights
+        return allocation.weights
     with ExitStack() as stack:
-        files, targets = _open_files(weight_files(Path(folder)), stack), made.targets
+        files = _open_files(weight_files(Path(folder)), stack)
+        targets = allocation.targets
         _remove_ignored(files, config)
         _check(files, targets, Path(folder), config.prefix)
         if progress is None:
             progress = stack.enter_context(reporting(f"loading {Path(folder).name}"))
-        total, done = sum(targets[name].nbytes for name in files), 0
+        total = sum(targets[name].nbytes for name in files)
+        done = 0
         for name, file in sorted(files.items(), key=lambda item: not targets[item[0]].early):
-            target, row = targets[name], 0
+            target = targets[name]
+            row = 0
             source = file.get_tensor(name).reshape(target.shapes[0])
             if target.rows:
                 source = source.narrow(0, target.rows.first, target.rows.size)
-            for read in source.split(max(LANES, MAX_PIECE_BYTES // max(1, source[:1].nbytes) // LANES * LANES)):
+            rows = MAX_PIECE_BYTES // max(1, source[:1].nbytes) // PIECE_ROWS * PIECE_ROWS
+            for read in source.split(max(PIECE_ROWS, rows)):
                 piece = read.narrow(1, target.columns.first, target.columns.size) if target.columns else read
                 try:
                     if target.dtypes is FLOATS:
@@ -82,28 +92,43 @@ def load_weights(
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
     _report_converted(config, dtype, backend)
-    if merged := sum([inputs.merge() for inputs in made.static]):
+    _report_converted_int4(config, dtype, backend)
+    if merged := allocation.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
-    made.weights.finish(config.vocabulary(backend.vocabulary_tile).size, backend)
-    return made.weights
+    return allocation.weights
 
 
 def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many float8 layers became floats. Ranks other than 0 log nothing."""
     stored = matrices(config, backend.vocabulary_tile)
-    of_float8 = [matrix for matrix in stored if matrix.float8]
+    of_float8 = [matrix for matrix in stored if matrix.form.converted]
     if not of_float8 or config.shard.rank:
         return
     numbers = sum(rows.size * matrix.inputs for matrix in of_float8
-                  for name, rows in matrix.parts.items() if name in matrix.float8)
+                  for name, rows in matrix.parts.items() if name in matrix.form.converted)
     name = str(dtype).removeprefix("torch.")
     log.warning(
         "%d of %d linear layers are float8, which %s does not multiply: they were converted to %s and take %s MiB "
         "instead of %s; npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8",
-        len({part for matrix in of_float8 for part in matrix.float8}),
+        len({part for matrix in of_float8 for part in matrix.form.converted}),
         len({part for matrix in stored for part in matrix.parts} - {f"{config.prefix}embed_tokens"}),
         backend.name, name, *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers)))
+
+
+def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
+    """Log how many layers in 4 bits became floats. Ranks other than 0 log nothing."""
+    forms = [(matrix, matrix.form) for matrix in matrices(config, backend.vocabulary_tile)]
+    converted = [(matrix, form.scheme) for matrix, form in forms if isinstance(form, ConvertedInt4)]
+    if not converted or config.shard.rank:
+        return
+    reason = ("have columns in the order of their activations (desc_act), which no kernel multiplies"
+              if all(scheme.act_order for _, scheme in converted) else
+              f"have 4 bits, which {backend.name} does not multiply")
+    numbers = sum(matrix.rows * matrix.inputs for matrix, _ in converted)
+    log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
+                sum(len(matrix.parts) for matrix, _ in converted), reason, str(dtype).removeprefix("torch."),
+                *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
 
 
 def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
@@ -124,12 +149,31 @@ def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
 
     Ranks other than 0 read nothing. Raises ModelError for files that cannot be read.
     """
-    if config.tie_word_embeddings and config.shard.rank == 0:
+    if config.tie_word_embeddings and config.shard.rank == 0 and config.pooling is None:
         embedding = f"{config.prefix}embed_tokens.weight"
         with ExitStack() as stack:
             if _differ(_open_files(weight_files(Path(folder)), stack), "lm_head.weight", embedding):
                 log.warning("lm_head.weight is ignored, and differs from %s: if the model has an LM head of its own, "
                             "set tie_word_embeddings to false in config.json", embedding)
+
+
+def read_head_rows(folder: Path | str, config: ModelConfig, ids: Sequence[int]) -> Tensor:
+    """Return the rows [n, H] float32 of the checkpoint's LM head for these tokens.
+
+    Raises ModelError for files that cannot be read, and for an LM head that is missing, quantized or too small.
+    """
+    name = f"{config.head}.weight"
+    with ExitStack() as stack:
+        files = _open_files(weight_files(Path(folder)), stack)
+        if name not in files:
+            raise ModelError(f"{folder}: 1 missing: {name}")
+        head = files[name].get_slice(name)
+        if head.get_dtype() not in FLOATS or head.get_shape() != [config.vocab_size, config.hidden_size]:
+            raise ModelError(f"{folder}: {name}: must be floats of the shape [{config.vocab_size}, "
+                             f"{config.hidden_size}], got {head.get_dtype()} {head.get_shape()}")
+        if wrong := [i for i in ids if i >= config.vocab_size]:
+            raise ModelError(f"{folder}: token id {wrong[0]} of its score must be in [0, {config.vocab_size - 1}]")
+        return torch.cat([head[i : i + 1] for i in ids]).float()
 
 
 def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
@@ -140,7 +184,7 @@ def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, b
     Raises ModelError for files that cannot be read.
     """
     plain = [(-(-m.rows // LANES) * LANES * m.inputs * dtype.itemsize, m)
-             for m in matrices(config, backend.vocabulary_tile) if m.scheme is None]
+             for m in matrices(config, backend.vocabulary_tile) if m.form.is_float]
     compact = [(nbytes, m) for nbytes, m in plain if backend.weight_bytes(m.rows, m.inputs, dtype) < nbytes]
     if not compact:
         return 0
@@ -159,7 +203,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
-        scheme = matrix.float8.get(name)
+        scheme = matrix.form.converted.get(name)
         scale = f"{name}.{scheme.scale_name}" if scheme else ""
         if scheme and scale not in files:
             continue
@@ -192,11 +236,11 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     """Return whether the files have two tensors, with different numbers."""
     if not all(name in files for name in names):
         return False
-    one, other = (files[name].get_tensor(name) for name in names)
-    if one.shape != other.shape:
+    first, second = (files[name].get_tensor(name) for name in names)
+    if first.shape != second.shape:
         return True
-    step = MAX_PIECE_BYTES // one.itemsize
-    for pieces in zip(one.flatten().split(step), other.flatten().split(step), strict=True):
+    step = MAX_PIECE_BYTES // first.itemsize
+    for pieces in zip(first.flatten().split(step), second.flatten().split(step), strict=True):
         is_same = torch.equal(*(piece.float() for piece in pieces))
         for piece in pieces:
             _drop_pages(piece)
@@ -205,7 +249,8 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     return False
 
 
-_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point))")
+_CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\.output_(scale|zero_point)|"
+                           r"[kv]_proj\.kv_cache_(scale|offset))")
 
 
 def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
@@ -235,23 +280,26 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
         "of the wrong shape": [],
         "not of a float type": [],
         "not int8": [],
+        "not int32": [],
         "not float8 (e4m3)": [],
     }
     for name, file in files.items():
         if name in targets:
-            header, target = file.get_slice(name), targets[name]
+            header = file.get_slice(name)
+            target = targets[name]
             if tuple(header.get_shape()) not in target.shapes:
                 wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
             if header.get_dtype() not in target.dtypes:
                 kind = ("not of a float type" if target.dtypes is FLOATS else
-                        "not float8 (e4m3)" if target.dtypes is FLOAT8S else "not int8")
+                        "not float8 (e4m3)" if target.dtypes is FLOAT8S else
+                        "not int32" if target.dtypes is INT32 else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
-    found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    differences = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):
-        found.append(f"config.json has {configured} layers, the files have {found_layers}")
-    if found:
-        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
+        differences.append(f"config.json has {configured} layers, the files have {found_layers}")
+    if differences:
+        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(differences))
 
 
 def _layers(names: Iterable[str], prefix: str) -> int:

@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Takes (bytes done, total bytes)."""
 
-FIRST_REPORT_SECONDS, REPORT_SECONDS = 1.0, 5.0
+FIRST_REPORT_SECONDS = 1.0
+REPORT_SECONDS = 5.0
 """Time to the first log line of progress, and between further lines."""
 
 

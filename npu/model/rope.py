@@ -50,7 +50,8 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     """Divide the frequencies of long wavelengths by the factor, keep short ones, and interpolate between."""
-    longest, shortest = rope.original_context / rope.low_freq_factor, rope.original_context / rope.high_freq_factor
+    longest = rope.original_context / rope.low_freq_factor
+    shortest = rope.original_context / rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     kept = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     mixed = (1 - kept) * plain / rope.factor + kept * plain
@@ -65,10 +66,13 @@ def _yarn_ramp(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
     def pair(rotations: float) -> float:
         return rotary_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    low = pair(rope.beta_fast)
+    high = pair(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # a step, not a division by zero
     return ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

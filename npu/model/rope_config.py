@@ -87,7 +87,8 @@ def _parse(data: Mapping[str, Any], context: int) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(kind, theta, factor)
     if kind == "llama3":
-        low, high = number(values, "low_freq_factor"), number(values, "high_freq_factor")
+        low = number(values, "low_freq_factor")
+        high = number(values, "high_freq_factor")
         if low == high:
             raise ModelError(f"config.json: {key}: low_freq_factor and high_freq_factor must differ, both are {low}")
         return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)

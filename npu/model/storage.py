@@ -3,66 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
-from npuserve.kernels.quantized import FLOAT8
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.forms import form_of_scheme
+from npuserve.npu.model.forms.floats import Floats
+from npuserve.npu.model.forms.matrix import StoredForm, StoredMatrix
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4
+from npuserve.npu.model.forms.w8a8 import RoundedInt8
 from npuserve.npu.model.layers.layer import Array, Layer, Matrix, norm
-from npuserve.npu.model.layers.shard import Rows, Span
-from npuserve.npu.quantization import BLOCK, W8A8
-
-MAX_INPUTS = 1 << 15
-"""Maximum K of an int8 weight, so that the sums of its products fit an int32."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
-    """Linear weight or embedding table as it is stored.
-
-    parts: tensors of the checkpoint, name -> rows of this shard, stacked in this order and followed by `padding` rows.
-    columns: columns of this shard.
-    biased: the checkpoint has biases. They are added on each rank, or on rank 0 if the ranks divide the columns.
-    scheme: quantization scheme of an int8 or float8 matrix; None for floats.
-    rounded: the checkpoint has floats, which are rounded to the nearest int8 value while loading.
-    float8: scheme of each part that the checkpoint has in float8, and that becomes floats while loading.
-    """
-
-    parts: Mapping[str, Span | Rows]
-    columns: Span
-    padding: int = 0
-    biased: bool = False
-    scheme: W8A8 | None = None
-    rounded: bool = False
-    float8: Mapping[str, W8A8] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        return sum(span.size for span in self.parts.values()) + self.padding
-
-    @property
-    def inputs(self) -> int:
-        """Return K."""
-        return self.columns.size
-
-    @property
-    def adds_bias(self) -> bool:
-        """Return True if this shard has the biases."""
-        return self.biased and self.columns.first == 0
-
-    def nbytes(self, dtype: torch.dtype, backend: Backend) -> int:
-        """Return the bytes of the matrix and its bias of `dtype`."""
-        bias = self.rows * dtype.itemsize if self.adds_bias else 0
-        if (s := self.scheme) is None:
-            return bias + backend.weight_bytes(self.rows, self.inputs, dtype)
-        of_inputs = 0 if s.dynamic else 4 if s.symmetric_inputs else 8
-        groups = -(-self.inputs // BLOCK) if s.blocks else 1
-        dtype, of_row = (FLOAT8, 4 * groups) if s.float8 else (torch.int8, 8 if s.symmetric else 12)
-        return bias + backend.weight_bytes(self.rows, self.inputs, dtype) + of_inputs + self.rows * of_row
+from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.quantization.w4a16 import W4A16
+from npuserve.npu.quantization.w8a8 import W8A8
 
 
 def check_schemes(config: ModelConfig, backend: Backend) -> None:
@@ -126,11 +83,8 @@ def _stored(config: ModelConfig, prefix: str, parameter: Array | Matrix) -> Stor
     if isinstance(parameter, Array):
         return StoredArray(prefix + parameter.tensor, parameter)
     parts = {prefix + name: rows for name, rows in parameter.parts.items()}
-    scheme = _scheme(config, list(parts), parameter.columns)
-    if scheme and not parameter.can_quantize:
-        raise ModelError(f"config.json: quantization_config: {next(iter(parts))} is quantized; supported: floats")
-    return StoredMatrix(parts, parameter.columns, biased=parameter.biased, scheme=scheme,
-                        float8=_converted(config, parts))
+    form = _form(config, list(parts), parameter.columns, can_quantize=parameter.can_quantize)
+    return StoredMatrix(parts, parameter.columns, form, biased=parameter.biased)
 
 
 def final_norm(config: ModelConfig) -> StoredArray:
@@ -149,45 +103,49 @@ def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return the embedding and, unless it is tied, the LM head."""
-    c, ids, hidden = config, config.vocabulary(vocabulary_tile), Span.all(config.hidden_size)
+    c = config
+    ids = config.vocabulary(vocabulary_tile)
+    hidden = Span.all(config.hidden_size)
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
-    requested = W8A8() if c.lm_head_dtype == "int8" else None
-
     embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
+    form = Floats() if c.tie_word_embeddings else _form(c, list(head), hidden)
+    if c.lm_head_dtype == "int8" and isinstance(form, Floats):
+        form = RoundedInt8(W8A8(), form.converted)
     if c.tie_word_embeddings:
-        return [StoredMatrix(embedding, hidden, padding, scheme=requested, rounded=bool(requested))]
-    stored = _scheme(c, list(head), hidden)
-    return [StoredMatrix(embedding, hidden, padding),
-            StoredMatrix(head, hidden, padding, scheme=stored or requested, rounded=bool(requested and not stored),
-                         float8=_converted(c, head))]
+        return [StoredMatrix(embedding, hidden, form, padding)]
+    return [StoredMatrix(embedding, hidden, Floats(), padding), StoredMatrix(head, hidden, form, padding)]
 
 
-def _scheme(config: ModelConfig, parts: list[str], columns: Span) -> W8A8 | None:
+def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize: bool = True) -> StoredForm:
+    """Return the form of a matrix of the checkpoint's tensors `parts`. can_quantize: `Matrix.can_quantize`."""
     if config.quantization is None:
-        return None
+        return Floats()
     converted = _converted(config, parts)
-    found = {name: None if name in converted else config.quantization.of(name) for name in parts}
-    (first, scheme), *others = found.items()
+    schemes = {name: None if name in converted else config.quantization.of(name) for name in parts}
+    (first, scheme), *others = schemes.items()
     for name, other in others:
         if other != scheme:
             raise ModelError(
                 f"config.json: quantization_config: {first} and {name} are quantized in different ways ({scheme}, "
                 f"{other}); supported: one way for all of {', '.join(n.rpartition('.')[2] for n in parts)}")
-    if scheme and not scheme.float8 and columns.size > MAX_INPUTS:
-        raise ModelError(f"config.json: quantization_config: {first} has {columns.size} inputs; supported: up to "
-                         f"{MAX_INPUTS} in int8")
-    if scheme and scheme.blocks and columns.size < columns.whole and columns.size % BLOCK:
-        raise ModelError(
-            f"config.json: quantization_config: blocks of {BLOCK} columns of {first} are divided between ranks; "
-            f"supported: a tensor_parallel_size that gives each rank a multiple of {BLOCK} of {columns.whole} columns")
-    return scheme
+    if scheme is None:
+        return Floats(converted)
+    if not can_quantize:
+        raise ModelError(f"config.json: quantization_config: {first} is quantized; supported: floats")
+    if isinstance(scheme, W4A16) and config.becomes_floats(scheme):
+        form: StoredForm = ConvertedInt4(scheme)
+    else:
+        form = form_of_scheme(scheme)
+    form.check(first, columns)
+    return form
 
 
 def _converted(config: ModelConfig, parts: Iterable[str]) -> dict[str, W8A8]:
     """Return the schemes of the parts whose float8 numbers become floats while loading."""
     if config.quantization is None or not config.converts_float8:
         return {}
-    return {name: scheme for name in parts if (scheme := config.quantization.of(name)) and scheme.float8}
+    schemes = {name: config.quantization.of(name) for name in parts}
+    return {name: scheme for name, scheme in schemes.items() if isinstance(scheme, W8A8) and scheme.float8}
 
 
 def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
@@ -221,7 +179,7 @@ def compared_inputs(config: ModelConfig, dtype: torch.dtype) -> int:
     """
     head = tables(config, 1)[-1]
     layers = [weight for i in range(config.num_layers) for weight in linears(config, i)]
-    able = [w for w in (*layers, head) if w.scheme is None and w.inputs % 8 == 0]
+    able = [w for w in (*layers, head) if w.form.is_float and w.inputs % 8 == 0]
     if dtype != torch.bfloat16 or sum(w.rows * w.inputs * dtype.itemsize for w in able) < SMALL_BYTES:
         return 0
     return max((w for w in linears(config, 0) if w in able), key=lambda w: w.rows * w.inputs, default=head).inputs
@@ -235,5 +193,5 @@ def choose_kernels(
     dtype: dtype of activations.
     """
     inputs = compared_inputs(config, dtype)
-    found = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
-    return next((kernels for kernels in found if kernels), None)
+    choices = (backend.choose_kernels(wanted, inputs) for backend in backends if backend)
+    return next((kernels for kernels in choices if kernels), None)

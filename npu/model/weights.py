@@ -96,7 +96,8 @@ class ModelWeights:
             if [type(block.layer) for block in blocks] != [Attention, SwiGLU]:
                 return None
             mixer, mlp = blocks
-            attention, swiglu = mixer.weights, mlp.weights
+            attention = mixer.weights
+            swiglu = mlp.weights
             if attention.gate is not None:
                 return None
             layers.append(LayerWeights(

@@ -124,7 +124,9 @@ class MetaModel:
         self, config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int, int8_levels: float,
         block_size: int = 128, cache_dtype: torch.dtype | None = None, scale_dtype: torch.dtype = torch.bfloat16,
     ):
-        self.config, self._dtype, self._block_size = config, dtype, block_size
+        self.config = config
+        self._dtype = dtype
+        self._block_size = block_size
         self.weights: ModelWeights = allocate_meta(
             config, dtype, vocabulary_tile=vocabulary_tile, int8_levels=int8_levels).weights
         self.states = [self._meta_state(layer.state, cache_dtype, scale_dtype) for layer in config.local_layers]
@@ -178,7 +180,8 @@ class MetaModel:
         sample. Small steps give the factors.
         """
         first, longer, second = (self._bytes_of(rows) for rows in ([(1, 1)], [(2, 2)], [(1, 1), (1, 1)]))
-        continued, further = self._bytes_of([(1, 2)]), self._bytes_of([(1, 3)])
+        continued = self._bytes_of([(1, 2)])
+        further = self._bytes_of([(1, 3)])
         moved: dict[str, float] = {}
         for kernel, value in first.items():
             of_context = further[kernel] - continued[kernel]
@@ -190,8 +193,8 @@ class MetaModel:
                 constant + of_token * step.tokens + of_context * step.context + of_row * step.rows
                 + of_continued * step.continued for step in steps)
         if sampling := [step for step in steps if step.samples]:
-            one, two = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
-            moved[LM_HEAD] = sum(one + (two - one) * (step.samples - 1) for step in sampling)
+            one_row, two_rows = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
+            moved[LM_HEAD] = sum(one_row + (two_rows - one_row) * (step.samples - 1) for step in sampling)
         return moved
 
     def _bytes_of(self, rows: Sequence[tuple[int, int]], samples: int = 0) -> dict[str, int]:

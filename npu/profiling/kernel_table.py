@@ -20,20 +20,20 @@ def kernel_table(
     names: see `DeviceProfiler.names`; None if the calls have the names of the registry's kernels. Rows that compute the
         same kernels share their floor in proportion to their time.
     """
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds_of: dict[str, list[float]] = defaultdict(list)
     for name, seconds in calls:
-        found[name].append(seconds)
+        seconds_of[name].append(seconds)
     left = dict(floor)
-    if names is None and LM_HEAD not in found and "linear" in left:
+    if names is None and LM_HEAD not in seconds_of and "linear" in left:
         left["linear"] += left.pop(LM_HEAD, 0.0)
-    groups = {name: name if names is None else _group(name, names) for name in found}
+    groups = {name: name if names is None else _group(name, names) for name in seconds_of}
     has_times = any(seconds for _, seconds in calls)
-    weights = {name: sum(times) if has_times else float(len(times)) for name, times in found.items()}
+    weights = {name: sum(times) if has_times else float(len(times)) for name, times in seconds_of.items()}
     totals: dict[str, float] = defaultdict(float)
     for name, group in groups.items():
         totals[group] += weights[name]
     rows = []
-    for name, times in found.items():
+    for name, times in seconds_of.items():
         of_group = sum(left.get(kernel, 0.0) for kernel in groups[name].split(","))
         share = weights[name] / totals[groups[name]] if totals[groups[name]] else 0.0
         rows.append(KernelRow(name, len(times), sum(times), of_group * share))

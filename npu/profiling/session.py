@@ -73,7 +73,8 @@ class Profiler:
             scratch = self._folder.scratch(self._name)
         except OSError as error:
             raise ProfileError(f"profile_dir: the folder cannot be used: {error.strerror}") from error
-        self._device, self._failure = None, None
+        self._device = None
+        self._failure = None
         try:
             self._device = self._runner.backend.profiler(scratch)
         except (OSError, RuntimeError, ImportError) as error:
@@ -81,7 +82,9 @@ class Profiler:
             raise ProfileError(f"the device's profiler does not start: {error}") from error
         self._recording = Recording(steps, is_timed=self._device is None, on_full=partial(self._end, "steps"))
         self._runner.recording = self._recording
-        self._began, self._ending, self._is_written = time.perf_counter(), None, False
+        self._began = time.perf_counter()
+        self._ending = None
+        self._is_written = False
         self._until = self._began + seconds
         return self._name
 
@@ -119,7 +122,8 @@ class Profiler:
         """End the recording. A profiler of the device is stopped here, since that needs the thread that started it."""
         if self._recording is None or self._ending is not None:
             return
-        self._ending, self._runner.recording = ending, None
+        self._ending = ending
+        self._runner.recording = None
         if self._device:
             self._runner.backend.synchronize()
             try:
@@ -149,7 +153,8 @@ class Profiler:
         try:
             self._writer.start()
         except RuntimeError:
-            self._writer, self._failure = None, ProfileError("the system has no thread to write the trace")
+            self._writer = None
+            self._failure = ProfileError("the system has no thread to write the trace")
             work()
 
     def _summary(
@@ -160,11 +165,14 @@ class Profiler:
         calls = [(kernel, spent) for step in steps for kernel, _, spent in step.calls]
         events: Iterable[Event] = step_events(steps, self._began)
         names: Mapping[str, str] | None = None
-        has_times, said = True, f"{runner.backend_name}: kernel timers of the runner"
+        has_times = True
+        said = f"{runner.backend_name}: kernel timers of the runner"
         if device:
-            events = found = device.events()
-            names, has_times, said = device.names, device.has_times, device.description
-            calls = [(event["name"], float(event.get("dur", 0.0)) * 1e-6) for event in device.kernels(found)]
+            events = recorded = device.events()
+            names = device.names
+            has_times = device.has_times
+            said = device.description
+            calls = [(event["name"], float(event.get("dur", 0.0)) * 1e-6) for event in device.kernels(recorded)]
         model = MetaModel(
             runner.config, getattr(torch, runner.dtype_name), vocabulary_tile=runner.backend.vocabulary_tile,
             int8_levels=runner.backend.int8_levels, cache_dtype=runner.cache_dtype,
@@ -173,10 +181,12 @@ class Profiler:
         properties: dict[str, Any] = {
             "npuserve": said, "has_times": has_times, "layers": runner.config.num_layers, "ended": ending,
             "steps": [{"phase": step.phase, "seconds": step.seconds, **numbers(step)} for step in steps]}
-        path, nbytes = "", 0
+        path = ""
+        nbytes = 0
         if steps:
             file = self._folder.write(self._name, encode(events, properties))
-            path, nbytes = str(file.resolve()), file.stat().st_size
+            path = str(file.resolve())
+            nbytes = file.stat().st_size
         return ProfileSummary(
             self._name, path, nbytes, len(steps), runner.config.num_layers, seconds,
             sum(step.seconds for step in steps), ending, has_times, said, table)

@@ -14,7 +14,9 @@ from npuserve.npu.execution.in_flight import StepRecord
 
 Event = dict[str, Any]
 PROCESS = 1
-HOST, STEPS, KERNELS = 1, 2, 3
+HOST = 1
+STEPS = 2
+KERNELS = 3
 """Thread ids, which Perfetto shows as tracks."""
 TRACKS = {HOST: "host", STEPS: "steps", KERNELS: "kernels"}
 

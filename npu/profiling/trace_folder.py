@@ -56,10 +56,10 @@ class TraceFolder:
 
     def scratch(self, name: str) -> Path:
         """Create and return an empty folder for the files of a device's profiler. Remove it with `discard`."""
-        made = self.path / f".{name}.part"
-        self._remove(made)
-        made.mkdir(mode=0o700)
-        return made
+        folder = self.path / f".{name}.part"
+        self._remove(folder)
+        folder.mkdir(mode=0o700)
+        return folder
 
     def discard(self, name: str) -> None:
         """Remove the folder of `scratch`."""
@@ -79,29 +79,31 @@ class TraceFolder:
         try:
             with open(descriptor, "wb") as file:
                 file.write(data)
-            made = self.path / f"{name}{SUFFIX}{'.gz' if compressed else ''}"
-            os.replace(part, made)
+            path = self.path / f"{name}{SUFFIX}{'.gz' if compressed else ''}"
+            os.replace(part, path)
         except OSError:
             self._remove(part)
             raise
-        self._prune(made)
-        return made
+        self._prune(path)
+        return path
 
     def _files(self) -> list[Path]:
         """Return the traces, the oldest first."""
-        found: list[tuple[int, str, Path]] = []
+        traces: list[tuple[int, str, Path]] = []
         for file in self.path.iterdir():
             if file.name.endswith((SUFFIX, f"{SUFFIX}.gz")) and NAME.fullmatch(file.name.partition(".")[0]):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     status = file.lstat()
                     if stat.S_ISREG(status.st_mode):
-                        found.append((status.st_mtime_ns, file.name, file))
-        return [file for *_, file in sorted(found)]
+                        traces.append((status.st_mtime_ns, file.name, file))
+        return [file for *_, file in sorted(traces)]
 
     def _prune(self, newest: Path) -> None:
-        kept, nbytes = 1, newest.stat().st_size
+        kept = 1
+        nbytes = newest.stat().st_size
         for file in reversed([file for file in self._files() if file != newest]):
-            kept, nbytes = kept + 1, nbytes + file.stat().st_size
+            kept = kept + 1
+            nbytes = nbytes + file.stat().st_size
             if kept > MAX_TRACES or nbytes > MAX_TRACES_BYTES:
                 self._remove(file)
 

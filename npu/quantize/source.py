@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelError
-from npuserve.npu.model.float8 import converted
 from npuserve.npu.model.folder import weight_files
+from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.loader import MAX_PIECE_BYTES
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of dtypes."""

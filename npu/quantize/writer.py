@@ -22,10 +22,12 @@ from torch import Tensor
 
 from npuserve.npu.quantize.source import FLOATS, TensorSpec
 
-NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8"}
+NAMES = {dtype: name for name, dtype in FLOATS.items()} | {
+    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 """safetensors' names of the dtypes that are written."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 class Writer:
@@ -35,7 +37,8 @@ class Writer:
     """
 
     def __init__(self, folder: Path, specs: Mapping[str, TensorSpec]):
-        self._folder, self._specs = folder, dict(specs)
+        self._folder = folder
+        self._specs = dict(specs)
         self._places: dict[str, int] = {}
         self._left = {name: spec.nbytes for name, spec in specs.items()}
         self._files: dict[str, int] = {}
@@ -64,12 +67,13 @@ class Writer:
         """Write rows of a tensor from row `first` on, in its dtype and row shape."""
         spec = self._specs[name]
         assert (tensor.dtype, tensor.shape[1:]) == (spec.dtype, spec.shape[1:]), name
-        at = self._places[name] + first * math.prod(spec.shape[1:]) * spec.dtype.itemsize
+        offset = self._places[name] + first * math.prod(spec.shape[1:]) * spec.dtype.itemsize
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         self._left[name] -= len(data)
         while data:
-            written = os.pwrite(self._files[spec.file], data, at)
-            data, at = data[written:], at + written
+            written = os.pwrite(self._files[spec.file], data, offset)
+            data = data[written:]
+            offset = offset + written
 
     def _create(self, file: str) -> None:
         """Allocate a file and write its header. Wide dtypes come first, so that each tensor is aligned."""
@@ -78,7 +82,8 @@ class Writer:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
-            spec, begin = self._specs[name], end
+            spec = self._specs[name]
+            begin = end
             end += spec.nbytes
             header[name] = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (begin, end)}
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -114,19 +119,19 @@ def replaced_folder(out: Path) -> Iterator[Path]:
 
     If an exception is raised within the context, `out` is unchanged and the new folder is deleted. Raises OSError.
     """
-    made = out.with_name(f".{out.name}.{secrets.token_hex(4)}.unfinished")
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.unfinished")
     try:
-        made.mkdir()
-        yield made
-        old = made.with_suffix(".old")
+        unfinished.mkdir()
+        yield unfinished
+        old = unfinished.with_suffix(".old")
         if out.exists():
             out.rename(old)
         try:
-            made.rename(out)
+            unfinished.rename(out)
         except BaseException:
             if old.exists():
                 old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)

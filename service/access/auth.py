@@ -88,19 +88,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if method.startswith(HEALTH):
             return handler
         service, _, name = method[1:].rpartition("/")
-        rpc = rpc_name(service, name)
         if self._find_key:
             try:
                 caller = _authenticate(self._find_key, details.invocation_metadata)  # type: ignore[attr-defined]
             except ServeError as error:
-                return _refusing_handler(rpc, error)
+                return _refusing_handler(rpc_name(service, name), error)
             current.set(caller)
         if method == KV_EVENTS:
-            return self._admin_handler(handler, rpc, name, with_anonymous=True)
+            return self._admin_handler(handler, rpc_name(service, name), name, with_anonymous=True)
         if not method.startswith(ADMIN):
             return handler
         what = f"{name} of VllmEngine" if service == VLLM_ENGINE else "AdminService"
-        return self._admin_handler(handler, rpc, what, with_anonymous=False)
+        return self._admin_handler(handler, rpc_name(service, name), what, with_anonymous=False)
 
     def _large_metadata_handler(self, is_hostile: bool) -> Any:
         """Return a handler that refuses a call with too much metadata, as gRPC does once the client has acknowledged

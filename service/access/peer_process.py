@@ -57,7 +57,8 @@ class PeerProcess:
 
 def _inode_of(peer: Address, port: int) -> int:
     """Return the inode of the peer's end of a connection to 127.0.0.1:port; 0 if there is no such connection."""
-    local, remote = _hexadecimal(peer), _hexadecimal((LOOPBACK, port))
+    local = _hexadecimal(peer)
+    remote = _hexadecimal((LOOPBACK, port))
     try:
         with CONNECTIONS.open() as lines:
             for line in lines:

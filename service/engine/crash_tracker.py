@@ -66,18 +66,18 @@ class CrashRecord(msgspec.Struct, array_like=True):
     crashes: number of engine crashes while the request was in a step in flight.
     quarantine_tokens: tokens to generate apart from other requests after the last crash.
     tokens: tokens of its answer at the last crash.
-    made: number of `tokens` that the crashed engine itself generated.
+    generated_tokens: number of `tokens` that the crashed engine itself generated.
 
     is_alone: no other request was in the steps in flight at the last crash.
     has_passed: it had passed a quarantine before one of the crashes.
-    repeats: number of last crashes before each of which `made` was about the same as before the crash before it.
+    repeats: number of last crashes before each of which `generated_tokens` was about the same as at the crash before.
     is_killer: it was found to be the killer.
     """
 
     crashes: int
     quarantine_tokens: int
     tokens: int
-    made: int
+    generated_tokens: int
     is_alone: bool = False
     has_passed: bool = False
     repeats: int = 0
@@ -157,7 +157,7 @@ class CrashTracker:
             return CrashRecord(1, QUARANTINE_TOKENS, tokens, num_tokens, is_alone)
         passes = num_tokens >= record.quarantine_tokens
         longer = passes and record.has_passed
-        repeats = record.repeats + 1 if abs(num_tokens - record.made) <= QUARANTINE_TOKENS else 0
+        repeats = record.repeats + 1 if abs(num_tokens - record.generated_tokens) <= QUARANTINE_TOKENS else 0
         is_near = num_tokens <= NEAR_TOKENS or repeats >= MIN_REPEATS
         crashes = record.crashes + 1
         quarantine_tokens = num_tokens + QUARANTINE_TOKENS if longer else record.quarantine_tokens

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from npuserve.service import metrics
 from npuserve.service.engine.metrics import EngineMetrics
+from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import ServeError, TakenOver, to_wire
 from npuserve.service.ipc.messages import Finish, Output, Outputs, ToFrontend
@@ -20,6 +21,7 @@ class Outbox:
     registry: live requests.
     epoch: number of the run of the engine, in every message.
     send: sends a message to a front end, which may be lost then.
+    pooler: None for a model that generates text.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class Outbox:
         engine_metrics: EngineMetrics,
         epoch: int,
         send: Callable[[bytes, ToFrontend], None],
+        pooler: Pooler | None = None,
     ):
         self._registry = registry
         self._metrics = engine_metrics
         self._epoch = epoch
         self._send = send
+        self._pooler = pooler
         self._outputs: defaultdict[bytes, list[Output]] = defaultdict(list)
         self._accepted: defaultdict[bytes, list[int]] = defaultdict(list)
 
@@ -92,10 +96,18 @@ class Outbox:
                 self.fail(sequence, progress.error, now)
                 continue
             finish = sequence.finish(progress.reason) if progress.reason else None
-            output = Output(key, progress.token_ids, finish, None, progress.logprobs, progress.prompt_logprobs)
+            output = Output(key, progress.token_ids, finish, None, progress.logprobs, progress.prompt_logprobs,
+                            self._values(progress))
             self._outputs[frontend].append(output)
             self._registry.record_output(sequence, output, now)
         return tokens
+
+    def _values(self, progress: Progress) -> bytes:
+        """Return the values of a request that pools and ends with this step; b"" of other requests."""
+        params = progress.sequence.request.pooling
+        if progress.hidden is None or params is None or self._pooler is None:
+            return b""
+        return self._pooler.values(progress.hidden, params)
 
     def add_heartbeats(self, frontends: Iterable[bytes]) -> None:
         for frontend in frontends:

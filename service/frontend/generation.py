@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
-from npuserve.service.access.caller import get_caller
+from npuserve.service.access.caller import Caller, get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.errors import ServeError, Unavailable
 from npuserve.service.frontend import response_options, samples
@@ -63,6 +63,30 @@ REQUEST_ID = "x-request-id"
 RESUME_TOKEN = "x-resume-token"
 INLINE_BYTES = 2048
 """Maximum input that is checked and tokenized on the event loop, in about a millisecond. Larger input uses the pool."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallerRequest:
+    """A request's caller, limits and deadline, and the model that serves it.
+
+    name: request id.
+    deadline: time.monotonic() seconds; None for none.
+    shares_prefixes: cached prefixes are shared with other callers.
+    """
+
+    caller: Caller
+    name: str
+    deadline: float | None
+    folder: ModelFolder
+    info: messages.ModelInfo
+    policy: validation.Policy
+    shares_prefixes: bool
+
+    def owned(self, request: messages.Request) -> messages.Request:
+        """Return a checked request as the caller's."""
+        return msgspec.structs.replace(
+            request, client=self.caller.name, owner=self.caller.owner, client_limit=self.policy.max_requests,
+            deadline=self.deadline, cache_salt=self.caller.namespace(request.cache_salt, self.shares_prefixes))
 
 
 class Generation:
@@ -103,6 +127,25 @@ class Generation:
             raise Unavailable("the tokenizer is loading")
         return self.folder
 
+    def begin(
+        self, message: validation.Named, context: Context, fields: dict[str, Any], max_request_id_characters: int
+    ) -> CallerRequest:
+        """Return what the server knows of a request before its fields are checked. Arguments as of `check`.
+
+        Raises Unavailable if the server is not ready.
+        """
+        deadline = _deadline(context)
+        caller = get_caller(context)
+        fields["client"] = caller.name
+        name = fields["id"] = validation.request_id(message, max_request_id_characters)
+        context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
+        folder = self.require_folder()
+        info = self._engine.require()
+        limit, priorities = caller.limits.within(self._config)
+        policy = validation.Policy(Range(*priorities), self._config.plain_content, limit, max_request_id_characters)
+        return CallerRequest(
+            caller, name, deadline, folder, info, policy, self._config.share_prefix_cache == "all")
+
     async def check(
         self, message: pb.GenerateRequest, context: Context, fields: dict[str, Any], token: str = "",
         max_request_id_characters: int = validation.MAX_REQUEST_ID_CHARACTERS,
@@ -114,25 +157,17 @@ class Generation:
         max_request_id_characters: see `validation.Policy`.
         Raises ServeError if a field is invalid or the server is not ready.
         """
-        deadline = _deadline(context)
-        caller = get_caller(context)
-        fields["client"] = caller.name
-        name = fields["id"] = validation.request_id(message, max_request_id_characters)
-        context.set_trailing_metadata(((REQUEST_ID, name),))  # for an error before the initial metadata
-        folder = self.require_folder()
-        info = self._engine.require()
+        call = self.begin(message, context, fields, max_request_id_characters)
         if message.ByteSize() > INLINE_BYTES:
-            check_prompt_size(message, folder.tokenizer, info.max_model_len)
-        limit, priorities = caller.limits.within(self._config)
-        policy = validation.Policy(Range(*priorities), self._config.plain_content, limit, max_request_id_characters)
+            check_prompt_size(message, call.folder.tokenizer, call.info.max_model_len)
         checked = await self.prepare(
-            context, "generate", message, validation.check, message, folder, info, name, arrival(), policy)
-        request = msgspec.structs.replace(
-            checked.request, client=caller.name, owner=caller.owner, client_limit=limit, deadline=deadline,
-            cache_salt=caller.namespace(checked.request.cache_salt, self._config.share_prefix_cache == "all"),
-            options=response_options.pack(checked))
-        if token and request.samples == 1 and is_resumable(request):
-            request = msgspec.structs.replace(request, resume_token=token)
+            context, "generate", message, validation.check, message, call.folder, call.info, call.name, arrival(),
+            call.policy)
+        request = call.owned(checked.request)
+        if token and request.samples == 1:
+            resumable = msgspec.structs.replace(request, options=response_options.pack(checked), resume_token=token)
+            if is_resumable(resumable):
+                request = resumable
         fields["prompt_tokens"] = len(request.prompt_ids)
         if request.constraint:
             fields["constraint"] = request.constraint.kind
@@ -145,13 +180,13 @@ class Generation:
     ) -> T:
         """Call the function and return its result: at once for a small message, else in the pool.
 
-        A chat always uses the pool, since its template runs in another process. So does each prompt for a tokenizer
-        that encodes in other processes.
+        A chat always uses the pool, since its template runs in another process, as does a reranker's. So does each
+        prompt for a tokenizer that encodes in other processes.
         """
         has_prompt = "prompt" in message.DESCRIPTOR.oneofs_by_name
         size = message.ByteSize()
-        is_chat = has_prompt and message.WhichOneof("prompt") == "chat"
-        is_isolated = has_prompt and self.tokenizer is not None and self.tokenizer.is_isolated
+        is_chat = kind == "rank" or (has_prompt and message.WhichOneof("prompt") == "chat")
+        is_isolated = (has_prompt or kind == "embed") and self.tokenizer is not None and self.tokenizer.is_isolated
         if size <= INLINE_BYTES and not is_chat and not is_isolated:
             return function(*args, **kwargs)
         return await self._preparation.run(get_caller(context).name, kind, size, function, *args, **kwargs)

@@ -13,6 +13,7 @@ from npuserve.common.answer import Answer
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
 from npuserve.service.frontend.generation import Generation
+from npuserve.service.frontend.pooling import PooledCalls
 from npuserve.service.requests import validation
 from npuserve.service.requests.prompt import check_prompt_size
 from npuserve.service.rpc.call import Context, arrival, call
@@ -20,7 +21,7 @@ from npuserve.service.rpc.unread_replies import UnreadReplies
 from npuserve.service.streams.engine_client import EngineClient
 from npuserve.service.streams.records import new_token
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import inference_service_pb2_grpc, model_pb2, tokenize_pb2
+from npuserve.v1 import inference_service_pb2_grpc, model_pb2, pooling_pb2, tokenize_pb2
 
 if TYPE_CHECKING:
     from npuserve.service.rpc.tracing import Trace, Tracing
@@ -32,11 +33,12 @@ DATA_TYPES = {
 }
 QUANTIZATION_SCHEMES = {
     "none": model_pb2.QUANTIZATION_SCHEME_NONE, "w8a8": model_pb2.QUANTIZATION_SCHEME_W8A8,
-    "w8a8-fp8": model_pb2.QUANTIZATION_SCHEME_W8A8_FP8,
+    "w8a8-fp8": model_pb2.QUANTIZATION_SCHEME_W8A8_FP8, "w4a16": model_pb2.QUANTIZATION_SCHEME_W4A16,
 }
 DEVICE_BACKENDS = {
     "cpu": model_pb2.DEVICE_BACKEND_CPU, "npu": model_pb2.DEVICE_BACKEND_NPU, "cuda": model_pb2.DEVICE_BACKEND_CUDA,
 }
+TASKS = {"generate": model_pb2.TASK_GENERATE, "embed": model_pb2.TASK_EMBED, "rank": model_pb2.TASK_RANK}
 """Text of ModelInfo -> value of GetModelInfo's enum. A text that is absent here is UNSPECIFIED."""
 MAX_UNREAD_ANSWER_BYTES = 64 << 20
 """Unread answers of Generate. A client that has some gets no new ones above it, nor above half of it of its own."""
@@ -50,12 +52,13 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
     """
 
     def __init__(
-        self, config: ServerConfig, engine: EngineClient, generation: Generation, start_date: float,
-        tracing: Tracing | None,
+        self, config: ServerConfig, engine: EngineClient, generation: Generation, pooled: PooledCalls,
+        start_date: float, tracing: Tracing | None,
     ):
         self._config = config
         self._engine = engine
         self._generation = generation
+        self._pooled = pooled
         self._start_date = start_date
         self._tracing = tracing
         self._unread = UnreadReplies()
@@ -96,6 +99,20 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
             fields["client"] = get_caller(context).name
             await self._generation.resume(
                 request.resume_token, request.token_offset, context, fields, trace, context.write)
+
+    async def Embed(self, request: pooling_pb2.EmbedRequest, context: Context) -> pooling_pb2.EmbedResponse:
+        trace = self._tracing.begin(context, "Embed", arrival(), operation="embeddings") if self._tracing else None
+        async with call(context, "Embed", logging.INFO, trace) as fields:
+            response = await self._pooled.embed(request, context, fields, trace)
+            self._unread.add(context, get_caller(context).name, "embed", response.ByteSize())
+        return response
+
+    async def Rank(self, request: pooling_pb2.RankRequest, context: Context) -> pooling_pb2.RankResponse:
+        trace = self._tracing.begin(context, "Rank", arrival(), operation="rerank") if self._tracing else None
+        async with call(context, "Rank", logging.INFO, trace) as fields:
+            response = await self._pooled.rank(request, context, fields, trace)
+            self._unread.add(context, get_caller(context).name, "rank", response.ByteSize())
+        return response
 
     async def Tokenize(self, request: tokenize_pb2.TokenizeRequest, context: Context) -> tokenize_pb2.TokenizeResponse:
         async with call(context, "Tokenize"):
@@ -140,7 +157,8 @@ class InferenceServicer(inference_service_pb2_grpc.InferenceServiceServicer):
                 kv_cache_data_type=DATA_TYPES.get(info.kv_cache_dtype, model_pb2.DATA_TYPE_UNSPECIFIED),
                 quantization_scheme=QUANTIZATION_SCHEMES.get(
                     info.quantization, model_pb2.QUANTIZATION_SCHEME_UNSPECIFIED),
-                device_backend=DEVICE_BACKENDS.get(info.backend, model_pb2.DEVICE_BACKEND_UNSPECIFIED))
+                device_backend=DEVICE_BACKENDS.get(info.backend, model_pb2.DEVICE_BACKEND_UNSPECIFIED),
+                task=TASKS[info.task], embedding_dimension=info.embedding_dimension)
             response.start_time.FromMilliseconds(round(1000 * self._start_date))
         return response
 

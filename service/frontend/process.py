@@ -28,12 +28,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from npuserve.service import clock, logs
+from npuserve.service.access.peer_process import LOOPBACK
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.admin import AdminServicer
 from npuserve.service.frontend.drain import Drain
 from npuserve.service.frontend.generation import Generation
 from npuserve.service.frontend.inference import InferenceServicer
+from npuserve.service.frontend.pooling import PooledCalls
 from npuserve.service.frontend.server import MessageLimit, Servers, Servicers
 from npuserve.service.processes import child, process_control
 from npuserve.service.requests.preparation import Preparation
@@ -119,12 +121,13 @@ class Frontend:
         self._tracing = _open_tracing(config)
         self._preparation = Preparation(config.max_preparing)
         self._generation = Generation(config, self._engine, self._preparation)
-        vllm_engine = _open_vllm_engine(config, self._engine, self._generation, self._tracing)
+        pooled = PooledCalls(self._engine, self._generation)
+        vllm_engine = _open_vllm_engine(config, self._engine, self._generation, pooled, self._tracing)
         start_date = args.start_date or clock.unix_time()
         self._health = HealthServicer([vllm_engine.NAME] if vllm_engine else [])
         self._servers = Servers(
             config, args.port,
-            Servicers(InferenceServicer(config, self._engine, self._generation, start_date, self._tracing),
+            Servicers(InferenceServicer(config, self._engine, self._generation, pooled, start_date, self._tracing),
                       AdminServicer(config, self._engine, args.started or time.monotonic()), self._health, vllm_engine),
             MessageLimit(config, args.folder, self._engine, self._generation), self._preparation,
             (lambda key: keys.value.find(key)) if keys else None, self._tls.credentials if self._tls else None,
@@ -231,7 +234,7 @@ def _open_keys(config: ServerConfig, last_good: str) -> FileReloader[Keys] | Non
     from npuserve.service.access.file_reloader import FileReloader
     from npuserve.service.access.last_known_good import LastKnownGoodFile
 
-    if not config.tls_cert:
+    if not (config.tls_cert or config.host == LOOPBACK):
         logs.event(log, "API keys are sent unencrypted: TLS is off", level=logging.WARNING)
     copy = Path(last_good) / "api_keys" if last_good else None
     file = LastKnownGoodFile("api_keys", config.api_keys, copy, keys.read)
@@ -256,7 +259,7 @@ def _open_tracing(config: ServerConfig) -> Tracing | None:
 
 
 def _open_vllm_engine(
-    config: ServerConfig, engine: EngineClient, generation: Generation, tracing: Tracing | None
+    config: ServerConfig, engine: EngineClient, generation: Generation, pooled: PooledCalls, tracing: Tracing | None
 ) -> VllmEngineServicer | None:
     """Return None, without an import, if the extra `gateway` is not installed; also if its stubs cannot be used.
 
@@ -276,7 +279,7 @@ def _open_vllm_engine(
         logs.event(log, "VllmEngine is off: the installed smg-grpc-proto cannot be used", level=logging.WARNING,
                    error=str(error))
         return None
-    return VllmEngineServicer(config, engine, generation, time.monotonic(), tracing)
+    return VllmEngineServicer(config, engine, generation, pooled, time.monotonic(), tracing)
 
 
 async def serve(args: FrontendArgs) -> None:

@@ -31,7 +31,8 @@ def model_info(folder: ModelFolder, info: ModelInfo) -> vllm.GetModelInfoRespons
     defaults = json.dumps(folder.defaults, separators=(",", ":")) if folder.defaults else ""
     return vllm.GetModelInfoResponse(
         model_path=path, tokenizer_path=path if folder.tokenizer else "", served_model_name=folder.name,
-        is_generation=True, max_context_length=info.max_model_len, max_req_input_len=info.max_model_len - 1,
+        is_generation=info.task == "generate", max_context_length=info.max_model_len,
+        max_req_input_len=info.max_model_len - (info.task == "generate"),
         vocab_size=info.vocabulary_size, model_type=_text(config.get("model_type")), architectures=[info.family],
         eos_token_ids=sorted(folder.eos_token_ids), pad_token_id=_id(config.get("pad_token_id")),
         bos_token_id=_id(config.get("bos_token_id")), default_sampling_params_json=defaults)

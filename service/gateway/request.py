@@ -6,7 +6,7 @@ docs/vllm-engine.md lists the meaning of 0 for each field.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 from smg_grpc_proto.generated import common_pb2
@@ -15,11 +15,14 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from npuserve.npu.profile import MAX_PROFILE_STEPS
 from npuserve.service.errors import InvalidField, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.requests.fields import check_number, check_profile_name, check_profile_steps
+from npuserve.service.requests.fields import MAX_LOGPROBS, check_number, check_profile_name, check_profile_steps
 from npuserve.service.requests.prompt import too_many_tokens
-from npuserve.service.requests.sampling import MAX_LOGPROBS
 from npuserve.service.text.model_folder import DEFAULT_RANGES, Range
 from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import pooling_pb2
+
+if TYPE_CHECKING:
+    from npuserve.service.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARACTERS = 512
 """smg makes an id from the client's `X-Request-Id` and a UUID."""
@@ -32,6 +35,7 @@ SAMPLING_FIELDS = frozenset({
 })
 """Fields that are honoured, and fields that cannot change an answer of token ids. Any other field that a client sets is
 UNIMPLEMENTED, also one that a later version of the stubs adds."""
+EMBED_FIELDS = frozenset({"request_id", "tokenized"})
 MEDIA_FIELDS = frozenset({"mm_inputs", "extra_mm_inputs"})
 """Fields of images, videos and audio, which also stand for the placeholders of the prompt."""
 _MAX_SEED = (1 << 64) - 1
@@ -60,6 +64,30 @@ def translate(request: vllm.GenerateRequest, info: ModelInfo) -> pb.GenerateRequ
     _set_output(translated.output, params, info.vocabulary_size, bad)
     _set_constraint(translated, params)
     bad.check()
+    return translated
+
+
+def translate_embed(request: vllm.EmbedRequest, tokenizer: Tokenizer | None) -> pooling_pb2.EmbedRequest:
+    """Return the request as a message of InferenceService.
+
+    A gateway tokenizes without the special tokens of the model's tokenizer, such as an end-of-text token. Those that
+    are missing are added.
+
+    Raises Reserved for fields without a counterpart, and InvalidField for a request without ids.
+    """
+    _check_known(request, EMBED_FIELDS, "")
+    ids = list(request.tokenized.input_ids)
+    if not ids:
+        raise InvalidField("tokenized.input_ids", "must be at least one token, got an empty input")
+    head, tail = tokenizer.special_ids_around if tokenizer else ([], [])
+    translated = pooling_pb2.EmbedRequest()
+    if request.request_id:
+        translated.request_id = request.request_id
+    if ids[: len(head)] != head:
+        translated.token_ids.ids.extend(head)
+    translated.token_ids.ids.extend(ids)
+    if tail and ids[-len(tail) :] != tail:
+        translated.token_ids.ids.extend(tail)
     return translated
 
 

@@ -22,11 +22,16 @@ from npuserve.npu.profile import DEFAULT_SECONDS
 from npuserve.service import clock
 from npuserve.service.access.caller import get_caller
 from npuserve.service.config import ServerConfig
-from npuserve.service.errors import InvalidField, NoTokenizer, Reserved, Unavailable
+from npuserve.service.errors import InvalidField, NoTokenizer, Unavailable
 from npuserve.service.gateway import info, kv_events
 from npuserve.service.gateway.answer import AnswerTranslator
 from npuserve.service.gateway.fields import client_paths
-from npuserve.service.gateway.request import MAX_REQUEST_ID_CHARACTERS, translate, translate_profile
+from npuserve.service.gateway.request import (
+    MAX_REQUEST_ID_CHARACTERS,
+    translate,
+    translate_embed,
+    translate_profile,
+)
 from npuserve.service.gateway.tokenizer_bundle import TokenizerBundle
 from npuserve.service.ipc.messages import Request
 from npuserve.service.requests import validation
@@ -37,6 +42,7 @@ from npuserve.service.rpc.call import VLLM_ENGINE, Context, arrival, call, rpc_n
 from npuserve.service.streams.engine_client import EngineClient
 from npuserve.service.text.model_folder import ModelFolder
 from npuserve.v1 import generate_pb2 as pb
+from npuserve.v1 import pooling_pb2
 
 if TYPE_CHECKING:
     from npuserve.service.rpc.tracing import Trace, Tracing
@@ -49,8 +55,10 @@ SERVICE = "vllm"
 MAX_ABORT_IDS = 1024
 ABORT_SECONDS = 10.0
 """Maximum time for which Abort waits for a restarted engine. It is the deadline of smg's own Abort."""
-BYTES_PER_LOGPROB, BYTES_PER_TOKEN = 7, 9
-"""Estimated size of a log-probability in an answer, with an id of 3 bytes, and of what is around those of a token."""
+BYTES_PER_LOGPROB = 7
+"""Estimated size of a log-probability in an answer, with an id of 3 bytes."""
+BYTES_PER_TOKEN = 9
+"""Estimated size of the fields around the log-probabilities of a token."""
 MAX_FLUSH_SECONDS = 600.0
 POLL_SECONDS = 0.05
 
@@ -75,6 +83,15 @@ class Generation(Protocol):
     ) -> None: ...
 
 
+class PooledCalls(Protocol):
+    """The part of frontend/pooling.py that this folder needs."""
+
+    async def embed(
+        self, message: pooling_pb2.EmbedRequest, context: Context, fields: dict[str, Any], trace: Trace | None,
+        service: str = "", max_request_id_characters: int = ...,
+    ) -> pooling_pb2.EmbedResponse: ...
+
+
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """Servicer of VllmEngine.
 
@@ -85,12 +102,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     NAME = VLLM_ENGINE
 
     def __init__(
-        self, config: ServerConfig, engine: EngineClient, generation: Generation, started: float,
+        self, config: ServerConfig, engine: EngineClient, generation: Generation, pooled: PooledCalls, started: float,
         tracing: Tracing | None,
     ):
         self._config = config
         self._engine = engine
         self._generation = generation
+        self._pooled = pooled
         self._started = started
         self._tracing = tracing
         self._last_request = 0.0  # Unix time
@@ -114,9 +132,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
                 await self._generation.answer(checked, context, fields, trace, send)
 
-    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> None:
-        async with call(context, _rpc("Embed")):
-            raise Reserved("Embed")
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        trace = self._tracing.begin(
+            context, "Embed", arrival(), VLLM_ENGINE, "embeddings") if self._tracing else None
+        async with call(context, _rpc("Embed"), logging.INFO, trace) as fields:
+            with client_paths():
+                self._last_request = clock.unix_time()
+                message = translate_embed(request, self._generation.require_folder().tokenizer)
+                embedded = await self._pooled.embed(
+                    message, context, fields, trace, SERVICE, MAX_REQUEST_ID_CHARACTERS)
+                response = vllm.EmbedResponse(
+                    embedding=embedded.values, prompt_tokens=embedded.usage.prompt_tokens,
+                    embedding_dim=len(embedded.values))
+        return response
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         async with call(context, _rpc("HealthCheck")):

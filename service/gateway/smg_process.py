@@ -91,7 +91,9 @@ def _log_lines(descriptor: int) -> None:
         for line in lines:
             try:
                 record = json.loads(line)
-                target, message, level = record["target"], record["message"], record["level"]
+                target = record["target"]
+                message = record["message"]
+                level = record["level"]
             except (ValueError, TypeError, KeyError):
                 continue
             if target not in NOT_LOGGED:

@@ -47,10 +47,10 @@ class Bundle:
 
     def chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
         """Yield the messages of the archive. The last one has the SHA-256."""
-        for at in range(0, len(self.data), CHUNK_BYTES):
-            is_last = at + CHUNK_BYTES >= len(self.data)
+        for offset in range(0, len(self.data), CHUNK_BYTES):
+            is_last = offset + CHUNK_BYTES >= len(self.data)
             yield common_pb2.GetTokenizerChunk(
-                data=self.data[at : at + CHUNK_BYTES], sha256=self.sha256 if is_last else "")
+                data=self.data[offset : offset + CHUNK_BYTES], sha256=self.sha256 if is_last else "")
 
 
 class TokenizerBundle:

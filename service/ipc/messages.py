@@ -13,14 +13,16 @@ from typing import Literal
 
 import msgspec
 
+from npuserve.npu.model.pooling import Task
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
+from npuserve.service.ipc.explanations import ExplainReply, ExplainRequest
 from npuserve.service.ipc.framing import LENGTH_BYTES, Wire
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 from npuserve.service.ipc.profile_messages import ProfileReply, ToEngineProfile
 from npuserve.service.structured_output.constraint import Constraint
 
-FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted"]
+FinishReason = Literal["eos", "stop_token", "stop_string", "length", "deadline", "aborted", "pooled"]
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -49,13 +51,24 @@ class PriorProgress(msgspec.Struct, frozen=True, array_like=True):
     accepted: bool = False
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Parameters of a request that generates no token: the values made of the last hidden state of its prompt.
+
+    dimensions: of an embedding, the first ones; 0 for a reranker's score.
+    is_normalized: divide the embedding by its L2 norm.
+    """
+
+    dimensions: int = 0
+    is_normalized: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """Validated and tokenized request, as the engine needs it. The engine holds no text.
 
     request_id: name from the client or the server, unique among the client's live calls of a service.
     prompt_ids: token ids below the vocabulary size; at least one.
     max_tokens, min_tokens: limits of the whole answer, including output_ids. prompt + max_tokens fits the model's
-        context.
+        context. 0 with `pooling`.
     arrival: when its call reached the front end, before its message was read.
     stop_token_ids, eos_token_ids: tokens that end the answer; the latter are empty under ignore_eos.
     priority: lower runs earlier.
@@ -64,13 +77,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client: owner for fairness and limits, see access/caller.py.
     resume_token: "" if the stream cannot be resumed.
     options: data for front ends that resume the stream; opaque to the engine.
-    prior: progress under earlier engines.
+    progress: progress under earlier engines.
     client_limit: maximum concurrent requests of the client; 0 for no limit.
     owner: only caller that may resume it; "" for any caller with the token.
     service: service that the request_id belongs to; "" for InferenceService. Ids of different services do not collide.
     index, samples: number of this sample, from 0, and the number of samples of the call. The samples of a call have the
-        same request_id, client, arrival and prompt.
+        same request_id, client, arrival and prompt. Each document of a Rank call is a request with the number of the
+        document as its index, 1 as `samples`, and a prompt of its own.
     constraint: on the answer's text; None for none.
+    pooling: None for a request that generates tokens.
     """
 
     request_id: str
@@ -88,17 +103,21 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     client: str = ""
     resume_token: str = ""
     options: bytes = b""
-    prior: PriorProgress = PriorProgress()
+    progress: PriorProgress = PriorProgress()
     client_limit: int = 0
     owner: str = ""
     service: str = ""
     index: int = 0
     samples: int = 1
     constraint: Constraint | None = None
+    pooling: PoolingParams | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """Properties of the served model, known once it is loaded."""
+    """Properties of the served model, known once it is loaded.
+
+    embedding_dimension: 0 unless the task is to embed.
+    """
 
     family: str
     vocabulary_size: int
@@ -112,6 +131,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_cache_tokens: int
     parameters: int
     deterministic: bool
+    task: Task = "generate"
+    embedding_dimension: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +172,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     error: see errors.to_wire.
     logprobs: one per token, if requested.
     prompt_logprobs: log-probabilities of this step's chunk, in order, if requested.
+    values: of a request with `pooling`, an embedding or one score: float32, little-endian. Empty before its finish.
     """
 
     key: int
@@ -159,6 +181,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     error: WireError | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    values: bytes = b""
 
 
 class Record(msgspec.Struct, array_like=True):
@@ -194,11 +217,11 @@ class Record(msgspec.Struct, array_like=True):
     def continuation(self, accepted: bool) -> Request:
         """Return a request for the remaining tokens."""
         sampling = self.request.sampling
-        prior = PriorProgress(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
-        if prior.num_reported == len(self.request.prompt_ids) - 1:
+        progress = PriorProgress(len(self.prompt_logprobs), self.cached_tokens, self.timing, accepted)
+        if progress.num_reported == len(self.request.prompt_ids) - 1:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return msgspec.structs.replace(
-            self.request, sampling=sampling, output_ids=list(self.token_ids), prior=prior)
+            self.request, sampling=sampling, output_ids=list(self.token_ids), progress=progress)
 
     def as_output(self, key: int) -> Output:
         """Return the record as the output of one step."""
@@ -314,8 +337,8 @@ class Resume(Wire, frozen=True):
     deadline: float | None
 
 
-ToEngine = (Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ToEngineKv
-            | ToEngineProfile)
+ToEngine = (Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ExplainRequest
+            | ToEngineKv | ToEngineProfile)
 
 # Engine to front end. Each carries the engine's epoch; messages of an earlier epoch are dropped.
 
@@ -363,7 +386,7 @@ class Reply(Wire, frozen=True):
     value: int
 
 
-ToFrontend = Ready | Outputs | Resumed | Reply | ProfileReply | ToSubscriber
+ToFrontend = Ready | Outputs | Resumed | Reply | ExplainReply | ProfileReply | ToSubscriber
 
 
 def encode(message: ToEngine | ToFrontend) -> bytes:

@@ -95,9 +95,9 @@ class AnswerParser:
 
     def feed(self, text: str) -> None:
         """Add the next text of the answer."""
-        at = 0
-        while at < len(text):
-            at = self._state(text, at)
+        position = 0
+        while position < len(text):
+            position = self._state(text, position)
 
     def finish(self) -> None:
         """End the answer: resolve the text that was held back."""
@@ -121,64 +121,64 @@ class AnswerParser:
 
     # States: each reads at least one character of text[at:], or enters another state, and returns the next position.
 
-    def _begin(self, text: str, at: int) -> int:
+    def _begin(self, text: str, position: int) -> int:
         """Read the beginning of the answer, where white space and <think> may be."""
-        if not self._tag and text[at].isspace():
-            self._held += text[at]
-            return at + 1
-        return self._read_tag(text, at)
+        if not self._tag and text[position].isspace():
+            self._held += text[position]
+            return position + 1
+        return self._read_tag(text, position)
 
-    def _reasoning(self, text: str, at: int) -> int:
-        c = text[at]
+    def _reasoning(self, text: str, position: int) -> int:
+        c = text[position]
         if THINK_END.startswith(self._tag + c):
             self._tag += c
             if self._tag == THINK_END:
                 self._held = self._tag = ""
                 self._state = self._after_reasoning
-            return at + 1
+            return position + 1
         if self._tag:
             self._emit_reasoning(self._tag)
             self._tag = ""
-            return at
+            return position
         if c == "\n":
             self._held += c if self._has_reasoning_text else ""
-            return at + 1
-        end = _end_of_run(text, at)
-        self._emit_reasoning(text[at:end])
+            return position + 1
+        end = _end_of_run(text, position)
+        self._emit_reasoning(text[position:end])
         return end
 
-    def _after_reasoning(self, text: str, at: int) -> int:
-        return at + 1 if text[at] == "\n" and not self._tag else self._read_tag(text, at)
+    def _after_reasoning(self, text: str, position: int) -> int:
+        return position + 1 if text[position] == "\n" and not self._tag else self._read_tag(text, position)
 
-    def _after_call(self, text: str, at: int) -> int:
-        if not self._tag and text[at].isspace():
+    def _after_call(self, text: str, position: int) -> int:
+        if not self._tag and text[position].isspace():
             if self._has_content:
-                self._held += text[at]
-            return at + 1
-        return self._read_tag(text, at)
+                self._held += text[position]
+            return position + 1
+        return self._read_tag(text, position)
 
-    def _content(self, text: str, at: int) -> int:
+    def _content(self, text: str, position: int) -> int:
         if not self._calls:
-            self._emit(text[at:])
+            self._emit(text[position:])
             return len(text)
-        c = text[at]
+        c = text[position]
         if self._tag or c == "<":
-            return self._read_tag(text, at)
+            return self._read_tag(text, position)
         if c == "\n":
             if self._held == self._line_feeds:
                 self._emit(c)
             else:
                 self._held += c
-            return at + 1
-        end = _end_of_run(text, at)
-        self._emit(self._held + text[at:end])
+            return position + 1
+        end = _end_of_run(text, position)
+        self._emit(self._held + text[position:end])
         self._held = ""
         return end
 
-    def _tool_call(self, text: str, at: int) -> int:
+    def _tool_call(self, text: str, position: int) -> int:
         call = self._call
-        end = call.feed(text, at)
-        self._call_text += "" if self._is_named else text[at:end]
+        end = call.feed(text, position)
+        self._call_text += "" if self._is_named else text[position:end]
         self._emit_call()
         if call.status == OPEN:
             return end
@@ -200,22 +200,22 @@ class AnswerParser:
             self._state = self._content
         return end
 
-    def _read_tag(self, text: str, at: int) -> int:
+    def _read_tag(self, text: str, position: int) -> int:
         """Read a character that may belong to a tag. If it cannot, enter the state of content without reading it."""
         tags = [*[CALL_BEGIN] * self._calls, *[CALL_END] * self._expects_end]
         if self._state == self._begin and self._may_reason:
             tags.append(THINK_BEGIN)
-        tag = self._tag + text[at]
+        tag = self._tag + text[position]
         if tag in tags:
             self._enter(tag)
-            return at + 1
+            return position + 1
         if any(known.startswith(tag) for known in tags):
             self._tag = tag
-            return at + 1
+            return position + 1
         self._state = self._content
         self._emit(self._held + self._tag)
         self._held = self._tag = ""
-        return at
+        return position
 
     def _enter(self, tag: str) -> None:
         """Change the state at a tag."""
@@ -265,7 +265,7 @@ class AnswerParser:
             self._parts.add_call(CallDelta(self._count - 1, name, arguments))
 
 
-def _end_of_run(text: str, at: int) -> int:
-    """Return the position of the next character from `at` on that may begin a tag."""
-    special = _SPECIAL.search(text, at)
+def _end_of_run(text: str, position: int) -> int:
+    """Return the position of the next character from `position` on that may begin a tag."""
+    special = _SPECIAL.search(text, position)
     return special.start() if special else len(text)

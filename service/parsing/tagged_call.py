@@ -81,18 +81,18 @@ class TaggedCallScanner:
         self.arguments = ""
         return taken
 
-    def feed(self, text: str, at: int) -> int:
+    def feed(self, text: str, position: int) -> int:
         """Scan text[at:], until its end or until the status changes. Return the position after the scanned text."""
-        while at < len(text) and self.status == OPEN:
-            run = _PLAIN.match(text, at) if self._step == self._read_value and not self._tag else None
+        while position < len(text) and self.status == OPEN:
+            run = _PLAIN.match(text, position) if self._step == self._read_value and not self._tag else None
             if run:
                 self._keep(run.group())
-                at = run.end()
+                position = run.end()
                 continue
-            if not self._step(text[at]):
+            if not self._step(text[position]):
                 self.status = MALFORMED
-            at += 1
-        return at
+            position += 1
+        return position
 
     def finish(self) -> None:
         """End the text. A value that was cut has the text up to there, and its JSON is not closed."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from npuserve.service.text.answer_format import CALL_BEGIN, CALL_END
 
-OPEN, MALFORMED = "", "malformed"
+OPEN = ""
+MALFORMED = "malformed"
 _SPACE = " \t\r\n"
 _IN_STRING = re.compile(r'[^"\\\n]+')
 _OUTSIDE = re.compile(r'[^"{}\[\]<\n]+')
@@ -57,19 +58,19 @@ class ToolCallScanner:
         self.arguments = ""
         return arguments
 
-    def feed(self, text: str, at: int) -> int:
+    def feed(self, text: str, position: int) -> int:
         """Scan text[at:], until its end or until the status changes. Return the position after the scanned text."""
-        while at < len(text) and self.status == OPEN:
+        while position < len(text) and self.status == OPEN:
             if not self._tag and self._step == self._value:
                 pattern = _IN_STRING if self._in_string else _OUTSIDE
-                run = None if self._is_scalar or self._is_escaped else pattern.match(text, at)
+                run = None if self._is_scalar or self._is_escaped else pattern.match(text, position)
                 if run:
                     self._keep(run.group())
-                    at = run.end()
+                    position = run.end()
                     continue
-            self._feed_character(text[at])
-            at += 1
-        return at
+            self._feed_character(text[position])
+            position += 1
+        return position
 
     def finish(self) -> None:
         """End the text: a part of a tag that is not complete belongs to the arguments."""

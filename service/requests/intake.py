@@ -49,9 +49,9 @@ class Intake:
         try:
             if _is_compressed(data):
                 raise CompressedMessage("the request's message is compressed; send it without grpc-encoding")
-            message_limits.check_size(size, self._limit(deserializer.__self__.DESCRIPTOR))
-            if size <= message_limits.SMALL_BYTES:
+            if size <= message_limits.SMALL_BYTES:  # no model's limit is less; the channel enforces max_message_size
                 return request_parser.parse(deserializer, data)
+            message_limits.check_size(size, self._limit(deserializer.__self__.DESCRIPTOR))
             return await self._preparation.run(who.name, "parse", size, _parse, deserializer, data)
         except ServeError as error:
             if isinstance(error, MessageTooLarge):

@@ -28,9 +28,13 @@ MAX_ELEMENTS = 100_000
 """Fields and items of one message, at all depths. A packed list of token ids counts as one."""
 MAX_CHAT_MESSAGES = 10_000
 MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
 MAX_DEPTH = 100
 """Nesting depth that protobuf parses; deeper messages are malformed."""
-_MAX_ITEMS = {"npuserve.v1.Chat.messages": MAX_CHAT_MESSAGES, "npuserve.v1.Chat.tools": MAX_TOOLS}
+_MAX_ITEMS = {
+    "npuserve.v1.Chat.messages": MAX_CHAT_MESSAGES, "npuserve.v1.Chat.tools": MAX_TOOLS,
+    "npuserve.v1.RankRequest.documents": MAX_DOCUMENTS,
+}
 
 
 def max_message_bytes(
@@ -50,9 +54,11 @@ def max_message_bytes(
 def limit_of(kind: Descriptor, context: int, token_bytes: int, vocabulary_size: int) -> int:
     """Return the size limit of a message type, in bytes. See `max_message_bytes` for the other arguments."""
     match kind.full_name:
-        case "npuserve.v1.GenerateRequest" | "npuserve.v1.TokenizeRequest":
+        case ("npuserve.v1.GenerateRequest" | "npuserve.v1.TokenizeRequest" | "npuserve.v1.EmbedRequest"
+              | "npuserve.v1.RankRequest"):
             return max_message_bytes(context, token_bytes, vocabulary_size)
-        case "vllm.grpc.engine.GenerateRequest":  # its TokenizedInput has the prompt's ids and the prompt's text
+        # Their TokenizedInput has the prompt's ids and the prompt's text.
+        case "vllm.grpc.engine.GenerateRequest" | "vllm.grpc.engine.EmbedRequest":
             return max_message_bytes(context, token_bytes + MAX_ID_BYTES, vocabulary_size)
         case "npuserve.v1.DetokenizeRequest":
             return min(MAX_MESSAGE_BYTES, context * MAX_ID_BYTES + SMALL_BYTES)

@@ -34,7 +34,7 @@ from npuserve.service.rpc.refusal_throttle import add_work
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind = Literal["parse", "generate", "tokenize", "detokenize"]
+Kind = Literal["parse", "generate", "embed", "rank", "tokenize", "detokenize"]
 
 MAX_SMALL_JOB_BYTES = 32 << 10
 """Largest input of a job in the small lane, which takes some 15 ms to tokenize."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from npuserve.service.errors import InvalidField, NoTokenizer, TokenizerLimit, Violations
@@ -45,11 +46,17 @@ def prompt_token_ids(
         raise InvalidField(kind, "must be at least one token, got an empty prompt")
     if len(ids) >= info.max_model_len:
         raise InvalidField(kind, too_many_tokens(len(ids), info.max_model_len))
-    if kind != "token_ids" and max(ids) >= info.vocabulary_size:
-        raise InvalidField(kind, (
+    if kind != "token_ids":
+        check_made_ids(kind, ids, info)
+    return ids
+
+
+def check_made_ids(field: str, ids: Sequence[int], info: ModelInfo) -> None:
+    """Raise InvalidField, naming `field`, if the tokenizer has made ids that the model does not have."""
+    if max(ids) >= info.vocabulary_size:
+        raise InvalidField(field, (
             f"the tokenizer makes token id {max(ids)} of it, "
             f"and the model's ids are in [0, {info.vocabulary_size - 1}]"))
-    return ids
 
 
 def _given_ids(message: pb.GenerateRequest, info: ModelInfo) -> list[int]:
@@ -129,8 +136,10 @@ def check_length(text: str, field: str, tokenizer: Tokenizer | None, max_model_l
 
     A text of at most max_model_len tokens always passes. A text that passes may have more tokens, but not a multiple.
     """
+    if tokenizer is None or len(text) <= max_model_len:
+        return
     _check_bytes(text, field, tokenizer, max_model_len)
-    if tokenizer is None or len(text) <= max(max_model_len, MAX_PIECE_CHARACTERS):
+    if len(text) <= MAX_PIECE_CHARACTERS:
         return
     count = 0
     for start in range(0, len(text), MAX_PIECE_CHARACTERS):

@@ -10,21 +10,26 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from npuserve.npu.model.pooling import Task
 from npuserve.npu.step import SamplingParams
 from npuserve.service.config import MAX_SAMPLES, PRIORITY_RANGE
-from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations, quoted
+from npuserve.service.errors import InvalidField, ModelNotFound, NoTokenizer, Violations, WrongTask, quoted
 from npuserve.service.ipc.messages import ModelInfo, Request
 from npuserve.service.parsing.parameter_types import FunctionTypes
 from npuserve.service.parsing.tool_choice import call_types, check_parsing, constrained_format, tool_constraint
-from npuserve.service.requests.fields import check_number, check_token_ids
+from npuserve.service.requests.fields import (
+    check_lengths,
+    check_number,
+    check_sampling,
+    check_stopping,
+    check_token_ids,
+)
 from npuserve.service.requests.prompt import check_length, encode, prompt_text, prompt_token_ids
-from npuserve.service.requests.sampling import check_logprobs, check_sampling
-from npuserve.service.requests.stopping import check_lengths, check_stopping
 from npuserve.service.structured_output.validation import check_constraint
 from npuserve.service.text.answer_format import PLAIN, AnswerFormat
 from npuserve.service.text.model_folder import ModelFolder, Range
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import tokenize_pb2
+from npuserve.v1 import pooling_pb2, tokenize_pb2
 
 if TYPE_CHECKING:
     from npuserve.service.text.tokenizer import Tokenizer
@@ -37,6 +42,12 @@ MAX_UNARY_BYTES = 4 << 20
 """Size limit of a received message in gRPC clients, by default."""
 BYTES_PER_LOGPROB = 24
 """Estimated size of a serialized TokenLogprob: 2 of header, 4 of id, 5 of logprob, 4 of rank, 2 + 7 of text."""
+
+_CALLS: dict[Task, str] = {"generate": "Generate", "embed": "Embed", "rank": "Rank"}
+_KINDS: dict[Task, str] = {
+    "generate": "generates text: it has no modules.json, which says how an embedding model or a reranker pools",
+    "embed": "is an embedding model", "rank": "is a reranker",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,11 @@ class Policy:
     max_request_id_characters: int = MAX_REQUEST_ID_CHARACTERS
 
 
-def request_id(message: pb.GenerateRequest, max_characters: int = MAX_REQUEST_ID_CHARACTERS) -> str:
+Named = pb.GenerateRequest | pooling_pb2.EmbedRequest | pooling_pb2.RankRequest
+"""Requests with a request id."""
+
+
+def request_id(message: Named, max_characters: int = MAX_REQUEST_ID_CHARACTERS) -> str:
     """Return the client's request id, or a new one if it is absent or not valid as metadata, which `check` refuses."""
     given = message.request_id
     is_valid = 1 <= len(given) <= max_characters and all("!" <= c <= "~" for c in given)
@@ -86,11 +101,23 @@ def request_id(message: pb.GenerateRequest, max_characters: int = MAX_REQUEST_ID
 
 
 def check_model(
-    message: pb.GenerateRequest | tokenize_pb2.TokenizeRequest | tokenize_pb2.DetokenizeRequest, folder: ModelFolder
+    message: Named | tokenize_pb2.TokenizeRequest | tokenize_pb2.DetokenizeRequest, folder: ModelFolder
 ) -> None:
     """Raise ModelNotFound if a request names another model than the served one."""
     if message.HasField("model") and message.model not in folder.names:
         raise ModelNotFound(f"model: {quoted(message.model)} is not served here; this server serves {folder.name!r}")
+
+
+def task_of(folder: ModelFolder) -> Task:
+    """Return what the served model is for."""
+    return folder.pooling.task if folder.pooling else "generate"
+
+
+def check_task(folder: ModelFolder, task: Task) -> None:
+    """Raise WrongTask if the served model is for another task."""
+    served = task_of(folder)
+    if served != task:
+        raise WrongTask(f"{_CALLS[task]}: the served model {folder.name!r} {_KINDS[served]}; call {_CALLS[served]}")
 
 
 def check(
@@ -106,26 +133,23 @@ def check(
     name: the result of `request_id`.
     arrival: time.monotonic() seconds.
 
-    Raises InvalidField with all bad fields, ModelNotFound, NoTokenizer, NoChatTemplate, UnknownAnswerFormat.
+    Raises InvalidField with all bad fields, ModelNotFound, WrongTask, NoTokenizer, NoChatTemplate, UnknownAnswerFormat.
     """
     check_model(message, folder)
+    check_task(folder, "generate")
     bad = Violations()
-    if message.HasField("request_id") and message.request_id != name:
-        bad.add("request_id", (
-            f"must be 1 to {policy.max_request_id_characters} printable ASCII characters without spaces, "
-            f"got {quoted(message.request_id)}"))
+    check_request_id(message, name, policy, bad)
     answer_format = check_parsing(message, folder.tokenizer, bad)
     samples = _check_samples(message, info, policy, bad)
     vocabulary_size = info.vocabulary_size
     output = message.output
     stopping = check_stopping(message.stopping, folder, vocabulary_size, bad)
-    sampling = check_sampling(message.sampling, folder.defaults, vocabulary_size, bad)
-    logprobs = check_logprobs(output, "logprobs", vocabulary_size, bad)
-    prompt_logprobs = check_logprobs(output, "prompt_logprobs", vocabulary_size, bad)
-    priority = _check_scheduling(message.scheduling, policy, bad)
+    ending_ids = stopping.token_ids | stopping.eos_token_ids
+    sampling = check_sampling(message, folder.defaults, vocabulary_size, bad)
+    priority = check_scheduling(message.scheduling, policy, bad)
     constraint = check_constraint(message, folder, bad)
     allowed = sampling["allowed_token_ids"]
-    if message.stopping.min_tokens and allowed and stopping.ending_ids.issuperset(allowed):
+    if message.stopping.min_tokens and allowed and ending_ids.issuperset(allowed):
         bad.add("sampling.allowed_token_ids", "must hold a token that does not end the answer, for stopping.min_tokens")
     prompt_ids: list[int] = []
     with bad.collect():
@@ -139,8 +163,7 @@ def check(
         name, prompt_ids, max_tokens, arrival,
         sampling=SamplingParams(
             **sampling, min_tokens=min_tokens,
-            ending_ids=tuple(sorted(token for token in stopping.ending_ids if token < vocabulary_size)),
-            logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+            ending_ids=tuple(sorted(token for token in ending_ids if token < vocabulary_size))),
         stop_token_ids=stopping.token_ids, eos_token_ids=stopping.eos_token_ids, priority=priority,
         bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt,
         samples=samples, constraint=constraint)
@@ -151,7 +174,15 @@ def check(
         call_types=call_types(message.chat, answer_format))
 
 
-def _check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Violations) -> int:
+def check_request_id(message: Named, name: str, policy: Policy, bad: Violations) -> None:
+    """Report a request id that is not valid. name: the result of `request_id`."""
+    if message.HasField("request_id") and message.request_id != name:
+        bad.add("request_id", (
+            f"must be 1 to {policy.max_request_id_characters} printable ASCII characters without spaces, "
+            f"got {quoted(message.request_id)}"))
+
+
+def check_scheduling(scheduling: pb.SchedulingParams, policy: Policy, bad: Violations) -> int:
     """Return the priority, by default the one next to 0 that the policy allows; report bad fields."""
     lowest, highest, _ = policy.priorities
     default = int(min(max(0, lowest), highest))

@@ -29,15 +29,20 @@ log = logging.getLogger(__name__)
 BLOCK_SECONDS = 10.0
 MAX_ADDRESSES = 32
 """Blocked addresses at a time; the one that was blocked first is allowed again."""
-SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+SO_ATTACH_FILTER = 26
+SO_DETACH_FILTER = 27
 INSTRUCTION_BYTES = 8
-_LOAD_HALF, _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x28, 0x20, 0x15, 0x06
+_LOAD_HALF = 0x28
+_LOAD_WORD = 0x20
+_JUMP_IF_EQUAL = 0x15
+_RETURN = 0x06
 _PROTOCOL = 0xFFFFF000
 """Place of a packet's protocol, as Ethernet numbers it: SKF_AD_OFF + SKF_AD_PROTOCOL."""
 _NETWORK_HEADER = 0xFFF00000
 """SKF_NET_OFF"""
 _IPV4 = 0x0800
-_ACCEPT, _DROP = 0xFFFFFFFF, 0
+_ACCEPT = 0xFFFFFFFF
+_DROP = 0
 
 
 class AddressBlock:

@@ -68,7 +68,8 @@ ATTACK_SECONDS = 2.0
 several attackers could send as much as the first."""
 BASELINE_BYTES_PER_SECOND = 1 << 20
 """Speed at which the memory that is taken for normal follows the memory in use."""
-MAX_HEADER_BYTES, MAX_HEADER_SECONDS = 1 << 20, 60.0
+MAX_HEADER_BYTES = 1 << 20
+MAX_HEADER_SECONDS = 60.0
 """A stranger that has sent more in this time or longer is closed: headers that never end."""
 LOG_SECONDS = 10.0
 """Minimum time between two log lines."""

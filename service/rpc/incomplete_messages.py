@@ -129,9 +129,9 @@ class IncompleteMessages:
         now = time.monotonic()
         connection = self._connections.get(peer)
         if connection is None:
-            received = self._received_bytes(peer)
-            connection = _Connection(peer, received, now, received or 0, now, received or 0)
-            self._connections[peer] = connection
+            connection = self._connections[peer] = _Connection(peer, None, now, 0, now, 0)
+            self._receive(connection)
+            connection.rate_bytes = connection.progress_bytes = connection.received_bytes or 0
         else:
             self._receive(connection)
         # A connection that was not measured yet has received nothing before, as far as is known.
@@ -147,9 +147,10 @@ class IncompleteMessages:
         del connection.reads[place]
         if size is not None:
             self._remember(read.owner, size)
+        now = time.monotonic()
         if not connection.reads:
             del self._connections[connection.peer]
-            self._set(connection, 0, 0, 0)
+            self._update(connection, now)
             return
         if place:
             complete = read.complete_bytes + (size or 0)
@@ -158,7 +159,7 @@ class IncompleteMessages:
         else:
             connection.complete_bytes -= read.complete_bytes
         self._receive(connection)
-        self._update(connection, time.monotonic())
+        self._update(connection, now)
 
     def measure(self) -> list[Read]:
         """Measure all connections. Return the reads whose messages do not arrive in time."""
@@ -230,26 +231,22 @@ class IncompleteMessages:
 
     def _receive(self, connection: _Connection) -> None:
         """Ask the kernel what has arrived. A connection that is closed keeps its last number."""
-        received = self._received_bytes(connection.peer)
-        if received is not None:
-            connection.received_bytes = received
-
-    def _received_bytes(self, peer: str) -> int | None:
-        traffic = [accepted.traffic() for accepted in self._sockets.find(peer)]
-        return sum(counted.received_bytes for counted in traffic if counted) if any(traffic) else None
+        traffic = [accepted.traffic() for accepted in self._sockets.find(connection.peer)]
+        if any(traffic):
+            connection.received_bytes = sum(counted.received_bytes for counted in traffic if counted)
 
     def _update(self, connection: _Connection, now: float) -> None:
         """Compute what a connection holds and reserves."""
         count = len(connection.reads)
+        held = 0
+        unmeasured = 0
+        charge = 0
         if connection.received_bytes is None:
-            unmeasured = count * self._unmeasured_bytes
-            self._set(connection, 0, unmeasured, unmeasured)
-            return
-        arrived = connection.received_bytes - connection.reads[0].received_before - connection.complete_bytes
-        held = max(min(arrived, count * self._largest), count * MIN_READ_BYTES)
-        self._set(connection, held, 0, max(held, sum(self._reserved(read, now) for read in connection.reads)))
-
-    def _set(self, connection: _Connection, held: int, unmeasured: int, charge: int) -> None:
+            charge = unmeasured = count * self._unmeasured_bytes
+        elif count:
+            arrived = connection.received_bytes - connection.reads[0].received_before - connection.complete_bytes
+            held = max(min(arrived, count * self._largest), count * MIN_READ_BYTES)
+            charge = max(held, sum(self._reserved(read, now) for read in connection.reads))
         self.held += held - connection.held
         self.unmeasured += unmeasured - connection.unmeasured
         self.charge += charge - connection.charge

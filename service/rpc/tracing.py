@@ -153,11 +153,11 @@ class Trace:
         timing = self._timing
         if timing is None:
             return
-        at = timing.last_step_end - timing.queue - sum(timing.prefill_chunks) - timing.decode
+        begin = timing.last_step_end - timing.queue - sum(timing.prefill_chunks) - timing.decode
         phases = [("queue", timing.queue), *(("prefill chunk", chunk) for chunk in timing.prefill_chunks)]
         for name, seconds in [*phases, *([("decode", timing.decode)] if timing.decode else [])]:
-            yield name, at, at + seconds
-            at += seconds
+            yield name, begin, begin + seconds
+            begin += seconds
         yield "detokenize and send", timing.last_step_end, now
 
     def _at(self, seconds: float) -> int:

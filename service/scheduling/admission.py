@@ -26,6 +26,9 @@ def check_size(request: Request, num_slots: int, max_model_len: int | None) -> N
     """
     if not request.prompt_ids:
         raise InvalidField("prompt", "must have at least 1 token")
+    if request.pooling is not None:
+        _check_pooled_size(len(request.prompt_ids), num_slots, max_model_len)
+        return
     if len(request.output_ids) >= request.max_tokens:
         raise InvalidField(
             "stopping.max_tokens", f"must be more than the {len(request.output_ids)} tokens generated before, "
@@ -49,3 +52,10 @@ def check_size(request: Request, num_slots: int, max_model_len: int | None) -> N
         raise InvalidField(
             "stopping.max_tokens", f"must be in [1, {max_model_len - num_prompt_tokens}], as max_model_len is "
             f"{max_model_len} and the prompt has {num_prompt_tokens} tokens, got {request.max_tokens}")
+
+
+def _check_pooled_size(num_prompt_tokens: int, num_slots: int, max_model_len: int | None) -> None:
+    """Raise InvalidField if the prompt of a request that generates no token never fits."""
+    limit = num_slots if max_model_len is None else min(num_slots, max_model_len)
+    if num_prompt_tokens > limit:
+        raise InvalidField("prompt", f"must be at most {limit} tokens, got {num_prompt_tokens}")

@@ -199,6 +199,10 @@ class FairQueue:
                 tokens += share * known
         return requests, int(tokens)
 
+    def num_missing_tokens(self) -> int:
+        """Return the tokens that the waiting requests lack before their next token."""
+        return sum(s.num_missing_tokens for queue in self._queues.values() for s in queue)
+
     def faults(self) -> Iterator[str]:
         """Yield inconsistencies, for integrity checks, in one pass over the queues."""
         if (live := sum(a.live for a in self._accounts.values())) != self._live:

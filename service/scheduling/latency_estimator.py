@@ -32,7 +32,7 @@ class LatencyEstimator:
     """Moving averages of how long steps and answers take. Times are seconds.
 
     budget: maximum number of tokens in a step.
-    answer_tokens: tokens of an answer.
+    prompt_tokens, answer_tokens: tokens of a prompt and of an answer.
     answer_seconds: time that an answer computes.
     token_gap: time between two tokens of a request.
     """
@@ -50,6 +50,7 @@ class LatencyEstimator:
         self._last_decode = 0.0
         self.token_gap = 0.0
         self.answer_seconds = 0.0
+        self.prompt_tokens = 0.0
         self.answer_tokens = 0.0
 
     def step_planned(self, decodes: int, prompts: int, now: float) -> None:
@@ -93,8 +94,9 @@ class LatencyEstimator:
         if decodes:
             self.token_gap = _average(self.token_gap, seconds)
 
-    def record_answer(self, seconds: float, tokens: int) -> None:
+    def record_answer(self, seconds: float, prompt_tokens: int, tokens: int) -> None:
         """Record an answer that ended by itself, of `tokens` tokens that took `seconds` to compute."""
+        self.prompt_tokens = _average(self.prompt_tokens, prompt_tokens)
         self.answer_seconds = _average(self.answer_seconds, seconds)
         self.answer_tokens = _average(self.answer_tokens, tokens)
 

@@ -313,8 +313,9 @@ class Scheduler:
     def _end_complete(self, progress: Progress) -> None:
         """End a request if a step has ended it."""
         sequence = progress.sequence
-        if progress.reason is not None:
-            self._estimator.record_answer(sequence.timer.computing_seconds, sequence.num_generated_tokens)
+        if progress.reason is not None and not sequence.pools:
+            self._estimator.record_answer(
+                sequence.timer.computing_seconds, len(sequence.request.prompt_ids), sequence.num_generated_tokens)
         if progress.reason is not None or progress.error is not None:
             self._end(sequence)
 
@@ -396,9 +397,9 @@ class Scheduler:
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
         check_size(request, self.blocks.capacity, self._max_model_len)
-        if request.prior.accepted:
+        if request.progress.accepted:
             return None
-        num_samples = request.samples - request.index
+        num_samples = max(1, request.samples - request.index)  # a document counts as one
         if request.client_limit and account.live + num_samples > request.client_limit:
             samples = f"; the call needs {num_samples} more" if request.samples > 1 else ""
             raise QueueFull(
@@ -429,26 +430,44 @@ class Scheduler:
     def _first_token_seconds(self, request: Request, account: Account) -> float:
         """Estimate the time to a new request's first token.
 
-        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
-        prompts before it are computed, whichever is later; then its own prompt is computed. A sample of a call waits
-        for the followers before it, too, and computes only the part of the prompt that it does not share.
+        A sample of a call waits for the followers before it, too, and computes only the part of the prompt that it does
+        not share.
         """
-        running = self.num_running
         followers, num_shared_tokens = self._samples.sharing(request)
         num_own_tokens = len(request.prompt_ids) + len(request.output_ids) - num_shared_tokens
         requests, tokens = self._queue.ahead(account, request.priority, self._estimator.answer_tokens)
-        requests += followers
+        return self._first_token_seconds_behind(requests + followers, tokens, num_own_tokens, account)
+
+    def predicted_ttft_seconds(self) -> float:
+        """Estimate the time to the first token of a request that arrives now and waits for all that wait.
+
+        Its prompt is as long as those of the latest answers. 0 until steps are measured.
+        """
+        return self._first_token_seconds_behind(
+            self.num_waiting, self._queue.num_missing_tokens(), round(self._estimator.prompt_tokens))
+
+    def _first_token_seconds_behind(
+        self, requests: float, tokens: int, num_own_tokens: int, account: Account | None = None
+    ) -> float:
+        """Estimate the time to the first token of a new request behind `requests` others with `tokens` tokens.
+
+        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
+        prompts before it are computed, whichever is later; then its own prompt of `num_own_tokens` is computed.
+
+        account: of the client to which running requests yield; None if none does.
+        """
+        running = self.num_running
         paused_blocks = sum(len(sequence.block_ids) for sequence in self._paused.values())
         free_blocks = max(0, self.blocks.num_available + paused_blocks - running)  # one is left to each running
         free_slots = self._max_num_seqs - running
 
         def drain_seconds(slots: int, blocks: int) -> float:
             positions = blocks * self.blocks.block_size
-            fitting = min(slots, (requests + 1) * positions / (tokens + num_own_tokens))
+            fitting = min(slots, (requests + 1) * positions / max(tokens + num_own_tokens, 1))
             return self._estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
 
         drain = drain_seconds(free_slots, free_blocks)
-        if drain:
+        if drain and account:
             share = self._preemption.share(account)
             drain = min(drain, drain_seconds(free_slots + share.slots, free_blocks + share.blocks))
         prefill_tokens = sum(n for sequence in self._running if (n := sequence.num_uncomputed_tokens) > 1)
@@ -586,7 +605,7 @@ class Scheduler:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
             prefix, checkpoint = self._find_prefix(sequence)
-        is_new = not sequence.was_admitted and sequence.request.prior.cached_tokens is None
+        is_new = not sequence.was_admitted and sequence.request.progress.cached_tokens is None
         num_cached_tokens = len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
         sequence.admit(num_cached_tokens, now)

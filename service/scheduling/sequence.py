@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from npuserve.npu.step import Row, StepResult, TokenLogprobs
 from npuserve.service.errors import ServeError
@@ -99,6 +101,7 @@ class Sequence:
     num_prefill_tokens: tokens that were known at the last admission.
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
     num_shared_tokens: prompt tokens that another sample of the call computes for this one. 0 once it was admitted.
+    num_deferred: rows that were computed again, since their mask was late.
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
@@ -108,10 +111,32 @@ class Sequence:
     """
 
     __slots__ = (
-        "account", "age_key", "blocks", "cached_tokens", "checkpoint_positions", "deadline", "id", "is_deferred",
-        "matcher", "num_computed_tokens", "num_pending_tokens", "num_prefill_tokens", "num_prompt_tokens",
-        "num_reported_tokens", "num_shared_tokens", "num_steps_in_flight", "num_tokens_at_yield", "origin", "queue_key",
-        "request", "slots", "state", "timer", "token_ids", "was_admitted",
+        "account",
+        "age_key",
+        "blocks",
+        "cached_tokens",
+        "checkpoint_positions",
+        "deadline",
+        "id",
+        "is_deferred",
+        "matcher",
+        "num_computed_tokens",
+        "num_deferred",
+        "num_pending_tokens",
+        "num_prefill_tokens",
+        "num_prompt_tokens",
+        "num_reported_tokens",
+        "num_shared_tokens",
+        "num_steps_in_flight",
+        "num_tokens_at_yield",
+        "origin",
+        "queue_key",
+        "request",
+        "slots",
+        "state",
+        "timer",
+        "token_ids",
+        "was_admitted",
     )
 
     def __init__(
@@ -137,9 +162,9 @@ class Sequence:
         self.num_prefill_tokens = 0
         self.num_shared_tokens = 0
         self.num_tokens_at_yield = 0
-        prior = request.prior
-        self.num_reported_tokens = 1 + prior.num_reported
-        self.cached_tokens = prior.cached_tokens or 0
+        progress = request.progress
+        self.num_reported_tokens = 1 + progress.num_reported
+        self.cached_tokens = progress.cached_tokens or 0
         self.blocks = BlockTable(request.cache_salt, scope)
         self.slots = SlotTable()
         self.checkpoint_positions: list[int] = []
@@ -147,8 +172,9 @@ class Sequence:
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
+        self.num_deferred = 0
         self.is_deferred = False
-        self.timer = PhaseTimer(request.arrival, prior.timing)
+        self.timer = PhaseTimer(request.arrival, progress.timing)
 
     @property
     def is_queued(self) -> bool:
@@ -157,6 +183,11 @@ class Sequence:
     @property
     def is_paused(self) -> bool:
         return self.state in _PAUSED
+
+    @property
+    def pools(self) -> bool:
+        """True if the request generates no token: it ends with the hidden state of its last one."""
+        return self.request.pooling is not None
 
     @property
     def holds_blocks(self) -> bool:
@@ -213,7 +244,7 @@ class Sequence:
     def has_run(self) -> bool:
         """True if the request ran in this engine or an earlier one. It is admitted before requests of its client that
         did not."""
-        return self.was_admitted or (self.request.prior.accepted and bool(self.request.output_ids))
+        return self.was_admitted or (self.request.progress.accepted and bool(self.request.output_ids))
 
     @property
     def needs_matcher(self) -> bool:
@@ -261,7 +292,7 @@ class Sequence:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
         if not self.was_admitted:
             self.was_admitted = True
-            if self.request.prior.cached_tokens is None:
+            if self.request.progress.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
         self.num_shared_tokens = 0
@@ -291,7 +322,7 @@ class Sequence:
         """Run the request again with its blocks. The time of the pause counts as queue, unless a step is in flight."""
         self.state = State.RUNNING
         if not self.num_steps_in_flight:
-            self.timer.end_queue(now)
+            self.timer.end_queue(now, is_pause=True)
 
     def end(self) -> None:
         self.state = State.ENDED
@@ -304,6 +335,7 @@ class Sequence:
         A later step computes the last token again, and writes to its block, which is not shared: `Scheduler.apply` does
         not count this token. With a fixed state it computes the whole row again, from the state before it.
         """
+        self.num_deferred += 1
         self.num_pending_tokens -= 1
         self.num_computed_tokens = self.slots.retract() if self.slots else self.num_computed_tokens - 1
         self.is_deferred = True
@@ -315,6 +347,8 @@ class Sequence:
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
             reports = self.take_reports(reports, row.start)
+        if row.pools:
+            return Progress(self, [], "pooled", hidden=result.hidden[row.request_id])
         is_discarded = not row.samples or self.is_deferred
         if row.samples:
             self.is_deferred = False
@@ -402,6 +436,7 @@ class Progress(msgspec.Struct, frozen=True):
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.
     prompt_logprobs: reports of the prompt tokens that follow those reported before. Recomputed ones are not repeated.
+    hidden: last hidden state of a request that pools.
     """
 
     sequence: Sequence
@@ -410,3 +445,4 @@ class Progress(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: ServeError | None = None
+    hidden: npt.NDArray[np.float32] | None = None

@@ -68,7 +68,7 @@ class StepBuilder:
         takes_state = is_expected = False
         if self._slots is not None and (end < planned or sequence.checkpoint_positions):
             end, takes_state, is_expected = self._end_at_checkpoint(sequence, end, planned)
-        samples = end == planned
+        samples = end == planned and not sequence.pools
         is_constrained = False
         if samples:
             sequence.num_pending_tokens += 1
@@ -100,6 +100,7 @@ class StepBuilder:
             is_constrained,
             state_slot,
             state_source,
+            pools=sequence.pools and end == planned,
         )
         self.rows.append(row)
 

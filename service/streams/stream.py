@@ -24,7 +24,6 @@ from npuserve.service.ipc.messages import (
     Output,
     Pause,
     Record,
-    Request,
     Started,
     Timing,
     ToEngine,
@@ -81,6 +80,7 @@ class Stream:
     """Async iterator over lists of outputs, each holding everything since the last. Raises the error that ended the
     stream. `close` it in any case.
 
+    request: the record's.
     record: all outputs so far. The first read of a resumed stream returns the record's outputs.
     buffered: number of unread tokens.
     first_token, last_token: arrival times, time.monotonic() seconds; None before. first_token stays None in a resumed
@@ -91,6 +91,7 @@ class Stream:
 
     def __init__(self, client: StreamClient, key: int, record: Record, resumed: bool = False):
         self.key = key
+        self.request = record.request
         self.record = record
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -112,10 +113,6 @@ class Stream:
         # Under the current engine: launch of its first step, arrival of its first token.
         self._first_step: float | None = None
         self._first_arrival: float | None = None
-
-    @property
-    def request(self) -> Request:
-        return self.record.request
 
     @property
     def is_live(self) -> bool:
@@ -289,13 +286,13 @@ class Stream:
 
     def _timing(self) -> Timing:
         """Return the phases up to the last token, as measured in the front end."""
-        prior = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
+        earlier = self.record.timing or Timing(0.0, [], 0.0, 0.0, 0.0, self.request.arrival)
         if self._first_step is None or self._first_arrival is None or self.last_token is None:
-            return prior
+            return earlier
         return Timing(
-            prior.queue + self._first_step - prior.last_step_end,
-            [*prior.prefill_chunks, self._first_arrival - self._first_step],
-            prior.decode + self.last_token - self._first_arrival, prior.device, prior.host, self.last_token)
+            earlier.queue + self._first_step - earlier.last_step_end,
+            [*earlier.prefill_chunks, self._first_arrival - self._first_step],
+            earlier.decode + self.last_token - self._first_arrival, earlier.device, earlier.host, self.last_token)
 
     def _due(self, now: float) -> bool:
         """Return whether to deliver the available outputs to the reader."""

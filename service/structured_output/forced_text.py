@@ -31,8 +31,10 @@ class ForcedText:
     """
 
     def __init__(self, vocabulary: Vocabulary, library: LLMatcher):
-        self._tokens, self._special = vocabulary.data.tokens, vocabulary.special_ids
-        self._id_of_byte, self._byte_of_id = vocabulary.id_of_byte, vocabulary.byte_of_id
+        self._tokens = vocabulary.data.tokens
+        self._special = vocabulary.special_ids
+        self._id_of_byte = vocabulary.id_of_byte
+        self._byte_of_id = vocabulary.byte_of_id
         self.library = library
         self._bits = np.zeros(-(-vocabulary.size // 32), np.uint32)
         self._mask = self._bits.ctypes.data, self._bits.nbytes
@@ -48,7 +50,8 @@ class ForcedText:
             return
         rest = text[len(self._ahead):]
         self._behind += [token_id] if token_id in self._special else map(self._id_of_byte.__getitem__, rest)
-        self._ahead, self._is_whole = b"", False
+        self._ahead = b""
+        self._is_whole = False
         if len(self._behind) >= MAX_BEHIND:
             self._catch_up()
 

@@ -33,7 +33,8 @@ MAX_REPLAYED_RATIO = 3
 take less time than its masks."""
 BYTES_PER_FUEL = 32
 """Memory of a lexer by the work that built its states, in the library's unit. 12 to 28 were measured."""
-MIN_UNMEASURED_SECONDS, MAX_UNMEASURED_SECONDS = 0.003, 0.02
+MIN_UNMEASURED_SECONDS = 0.003
+MAX_UNMEASURED_SECONDS = 0.02
 """Processor time of masks between two measurements. States of an estimated 1 MB take at least 3 ms to build."""
 MEASURE_RATIO = 5
 """The same, within these bounds, as a multiple of the time of a measurement: 0.2 ms, or 4 ms after 50,000 tokens."""

@@ -85,7 +85,8 @@ class MaskThreads:
         self._size = size
         self._on_late = on_late
         lock = threading.Lock()
-        self._submitted, self._prepared = threading.Condition(lock), threading.Condition(lock)
+        self._submitted = threading.Condition(lock)
+        self._prepared = threading.Condition(lock)
         # The lock guards these, and the changes of Lexer.jobs.
         self._queue: list[Answer] = []  # given to the threads, and not taken yet
         self._active: set[Lexer] = set()  # of the answers that the threads have taken

@@ -181,7 +181,8 @@ class Matcher:
             words = -(-self._vocabulary.size // 32)
             if bits.shape != (words,) or bits.dtype.itemsize != 4 or not bits.flags.c_contiguous:
                 raise ValueError(f"bits: must be {words} contiguous words of 32 bits")
-            self._buffer, self._address = bits, bits.ctypes.data
+            self._buffer = bits
+            self._address = bits.ctypes.data
         self._library.unsafe_compute_mask_ptr(self._address, bits.nbytes)
         self._check()
 

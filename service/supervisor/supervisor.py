@@ -55,7 +55,8 @@ FRONTEND = (sys.executable, "-m", "npuserve.service.frontend.process")
 ENGINE = (sys.executable, "-m", "npuserve.service.engine.process")
 ENGINE_STOP_SECONDS = 10.0
 """Seconds from the order to stop to SIGKILL of the engine. A step must fit."""
-MIN_OPEN_FILES, MIN_OPEN_FILES_PER_FRONTEND = 88, 8
+MIN_OPEN_FILES = 88
+MIN_OPEN_FILES_PER_FRONTEND = 8
 """Minimum limit of open files, for the supervisor: pipes and metrics files of its children, scrapers, and the start of
 a child."""
 ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}

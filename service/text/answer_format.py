@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-THINK_BEGIN, THINK_END = "<think>", "</think>"
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
-FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
-PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
+THINK_BEGIN = "<think>"
+THINK_END = "</think>"
+CALL_BEGIN = "<tool_call>"
+CALL_END = "</tool_call>"
+FUNCTION_BEGIN = "<function="
+FUNCTION_END = "</function>"
+PARAMETER_BEGIN = "<parameter="
+PARAMETER_END = "</parameter>"
 TAGS = (THINK_BEGIN, THINK_END, CALL_BEGIN, CALL_END)
 _ARGUMENTS_AS_OBJECT = re.compile(
     r"""arguments(['"]\])?\s*\|\s*tojson\b|\bfor\s[\w\s,]+\sin\s+\S*arguments\b"""

@@ -43,7 +43,8 @@ PLAIN_STEPS = frozenset({
 """Normalizers and pre-tokenizers without expressions of their own."""
 MAX_GROWTH = 4
 """Factor by which all replacements of a tokenizer may lengthen a text in this process."""
-MAX_SECONDS, SECONDS_PER_CHARACTER = 2.0, 2e-5
+MAX_SECONDS = 2.0
+SECONDS_PER_CHARACTER = 2e-5
 """Processor time for a text in another process. A usual tokenizer needs 1e-6 s a character."""
 MAX_WALL_RATIO = 10
 """Real time for a text, as a multiple of its processor time."""

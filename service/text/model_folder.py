@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.model.folder import check_downloaded, check_links, content_of
+from npuserve.npu.model.pooling import Pooling, read_pooling
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class ModelFolder:
     tokenizer: None if the folder has none.
     path: absolute path of the folder.
     config: content of config.json.
+    pooling: how an embedding model or a reranker pools; None for a model that generates text.
     """
 
     name: str
@@ -61,6 +63,7 @@ class ModelFolder:
     tokenizer: Tokenizer | None = None
     path: Path = Path("/")
     config: dict[str, Any] = field(default_factory=dict)
+    pooling: Pooling | None = None
 
 
 def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
@@ -77,6 +80,7 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     try:
         check_links(folder)
         check_downloaded(sorted(folder.glob("*.json")))
+        pooling = read_pooling(folder)
     except ModelError as error:
         raise ConfigError(f"model: {error}") from None
     config = _read(folder / "config.json", required=True)
@@ -87,7 +91,8 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     if not eos and tokenizer and tokenizer.eos_id is not None:
         eos = frozenset({tokenizer.eos_id})
     return ModelFolder(
-        name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer, folder.absolute(), config)
+        name, frozenset({name, model} - {""}), eos, _defaults(generation), tokenizer, folder.absolute(), config,
+        pooling)
 
 
 def served_as(folder: Path, model: str, served_name: str) -> str:

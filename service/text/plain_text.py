@@ -19,19 +19,19 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from npuserve.service.errors import InvalidField
 
 if TYPE_CHECKING:
     from npuserve.service.text.fast_tokenizer import FastTokenizer
-    from npuserve.service.text.template_process import TemplateProcess
 
 COMMON = frozenset("<>/_-.:,")
 """Characters that templates search for in messages, as in </think>: marked only in the text of a special token."""
 MARKS = range(0x100000, 0x10FFFE)
 """Private code points for marks. A code point that the prompt contains is not used."""
-NAME_START, NAME_END = "\U000F0000", "\U000F0001"
+NAME_START = "\U000F0000"
+NAME_END = "\U000F0001"
 MATCHES_NOTHING = r"(?!)"
 MAX_ATTEMPTS = 2
 """Attempts before the template is blamed for a difference between its two renderings. A first difference may come from
@@ -47,6 +47,15 @@ class Prompt(NamedTuple):
 
     text: str
     renamed: str | None = None
+
+
+class Template(Protocol):
+    """Renderer of messages to the text of a prompt; see `ChatTemplate`."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str: ...
 
 
 class PlainText:
@@ -69,7 +78,7 @@ class PlainText:
         self._example = min(texts, key=len, default="")
 
     def render(
-        self, chat: TemplateProcess, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
+        self, chat: Template, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]], plain_messages: Sequence[bool] | None = None, plain_rest: bool = True,
     ) -> Prompt:
         """Render a chat.

@@ -64,6 +64,15 @@ class Tokenizer:
         return self._fast.encode(text, add_special_tokens)
 
     @functools.cached_property
+    def special_ids_around(self) -> tuple[list[int], list[int]]:
+        """Ids that `encode` adds before and after a text."""
+        text = "a"
+        bare = self.encode(text, add_special_tokens=False)
+        ids = self.encode(text)
+        begin = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
+        return ids[:begin], ids[begin + len(bare) :]
+
+    @functools.cached_property
     def plain_text(self) -> PlainText:
         """Encoder that reads the text of special tokens in a client's strings as plain text."""
         return PlainText(self._fast, self._fast.special_texts)

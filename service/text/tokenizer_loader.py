@@ -26,7 +26,8 @@ from npuserve.service.text.tokenizer import Tokenizer
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "tekken.json", "*.tiktoken", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 _ENDOFTEXT = "<|endoftext|>"
-_QWEN2, _GPT2 = "Qwen2Tokenizer", "GPT2Tokenizer"
+_QWEN2 = "Qwen2Tokenizer"
+_GPT2 = "GPT2Tokenizer"
 _CLASS_DEFAULTS = {
     _QWEN2: {"eos_token": _ENDOFTEXT, "unk_token": _ENDOFTEXT, "pad_token": _ENDOFTEXT},
     _GPT2: {"bos_token": _ENDOFTEXT, "eos_token": _ENDOFTEXT, "unk_token": _ENDOFTEXT},

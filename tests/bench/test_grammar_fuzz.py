@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.benches import bench
 
 
@@ -12,6 +14,7 @@ def test_random_constraints_are_compiled_or_refused_and_answers_are_valid():
     assert counts["ended"] > 10
 
 
+@pytest.mark.slow
 def test_engine_accepts_or_refuses_random_constraints_beside_streams():
     counts, failures, *_ = bench("quality.grammar_fuzz_loop").run(
         cases=80, seed=5, seconds=60, streams=3, constrained=6)

@@ -20,7 +20,8 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load
 from npuserve.npu.model import loader
 from npuserve.npu.notices import Notice
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.w8a8 import W8A8
 from tests.support.benches import bench
 from tests.support.command import npuserve
 from tests.support.models import edit_config, random_model, saved

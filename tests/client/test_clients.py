@@ -296,7 +296,7 @@ class Malformed:
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
         unary = grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff")
-        self.handlers = {"GetModelInfo": unary, "Tokenize": unary, "Detokenize": unary,
+        self.handlers = {"GetModelInfo": unary, "Tokenize": unary, "Detokenize": unary, "Embed": unary, "Rank": unary,
                          "StreamGenerate": grpc.unary_stream_rpc_method_handler(self._stream)}
 
     async def _stream(self, request: bytes, context: Any) -> None:
@@ -309,7 +309,8 @@ class Malformed:
 
 ASKS: dict[str, Callable[[Any], Any]] = {
     "generate": lambda client: client.generate("x"), "model_info": lambda client: client.model_info(),
-    "tokenize": lambda client: client.tokenize("x"), "detokenize": lambda client: client.detokenize([1])}
+    "tokenize": lambda client: client.tokenize("x"), "detokenize": lambda client: client.detokenize([1]),
+    "embed": lambda client: client.embed("x"), "rank": lambda client: client.rank("x", ["y"])}
 
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)

@@ -13,12 +13,14 @@ import pytest
 from npuserve.client.request_builder import (
     Options,
     build_detokenize,
+    build_embed,
+    build_rank,
     build_request,
     build_resume,
     build_tokenize,
 )
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import prompt_pb2, tokenize_pb2
+from npuserve.v1 import pooling_pb2, prompt_pb2, tokenize_pb2
 
 
 def test_options_are_all_fields_of_the_request() -> None:
@@ -163,6 +165,41 @@ def test_build_tokenize_has_all_fields() -> None:
     fields = {*tokenize_pb2.TokenizeRequest.DESCRIPTOR.fields_by_name, *prompt_pb2.Chat.DESCRIPTOR.fields_by_name}
     assert {*shared, "add_special_tokens"} == fields - {"text", "chat", "messages"}
     assert not build_tokenize("x", {}).HasField("add_special_tokens")
+
+
+SCHEDULING: dict[str, Any] = {"priority": -1, "bypass_prefix_cache": True, "cache_salt": "s"}
+
+
+def test_build_embed_has_all_fields() -> None:
+    options: dict[str, Any] = {
+        "request_id": "r", "model": "m", "prompt_name": "query", "dimensions": 8, "normalize": False, "truncate": True}
+    found = build_embed("ab", {**options, **SCHEDULING})
+    assert found == pooling_pb2.EmbedRequest(text="ab", scheduling=SCHEDULING, **options)
+    assert {*options, "text", "token_ids", "scheduling"} == {*found.DESCRIPTOR.fields_by_name}
+    assert build_embed([1, 2], {"dimensions": None}) == pooling_pb2.EmbedRequest(token_ids={"ids": [1, 2]})
+    assert build_embed([], {}).WhichOneof("input") == "token_ids"
+
+
+def test_build_rank_has_all_fields() -> None:
+    options: dict[str, Any] = {"request_id": "r", "model": "m", "instruction": "i", "truncate": True}
+    found = build_rank("q", ["a", "b"], {**options, **SCHEDULING})
+    assert found == pooling_pb2.RankRequest(query="q", documents=["a", "b"], scheduling=SCHEDULING, **options)
+    assert {*options, "query", "documents", "scheduling"} == {*found.DESCRIPTOR.fields_by_name}
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda: build_embed(b"ab", {}), "content: must be a sequence"),
+    (lambda: build_embed("ab", {"dimension": 3}), "dimension: unknown option; did you mean dimensions?"),
+    (lambda: build_embed("ab", {"dimensions": "3"}), "dimensions: "),
+    (lambda: build_rank(1, ["a"], {}), "query: "),
+    (lambda: build_rank("q", "a", {}), "documents: must be a sequence"),
+    (lambda: build_rank("q", [1], {}), "documents: "),
+    (lambda: build_rank("q", ["a"], {"dimensions": 3}), "dimensions: unknown option"),
+])
+def test_build_pooled_unsuitable_argument_raises_type_error(build: Any, message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        build()
+    assert str(error.value).startswith(message)
 
 
 def test_build_tokenize_text_may_be_empty() -> None:

@@ -19,15 +19,10 @@ from npuserve.v1 import generate_pb2 as pb
 from tests.cli.collect.test_collect import members
 from tests.e2e.processes import until
 from tests.e2e.server import Server, request, serving, streamed
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 
+pytestmark = needs_npu
 PROMPTS = ["Once upon a time", "One day, a little girl named Lily went to the park with", "Tim wanted a new toy. He"]
-
-
-@pytest.fixture(autouse=True)
-def emulator() -> None:
-    if reason := missing():
-        pytest.skip(reason)
 
 
 def tokens(server: Server) -> Iterator[list[int]]:
@@ -46,8 +41,6 @@ FLAGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--max-num-batch
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Server without any relaxation, shared by the first tests."""
-    if reason := missing():
-        pytest.skip(reason)
     with serving(*FLAGS) as running:
         yield running
 

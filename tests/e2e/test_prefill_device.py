@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.server import request, serving, streamed
 from tests.e2e.test_emulated import tokens
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 
 LIMITS = ("--dtype", "float32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4")
 NPU = ("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--decode-buckets", "1,4", *LIMITS)
@@ -16,6 +16,7 @@ CPU = ("--device", "cpu", "--block-size", "128", *LIMITS)
 ON_HOST = (*NPU, "--prefill-device", "cpu")
 
 
+@needs_npu
 @pytest.mark.parametrize("servers", [
     pytest.param((CPU, ON_HOST), id="cpu"),
     pytest.param((NPU, ON_HOST), id="npu", marks=pytest.mark.full),  # emulated/test_tokens.py: the NPU's are the CPU's
@@ -23,8 +24,6 @@ ON_HOST = (*NPU, "--prefill-device", "cpu")
 def test_tokens_are_those_of_both_devices_alone(servers: tuple[tuple[str, ...], ...]) -> None:
     """Concurrent requests with chunked prefill between decode steps, and a second turn that continues a generated text
     and hits the prefix cache."""
-    if reason := missing():
-        pytest.skip(reason)
     seen = []
     for arguments in servers:
         with serving(*arguments) as server:

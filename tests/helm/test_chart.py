@@ -15,6 +15,7 @@ import yaml
 
 from npuserve.cli import generate
 from npuserve.service import settings
+from npuserve.service.config import ServerConfig
 from npuserve.service.rpc.health import LIVENESS, READINESS
 from npuserve.service.supervisor import supervisor
 from tests.helm.chart import (
@@ -38,7 +39,7 @@ from tests.helm.chart import (
     validator,
     workload,
 )
-from tests.helm.combinations import COMBINATIONS, GROUPS
+from tests.helm.combinations import COMBINATIONS, GROUPS, NEWER
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,7 +70,7 @@ def versions() -> list[str]:
 NUMBERS: Object = {
     "tls": {"secretName": "123"}, "apiKeys": {"secretName": "1e3", "key": "123"},
     "serviceAccount": {"create": False, "name": "123"}, "priorityClassName": "true", "runtimeClassName": "123",
-    "schedulerName": "1.5", "image": {"pullSecrets": ["123"]},
+    "schedulerName": "1.5", "imagePullSecrets": [{"name": "123"}],
     "cache": {"type": "pvc", "claimName": "123"}, "model": {"source": "pvc", "pvc": {"claimName": "0x1"}},
     "headless": {"enabled": True}, "metrics": {"scrape": "serviceMonitor"}}
 """Names that YAML reads as numbers or booleans without quotes."""
@@ -118,6 +119,34 @@ def test_combination_is_valid_for_kubernetes_and_the_server(
     assert loaded.served_name == values.get("model", {}).get("servedName", loaded.served_name)
 
 
+@pytest.mark.parametrize("name", NEWER)
+def test_combination_that_needs_a_newer_kubernetes_is_valid_there_and_refused_before(name: str):
+    version, presets, values = NEWER[name]
+    objects = render(values, presets, kubernetes=f"{version}.0")
+    assert not problems(objects, version)
+    major, minor = version.split(".")
+    done = template(values, presets, kubernetes=f"{major}.{int(minor) - 1}.0")
+    assert done.returncode != 0
+    assert f"needs Kubernetes {version} or newer" in done.stderr
+
+
+def test_image_volume_holds_the_model_that_is_served():
+    _, presets, values = NEWER["image volume"]
+    objects = render(values, presets, kubernetes="1.33.0")
+    (volume,) = [volume for volume in pod(objects)["volumes"] if volume["name"] == "models"]
+    assert volume["image"] == {"reference": "registry.example.com/qwen3-8b:1", "pullPolicy": "IfNotPresent"}
+    assert toml(objects)["model"] == "/models/qwen3"
+
+
+def test_claimed_devices_replace_the_resource_of_the_device_plugin():
+    _, presets, values = NEWER["claimed devices"]
+    spec = pod(render(values, presets, kubernetes="1.34.0"))
+    assert spec["resourceClaims"] == [{"name": "devices", "resourceClaimTemplateName": "gpu"}]
+    for container in (*spec["initContainers"][:1], *spec["containers"]):
+        assert container["resources"]["claims"] == [{"name": "devices"}]
+        assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
+
+
 def test_validation_finds_errors(versions: list[str]):
     objects = render({"metrics": {"scrape": "podMonitor"}})
     deployment, monitor = find(objects, "Deployment"), find(objects, "PodMonitor")
@@ -140,7 +169,7 @@ def test_every_value_is_set_by_some_combination():
     files = {name: yaml.safe_load(file.read_text()) for name, file in (
         ("", CHART / "values.yaml"), *((preset, CHART / f"values-{preset}.yaml") for preset in PRESETS))}
     made = [leaves(merged(*(files[preset] for preset in presets), values))
-            for presets, values in COMBINATIONS.values()]
+            for presets, values in [*COMBINATIONS.values(), *(newer[1:] for newer in NEWER.values())]]
     unset = {path for path in leaves(files[""]) if not any(name == path or name.startswith(f"{path}.")
                                                            for name in set().union(*made))}
     assert unset == set()
@@ -196,7 +225,7 @@ def test_a_new_configuration_makes_new_pods():
         pods: Object = find(render(values), "Deployment")["spec"]["template"]
         return pods
 
-    assert template_of({}) == template_of({"replicas": 3})
+    assert template_of({}) == template_of({"replicaCount": 3})
     assert template_of({}) != template_of({"config": {"max_queue": 8}})
 
 
@@ -261,12 +290,17 @@ def test_autoscalers_use_existing_metrics():
     documented = set(re.findall(r"`(npuserve_\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     hpa = find(render({"autoscaling": {"kind": "hpa"}}), "HorizontalPodAutoscaler")
     assert {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in hpa["spec"]["metrics"]} == {
-        "npuserve_requests_waiting": "4", "npuserve_kv_cache_usage_ratio": "800m"}
+        "npuserve_requests_waiting": "4", "npuserve_kv_cache_usage_ratio": "800m",
+        "npuserve_predicted_ttft_seconds": f"{1000 * ServerConfig().target_ttft_seconds:.0f}m"}
+    values = {"autoscaling": {"kind": "hpa", "predictedTtftRatio": 1.5}, "config": {"target_ttft_seconds": 3}}
+    *_, ttft = find(render(values), "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert ttft["pods"]["target"]["averageValue"] == "4500m"
     objects = render({}, ("cpu", "prod"))
     assert "replicas" not in find(objects, "Deployment")["spec"]
     queries = [t["metadata"]["query"] for t in find(objects, "ScaledObject")["spec"]["triggers"]]
     asked = {name for query in queries for name in re.findall(r"npuserve_\w+", query)}
-    assert asked == {"npuserve_requests_waiting", "npuserve_kv_cache_usage_ratio"}
+    assert asked == {"npuserve_requests_waiting", "npuserve_kv_cache_usage_ratio", "npuserve_predicted_ttft_seconds",
+                     "npuserve_target_seconds"}
     assert asked <= documented
     name = find(objects, "Deployment")["metadata"]["name"]
     for query in queries:
@@ -290,14 +324,17 @@ def test_monitors_select_one_service():
 def test_dashboards_and_rules_are_rendered_unchanged():
     objects = render({"dashboards": {"enabled": True}, "rules": {"enabled": True}})
     names = [o["metadata"]["name"] for o in objects if o["kind"] == "ConfigMap"]
-    assert names == [f"demo-npuserve-{name}" for name in ("engine", "kernels", "service")]
+    assert names == [f"demo-npuserve-{name}" for name in ("kernels", "operators", "runbooks")]
     shown = {key: text for o in objects if o["kind"] == "ConfigMap" and "grafana_dashboard" in o["metadata"]["labels"]
              for key, text in o["data"].items()}
     assert all(name.startswith("npuserve-") for name in shown)  # one folder holds the files of all charts
     assert shown == {file.name: file.read_text().strip() for file in (CHART / "dashboards").glob("*.json")}
     groups = [group for file in sorted((CHART / "rules").glob("*.yaml"))
               for group in yaml.safe_load(file.read_text())["groups"]]
-    assert find(objects, "PrometheusRule")["spec"]["groups"] == (groups or None)
+    rendered = find(objects, "PrometheusRule")["spec"]["groups"]
+    for rule in (rule for group in rendered for rule in group["rules"] if "alert" in rule):
+        del rule["annotations"]["runbook_url"]
+    assert rendered == groups
 
 
 def test_one_release_installs_rules_and_dashboards():

@@ -20,8 +20,14 @@ from tests.service.test_metrics import DOCUMENT, documented
 
 HELM = Path(__file__).parents[2] / "helm"
 FILES = sorted((HELM / "npuserve/dashboards").glob("*.json"))
+RUNBOOKS = HELM / "npuserve/dashboards/npuserve-runbooks.json"
+BOARDS = [file for file in FILES if file != RUNBOOKS]
+RULES = HELM / "npuserve/rules/npuserve.yaml"
 VARIABLES = {"namespace": ".*", "model": ".*", "instance": ".*", "kernel": ".*", "phase": ".*", "baseline": "1h",
              "__rate_interval": "1m"}
+
+
+FIRST_ROW = ("Ready", "Refused", "Refused, by reason", "TTFT", "ITL", "Errors", "Restarts in 1 h", "Firing alerts")
 
 
 def load(file: Path) -> dict[str, Any]:
@@ -30,7 +36,9 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    """Return the panels with queries, those of collapsed rows included."""
+    shown = [panel for outer in dashboard["panels"] for panel in (outer, *outer.get("panels", ()))]
+    return [panel for panel in shown if panel["type"] not in ("row", "text")]
 
 
 def queries() -> Iterator[tuple[str, str, str]]:
@@ -70,13 +78,17 @@ def sampled() -> dict[str, list[str]]:
             found[name] = labels
     text = DOCUMENT.read_text()
     return found | {name: ["model_name", "engine"] for name in re.findall(r"`(vllm:\w+)`", text)} | {
-        name: ["id"] for name in re.findall(r"`(npu_chip_info_\w+)`", text)}
+        name: ["id"] for name in re.findall(r"`(npu_chip_info_\w+)`", text)} | {
+        name: ["Hostname", "gpu"] for name in re.findall(r"`(DCGM_FI_DEV_\w+)`", text)} | {
+        name: [] for name in re.findall(r"record: (npuserve:\w+)", RULES.read_text(encoding="utf-8"))} | {
+        "ALERTS": ["alertname", "alertstate", "severity"]}
 
 
 def test_dashboard_files_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, HELM / "dashboards.py", "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [file.stem for file in FILES] == ["npuserve-engine", "npuserve-kernels", "npuserve-service"]
+    assert [file.stem for file in FILES] == ["npuserve-kernels", "npuserve-operators", "npuserve-runbooks"]
+    assert all("\n" not in file.read_text(encoding="utf-8").strip() for file in FILES)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -106,15 +118,30 @@ def test_grafana_knows_every_field(file: Path) -> None:
             assert ours == theirs, path
 
     known(dashboard, again(dashboard))
-    panel = panels(dashboard)[0]
-    for part in (panel, panel["targets"][0], panel["options"], panel["fieldConfig"]["defaults"]):
+    panel = (panels(dashboard) or dashboard["panels"])[0]
+    parts = [panel, panel["options"]]
+    if file != RUNBOOKS:
+        parts += [panel["targets"][0], panel["fieldConfig"]["defaults"]]
+    for part in parts:
         part["nonsense"] = 1
         with pytest.raises(AssertionError):
             known(dashboard, again(dashboard))
         del part["nonsense"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def check_places(group: list[dict[str, Any]]) -> None:
+    """Check that panels lie within the width and beside each other."""
+    taken: set[tuple[int, int]] = set()
+    for panel in group:
+        place = panel["gridPos"]
+        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+                 for y in range(place["y"], place["y"] + place["h"])}
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@pytest.mark.parametrize("file", BOARDS, ids=lambda file: file.stem)
 def test_dashboard_is_usable(file: Path) -> None:
     dashboard = load(file)
     assert dashboard["schemaVersion"] >= 41
@@ -125,16 +152,13 @@ def test_dashboard_is_usable(file: Path) -> None:
     assert 'model=~"$model"' in variables["instance"]["query"]["query"]
     names = set(variables) | {"__rate_interval"}
     assert set(re.findall(r"\$(\w+)", json.dumps(dashboard["panels"]))) <= names
-    ids = [panel["id"] for panel in dashboard["panels"]]
+    rows = [panel for panel in dashboard["panels"] if panel["type"] == "row"]
+    assert [row["collapsed"] for row in rows] == [False, *[True] * (len(rows) - 1)]
+    assert all(row["panels"] for row in rows[1:])
+    ids = [panel["id"] for panel in (*rows, *panels(dashboard))]
     assert len(set(ids)) == len(ids)
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"])
-                 for y in range(place["y"], place["y"] + place["h"])}
-        assert place["x"] + place["w"] <= 24, panel["title"]
-        assert not cells & taken, panel["title"]
-        taken |= cells
+    for group in (dashboard["panels"], *(row["panels"] for row in rows)):
+        check_places(group)
     for panel in panels(dashboard):
         assert panel["targets"], panel["title"]
         assert panel["description"].endswith("."), panel["title"]
@@ -154,10 +178,12 @@ def test_every_query_uses_existing_metrics() -> None:
             count += 1
             assert selector.name in known, (where, selector.name)
             labels = {matcher.name for matcher in selector.matchers.matchers}
-            if selector.name.startswith("npu_chip_info_"):  # the exporter's labels name nodes
+            if selector.name.startswith(("npu_chip_info_", "DCGM_")):  # the exporters' labels name nodes
                 assert not labels, where
                 continue
-            assert {"namespace", "instance"} <= labels, where
+            # The first row is about all servers, dead ones included, which the variable `instance` does not offer.
+            chosen = {"namespace"} if where[1] in FIRST_ROW else {"namespace", "instance"}
+            assert labels & {"namespace", "instance"} == chosen, where
             assert labels - {"namespace", "instance"} <= set(known[selector.name]), where
     assert count > 90
 
@@ -184,8 +210,8 @@ def test_legends_name_labels_that_their_query_keeps() -> None:
                 assert wanted <= kept, panel["title"]
 
 
-def panel(title: str, dashboard: str = "service") -> dict[str, Any]:
-    """Return the panel of a dashboard with this title, not the number at its top."""
+def panel(title: str, dashboard: str = "operators") -> dict[str, Any]:
+    """Return the panel of a dashboard with this title, not the one in the first row."""
     (found,) = [panel for panel in panels(load(HELM / f"npuserve/dashboards/npuserve-{dashboard}.json"))
                 if panel["title"] == title and panel["type"] != "stat"]
     return found
@@ -199,19 +225,56 @@ def matchers(query: str, metric: str) -> set[frozenset[str]]:
             for selector in selectors(parser.parse(filled(query))) if selector.name == metric}
 
 
-def test_dashboard_error_panels_count_what_the_alert_counts() -> None:
-    rules = yaml.safe_load((HELM / "npuserve/rules/npuserve.yaml").read_text(encoding="utf-8"))["groups"]
-    (alert,) = [rule for group in rules for rule in group["rules"] if rule.get("alert") == "NpuserveErrorRate"]
-    counted = matchers(alert["expr"], "npuserve_requests_total")
+def rule(name: str) -> str:
+    """Return the expression of an alert or a recording rule."""
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    (found,) = [rule["expr"] for group in groups for rule in group["rules"]
+                if name in (rule.get("alert"), rule.get("record"))]
+    return str(found)
+
+
+def test_dashboard_error_panels_count_what_the_alerts_count() -> None:
+    counted = matchers(rule("NpuserveErrorRate"), "npuserve_requests_total")
+    assert matchers(rule("job:npuserve_errors:rate5m"), "npuserve_requests_total") < counted
     (stat,) = [query for _, title, query in queries() if title == "Errors"]
     assert matchers(stat, "npuserve_requests_total") == counted
+    assert "vector" not in stat  # without calls there is no share of errors
     drawn = matchers(panel("Errors and refusals")["targets"][0]["expr"], "npuserve_requests_total")
     assert drawn < counted
     assert "DEADLINE_EXCEEDED" not in str(counted)
 
 
+@pytest.mark.parametrize("metric", [
+    "npuserve_queue_rejections_total", "npuserve_preparation_rejections_total", "npuserve_requests_total"])
+def test_dashboard_refusals_are_those_of_the_alert(metric: str) -> None:
+    counted = matchers(rule("job:npuserve_refusals:rate5m"), metric)
+    (stat,) = [query for _, title, query in queries() if title == "Refused"]
+    calls = matchers(rule("job:npuserve_calls:rate5m"), metric)
+    assert matchers(stat, metric) == counted | calls
+    reasons = [found for _, title, query in queries() if title == "Refused, by reason"
+               for found in matchers(query, metric)]
+    assert set(reasons) == counted
+
+
+def test_dashboard_first_row_is_what_an_operator_looks_for() -> None:
+    row, *shown = load(HELM / "npuserve/dashboards/npuserve-operators.json")["panels"][: len(FIRST_ROW) + 1]
+    assert (row["type"], row["collapsed"]) == ("row", False)
+    assert tuple(panel["title"] for panel in shown) == FIRST_ROW
+    assert {panel["gridPos"]["y"] for panel in shown} == {1}
+    assert sum(panel["gridPos"]["w"] for panel in shown) == 24
+    assert all(target["instant"] for panel in shown for target in panel["targets"])
+
+
+def test_dashboard_runbooks_are_those_of_the_operations_guide() -> None:
+    guide = (HELM.parent / "docs/operations.md").read_text(encoding="utf-8")
+    for panel in load(RUNBOOKS)["panels"]:
+        text = panel["options"]["content"]
+        assert text.splitlines()[0].split("](")[0].split("[")[0] in guide.split(f"### {panel['title']}\n")[1]
+        assert "](" not in text
+
+
 @pytest.mark.parametrize("title", [
-    "Requests", "KV-cache blocks", "KV cache in use", "Saturation", "Ready", "Resident memory"])
+    "Requests", "KV-cache blocks", "KV cache in use", "Saturation", "Ready by server", "Resident memory"])
 def test_dashboard_state_is_shown_by_instance(title: str) -> None:
     for target in panel(title)["targets"]:
         assert "{{instance}}" in target["legendFormat"]
@@ -234,7 +297,7 @@ def test_dashboard_certificates_are_empty_without_tls() -> None:
 
 
 @pytest.mark.parametrize(("dashboard", "title", "lowest"), [
-    ("service", "Certificates", None), ("engine", "Health", -1), ("service", "Requests", 0)])
+    ("operators", "Certificates", None), ("operators", "Health", -1), ("operators", "Requests", 0)])
 def test_dashboard_axis_holds_the_values_that_the_description_names(
     dashboard: str, title: str, lowest: float | None
 ) -> None:

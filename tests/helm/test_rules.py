@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -19,8 +20,11 @@ from tests.helm.test_dashboards import sampled, selectors
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "helm/npuserve/rules/npuserve.yaml"
 CASES = Path(__file__).with_name("rules.test.yaml")
-TESTS: list[dict[str, Any]] = yaml.load(CASES.read_text(encoding="utf-8"), Loader)["tests"]
+SITUATIONS = Path(__file__).with_name("situations.test.yaml")
+TESTS: list[dict[str, Any]] = [
+    test for file in (CASES, SITUATIONS) for test in yaml.load(file.read_text(encoding="utf-8"), Loader)["tests"]]
 OPERATIONS = ROOT / "docs/operations.md"
+DASHBOARDS = ROOT / "helm/npuserve/dashboards"
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
@@ -45,19 +49,18 @@ def test_promtool_accepts_the_rules() -> None:
 
 
 @pytest.mark.slow
-def test_promtool_unit_tests_pass(tmp_path: Path) -> None:
-    """Each case evaluates only the alerts that it names, and all recording rules: some cases span a day."""
-    cases = yaml.load(CASES.read_text(encoding="utf-8"), Loader)
-    groups = yaml.load(RULES.read_text(encoding="utf-8"), Loader)["groups"]
-    files = []
-    for number, case in enumerate(TESTS):
-        named = {check["alertname"] for check in case["alert_rule_test"]}
-        needed = [{**group, "rules": [rule for rule in group["rules"] if rule.get("alert") in {None, *named}]}
-                  for group in groups]
-        (tmp_path / f"rules{number}.yaml").write_text(yaml.safe_dump({"groups": [g for g in needed if g["rules"]]}))
-        files.append(tmp_path / f"cases{number}.yaml")
-        files[-1].write_text(yaml.safe_dump({**cases, "rule_files": [f"rules{number}.yaml"], "tests": [case]}))
-    done = promtool("test", "rules", *files)
+@pytest.mark.parametrize("case", TESTS, ids=[test["name"][:40] for test in TESTS])
+def test_promtool_unit_test_passes(case: dict[str, Any], tmp_path: Path) -> None:
+    """Evaluate only the alerts that the case names, and the recording rules of their groups: some cases span a day."""
+    named = {check["alertname"] for check in case["alert_rule_test"]}
+    groups = [
+        {**group, "rules": [rule for rule in group["rules"] if rule.get("alert") in {None, *named}]}
+        for group in yaml.load(RULES.read_text(encoding="utf-8"), Loader)["groups"]
+        if named & {rule.get("alert") for rule in group["rules"]}]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": groups}))
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(
+        {"rule_files": ["rules.yaml"], "evaluation_interval": "30s", "tests": [case]}))
+    done = promtool("test", "rules", tmp_path / "case.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -123,9 +126,27 @@ def test_chart_gives_every_alert_the_url_of_its_runbook() -> None:
         assert alert == ALERTS[name]
 
 
+def test_critical_alerts_are_those_of_users() -> None:
+    critical = {name for name, alert in ALERTS.items() if alert["labels"]["severity"] == "critical"}
+    assert critical == {
+        "NpuserveNoReadyServer", "NpuserveErrorsBurn", "NpuserveRefusalsBurn", "NpuserveCertificateExpired",
+        "NpuserveDrainStuck"}
+
+
 @needs_helm
-def test_chart_without_a_base_url_gives_no_runbook_and_refuses_a_path() -> None:
-    assert rendered() == ALERTS
+@pytest.mark.parametrize("grafana", ["", "https://grafana.example.com/monitoring"])
+def test_chart_links_each_alert_by_default_to_its_panel_of_the_runbooks_dashboard(grafana: str) -> None:
+    board = json.loads((DASHBOARDS / "npuserve-runbooks.json").read_text(encoding="utf-8"))
+    titles = {panel["id"]: panel["title"] for panel in board["panels"]}
+    for name, alert in rendered(grafanaUrl=grafana).items():
+        path, _, number = alert["annotations"].pop("runbook_url").partition("?viewPanel=")
+        assert path == f"{grafana}/d/{board['uid']}"
+        assert titles[int(number)] == name
+        assert alert == ALERTS[name]
+
+
+@needs_helm
+def test_chart_refuses_a_path_as_the_runbooks_address() -> None:
     done = template({"rules": {"enabled": True, "runbookBaseUrl": "docs/operations.md"}})
     assert done.returncode != 0
     assert "runbookBaseUrl" in done.stderr

@@ -27,7 +27,7 @@ from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel
 from npuserve.kernels.swiglu import swiglu
 from tests.kernels.comparison import compare, generator, randn
-from tests.kernels.variants import implementation, variants
+from tests.kernels.variants import implementation, marks_of, variants
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -40,12 +40,14 @@ def cases() -> Iterator[Any]:
                     continue  # zero points are not supported: see tests/kernels/triton/test_linear.py
                 if case.float8 and variant not in (GOLDEN, "cuda"):
                     continue
+                if case.int4 and variant.partition("/")[0] not in (GOLDEN, "cpu"):
+                    continue
                 caches = {GOLDEN: QUANTIZED.values(), "cpu": (torch.int8,), "cuda": QUANTIZED.values()}.get(
                     variant.partition("/")[0], ())
                 for dtype in k.dtypes:
                     if not case.benchmark and (not case.cache or case.cache in caches):
                         name = f"{k.name}-{variant}-{case.name}-{str(dtype).removeprefix('torch.')}"
-                        yield pytest.param(k, variant, case, dtype, id=name)
+                        yield pytest.param(k, variant, case, dtype, id=name, marks=marks_of(variant.partition("/")[2]))
 
 
 @pytest.mark.parametrize(("k", "variant", "case", "dtype"), list(cases()))

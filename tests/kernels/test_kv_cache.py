@@ -26,7 +26,7 @@ from npuserve.kernels.native import layout
 from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Quantized
 from tests.kernels.comparison import randn
-from tests.kernels.variants import ISAS
+from tests.kernels.variants import EACH_ISA
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
@@ -138,7 +138,7 @@ def test_golden_attention_equals_attention_over_stored_numbers(dtype: torch.dtyp
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EACH_ISA)
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_native_attention_equals_attention_over_stored_numbers(isa: str, data: st.DataObject) -> None:
@@ -164,7 +164,7 @@ def cache_arguments(
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EACH_ISA)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [10, 64, 128, 256])
 def test_native_write_equals_golden_write(isa: str, dtype: torch.dtype, dim: int) -> None:
@@ -185,7 +185,7 @@ def test_native_write_equals_golden_write(isa: str, dtype: torch.dtype, dim: int
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EACH_ISA)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])

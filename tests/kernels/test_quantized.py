@@ -34,7 +34,7 @@ from npuserve.kernels.registry import KERNELS, Kernel
 from npuserve.kernels.swiglu import swiglu
 from npuserve.kernels.weight import packed
 from tests.kernels.comparison import generator, randn
-from tests.kernels.variants import ISAS, implementation, variants
+from tests.kernels.variants import ISAS, implementation, params, variants
 
 DTYPES = (torch.float32, torch.bfloat16)
 ASYMMETRIC = Scheme(symmetric=False)
@@ -55,7 +55,7 @@ class Variant:
             return made.function(*made.adapt(args))
 
 
-@pytest.fixture(params=variants(quantize))
+@pytest.fixture(params=params(quantize))
 def variant(request: pytest.FixtureRequest) -> Variant:
     return Variant(request.param)
 

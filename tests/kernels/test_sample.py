@@ -19,12 +19,12 @@ from transformers.generation.logits_process import (
 
 from npuserve.kernels.sample import largest, likeliest, sample
 from tests.kernels.comparison import generator, randn
-from tests.kernels.variants import implementation, variants
+from tests.kernels.variants import implementation, params
 
 Serve = Callable[..., Tensor]
 
 
-@pytest.fixture(params=variants(sample))
+@pytest.fixture(params=params(sample))
 def serve(request: pytest.FixtureRequest) -> Iterator[Serve]:
     """The kernel, as each of its implementations."""
     with implementation(sample, request.param) as made:
@@ -200,7 +200,7 @@ def assert_may_be_drawn(
     assert least <= all_of_them[: id + 1].sum() + slack * least
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_sample_draws_allowed_tokens(serve: Serve, seed: int) -> None:
     """Rows with ties, holes, infinities, tiny and huge temperatures, and filters alone and together."""
     rng, rows = np.random.default_rng(seed), 24

@@ -158,7 +158,7 @@ void Program::repeat() {
 // The tests of all files. Fails for kernels without a test.
 static std::vector<Test> all_tests() {
     std::vector<Test> all;
-    for (const auto &tests : {product_tests(), compact_tests(), cache_tests(), row_tests(), vocabulary_tests(),
+    for (const auto &tests : {product_tests(), compact_tests(), int4_tests(), cache_tests(), row_tests(), vocabulary_tests(),
                               rank_tests()})
         all.insert(all.end(), tests.begin(), tests.end());
     for (auto group = npuserve::TABLES[0]->groups; *group; group++)

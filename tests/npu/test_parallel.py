@@ -10,7 +10,7 @@ import pytest
 from npuserve.kernels.native import available
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.layers.shard import Shard
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from tests.npu.rank import PROMPTS, TOKENS, Answers, reports
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * len(PROMPTS)

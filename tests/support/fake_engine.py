@@ -10,6 +10,7 @@ import contextlib
 import json
 import tempfile
 import time
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from npuserve.npu.step import TokenLogprobs
 from npuserve.service.errors import WireError
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.explanations import Delay, ExplainReply, ExplainRequest, Explanation, KernelComparison
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -88,6 +90,8 @@ def make_folder(folder: Path, *, chat: bool = True, tokenizer: bool = True, **ge
 class FakeEngine:
     """Fake engine that serves `address` until `die`.
 
+    The embedding of a request is the ids of its prompt, and its score the length of its prompt.
+
     delay: seconds a token.
     batch: tokens an output.
     script: token ids of every answer, repeated; None: count.
@@ -97,6 +101,7 @@ class FakeEngine:
     hold: answers wait until it is set.
     records: streams that can be resumed, by resume token.
     profile, no_profile: reply to StopProfile.
+    explanation: of the only request that ExplainRequest finds.
     received: all messages, in order.
     """
 
@@ -112,6 +117,10 @@ class FakeEngine:
         self.records: dict[str, Record] = {}
         self.profile: ProfileSummary | None = None
         self.no_profile: WireError | None = None
+        self.explanation = Explanation(
+            "slow", "alice", 0, False, 1.5, 12, 4, 7, 20, True,
+            [Delay("queue", 1.0, 0, "8 requests ran meanwhile"), Delay("decode", 0.5, 20)],
+            [KernelComparison("linear", 40, 25e-6, 12.5e-6)])
         self.hold = asyncio.Event()
         self.hold.set()
         self.received: list[messages.ToEngine] = []
@@ -189,6 +198,9 @@ class FakeEngine:
                     self._end(*origin)
                     await self._output(origin[0], Output(origin[1], finish=self._finish(*origin, "aborted", 0)))
                 await self.send(frontend, Reply(self.epoch, call, int(bool(origins))))
+            case ExplainRequest(call=call, request_id=request_id):
+                known = [self.explanation] if self.explanation.request_id == request_id else []
+                await self.send(frontend, ExplainReply(self.epoch, call, known))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
             case StartProfile(call=call, name=name):
@@ -226,6 +238,9 @@ class FakeEngine:
         await self.hold.wait()
         started = [Started(key, 3)]
         await self.send(frontend, Outputs(self.epoch, Load(running=self.live), [], started))
+        if request.pooling is not None:
+            await self._pool(frontend, key, request)
+            return
         last = (request.prompt_ids + request.output_ids)[-1]
         sampling = request.sampling
         prompt_reports = None
@@ -256,6 +271,14 @@ class FakeEngine:
             ids, prompt_reports = [], None
             if reason:
                 return
+
+    async def _pool(self, frontend: bytes, key: int, request: messages.Request) -> None:
+        """Send the ids of the prompt as an embedding, or the length of the prompt as a score."""
+        await asyncio.sleep(self.delay)
+        values = request.prompt_ids if request.pooling and request.pooling.dimensions else [len(request.prompt_ids)]
+        del self._live[frontend, key]
+        finish = self._finish(frontend, key, "pooled", 0)
+        await self._output(frontend, Output(key, [], finish, values=array("f", values).tobytes()))
 
     @staticmethod
     def _report(token: int, top: int) -> TokenLogprobs:

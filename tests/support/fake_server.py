@@ -1,5 +1,7 @@
 """Server with a known answer: each word of the prompt is repeated in capitals, as one token and one message.
 
+The embedding of a text is its length and 0.5, and the score of a document its share of "a".
+
 The words of a sample with an index above 0 end with the index. The samples end in reverse order.
 """
 
@@ -13,13 +15,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from npuserve.cli.connection import READINESS
-from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2
+from npuserve.v1 import generate_pb2, inference_service_pb2_grpc, model_pb2, pooling_pb2
 
 
 class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
     """Servicer of the fake server.
 
-    requests: requests received.
+    requests: requests received by StreamGenerate.
+    pooled: requests received by Embed and Rank.
     fail: (code, details) of the error after the first word; None to complete answers.
     satisfies: answers satisfy their constraints.
     endless: continue each answer with "." until it is cancelled.
@@ -28,6 +31,7 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[generate_pb2.GenerateRequest] = []
+        self.pooled: list[pooling_pb2.EmbedRequest | pooling_pb2.RankRequest] = []
         self.fail: tuple[grpc.StatusCode, str] | None = None
         self.satisfies = True
         self.endless = False
@@ -38,6 +42,18 @@ class Echo(inference_service_pb2_grpc.InferenceServiceServicer):
         self, request: model_pb2.GetModelInfoRequest, context: grpc.ServicerContext
     ) -> model_pb2.GetModelInfoResponse:
         return model_pb2.GetModelInfoResponse(name="echo", has_chat_template=self.has_chat_template)
+
+    def Embed(
+        self, request: pooling_pb2.EmbedRequest, context: grpc.ServicerContext
+    ) -> pooling_pb2.EmbedResponse:
+        self.pooled.append(request)
+        if self.fail:
+            context.abort(*self.fail)
+        return pooling_pb2.EmbedResponse(values=[len(request.text), 0.5])
+
+    def Rank(self, request: pooling_pb2.RankRequest, context: grpc.ServicerContext) -> pooling_pb2.RankResponse:
+        self.pooled.append(request)
+        return pooling_pb2.RankResponse(scores=[text.count("a") / len(text) for text in request.documents])
 
     def StreamGenerate(
         self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext

@@ -17,10 +17,12 @@ import torch
 from npuserve.kernels.quantized import FLOAT8, FLOAT8_MAX
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.model.allocation import FLOAT8S, INT8, Target, allocate
+from npuserve.npu.model.allocation import allocate
 from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.forms.targets import FLOAT8S, INT8, Target
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.quantization import LINEAR, W8A8, Quantization
+from npuserve.npu.quantization.assignment import LINEAR, Quantization
+from npuserve.npu.quantization.w8a8 import W8A8
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
@@ -68,9 +70,7 @@ def random_weights(config: ModelConfig, dtype: torch.dtype, backend: Backend, se
         step = max(1, PIECE // math.prod(target.shapes[0][1:]))
         for first in range(0, rows, step):
             target.put(first, random_rows(name, target, targets, min(step, rows - first), generator))
-    for inputs in made.static:
-        inputs.merge()
-    made.weights.finish(config.vocab_size, backend)
+    made.finish(config.vocab_size, backend)
     backend.synchronize()
     return made.weights
 

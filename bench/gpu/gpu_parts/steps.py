@@ -21,7 +21,7 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 
 KINDS: dict[str, tuple[W8A8 | None, HeadDtype]] = {
     "bf16": (None, "auto"), "FP8": (W8A8(float8=True), "auto"),

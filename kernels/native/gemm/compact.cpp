@@ -141,10 +141,17 @@ struct Compact {
     // tiles, and expanding the panels once takes less time.
     static constexpr bool UNPACKS = BF16_DOT && CompactTile::IN_REGISTERS<ONCE_ROWS>;
     static constexpr int64_t MAX_UNPACKED_ROWS = UNPACKS ? 3 * ONCE_ROWS : 0;
-    static constexpr bool EXPANDS = !UNPACKS;
-    typedef CompactOnceTile Once;
+    static constexpr bool EXPANDS = !UNPACKS, TILES = true;
+    explicit Compact(const Op &) {}
+    static INLINE CompactOnceTile once(const Tile<Dot> &tile, const char *const *next) { return {{tile}, next}; }
     template <class TileDot, bool EXPANDED>
-    using Block = std::conditional_t<EXPANDED, BlockTile<TileDot>, CompactBlockTile>;
+    static INLINE auto in_block(const Tile<TileDot> &tile, const SpreadPrefetch &ahead) {
+        if constexpr (EXPANDED)
+            return BlockTile<TileDot>{tile, ahead};
+        else
+            return CompactBlockTile{{tile}, ahead};
+    }
+    static int64_t expanded_bytes(int64_t words) { return words * Inner<Dot>::WORDS * PANEL_WORD_BYTES; }
     static bool unpacks(int64_t rows) { return rows <= MAX_UNPACKED_ROWS; }
     static bool expands(int64_t rows) { return !unpacks(rows); }
     // Many words at once, since every block loads and stores all accumulators. Expanded panels stay in the second-level

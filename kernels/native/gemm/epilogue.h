@@ -75,11 +75,16 @@ struct Int8s {
     }
 };
 
+#if defined(__AMX_TILE__)
+template <class Of>
+constexpr bool TAKES_TILES = BY_TILES<typename Of::Dot> && Of::Panels::TILES;
+#endif
+
 template <class Of>
 Split split_of(const Call &call, bool paired = false) {
     int64_t words = words_of<typename Of::Dot>(call.op.n[1]);
 #if defined(__AMX_TILE__)
-    if (BY_TILES<typename Of::Dot>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
+    if (TAKES_TILES<Of>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
 #endif
     bool whole = Of::Panels::block(call.rows, words) >= words, unpacks = Of::Panels::unpacks(call.rows);
     return Split(call.rows, words, call.op.n[2], call.threads, paired, whole, unpacks);
@@ -88,9 +93,9 @@ Split split_of(const Call &call, bool paired = false) {
 // Work and memory of a unit, with tiles or with vectors.
 #if defined(__AMX_TILE__)
 template <class Of>
-using UnitLayoutOf = std::conditional_t<BY_TILES<typename Of::Dot>, TileUnitLayout<Of>, UnitLayout<Of>>;
+using UnitLayoutOf = std::conditional_t<TAKES_TILES<Of>, TileUnitLayout<Of>, UnitLayout<Of>>;
 template <class Of, class Take>
-using UnitOf = std::conditional_t<BY_TILES<typename Of::Dot>, TileUnit<Of, Take>, Unit<Of, Take>>;
+using UnitOf = std::conditional_t<TAKES_TILES<Of>, TileUnit<Of, Take>, Unit<Of, Take>>;
 #else
 template <class Of>
 using UnitLayoutOf = UnitLayout<Of>;

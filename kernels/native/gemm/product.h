@@ -123,24 +123,30 @@ INLINE void with_tile(int r, int p, const Function &f) {
     with_panels<R, widest_tile(R)>(p, f);
 }
 
-// Panels of plain words. Interface of a form of weights:
+// Panels of plain words. Interface of a form of weights, which is made of the op:
 //
-//   EXPANDS      true if blocks are always expanded to words of Inner before they are multiplied by several tiles
-//   expands      true if blocks are expanded for this number of rows
-//   unpacks      true if tiles unpack blocks in registers for this number of rows
-//   block        maximum words of a block for this number of rows and of words
-//   panel_bytes  bytes of a panel
-//   at, bytes    address of a panel's block from word `first` on, bytes of a block of that many words
-//   expand       writes that block to `out` as words of Inner
-//   Once         tile of panels that are multiplied by no other rows
-//   Block        tile of panels in the cache, expanded or not
+//   EXPANDS         true if blocks are always expanded to words of Inner before they are multiplied by several tiles
+//   TILES           true if tile registers multiply the panels where a set has them
+//   expands         true if blocks are expanded for this number of rows
+//   unpacks         true if tiles unpack blocks in registers for this number of rows
+//   block           maximum words of a block for this number of rows and of words
+//   panel_bytes     bytes of a panel
+//   at, bytes       address of a panel's block from word `first` on, bytes of a block of that many words
+//   expand          writes that block to `out` as words of Inner
+//   expanded_bytes  bytes that `expand` writes at most for a block of that many words
+//   once            tile of panels that are multiplied by no other rows; next: the panels that follow
+//   in_block        tile of panels in the cache, expanded or not
 template <class D>
 struct Plain {
     typedef D Dot;
-    static constexpr bool EXPANDS = false;
-    typedef OnceTile<Dot> Once;
+    static constexpr bool EXPANDS = false, TILES = true;
+    explicit Plain(const Op &) {}
+    static INLINE OnceTile<Dot> once(const Tile<Dot> &tile, const char *const *next) { return {tile, next}; }
     template <class TileDot, bool EXPANDED>
-    using Block = BlockTile<TileDot>;
+    static INLINE BlockTile<TileDot> in_block(const Tile<TileDot> &tile, const SpreadPrefetch &ahead) {
+        return {tile, ahead};
+    }
+    static int64_t expanded_bytes(int64_t words) { return words * Inner<Dot>::WORDS * PANEL_WORD_BYTES; }
     // With few rows, words are multiplied unexpanded: each tile widens them in registers.
     static bool expands(int64_t rows) { return Inner<Dot>::WORDS > 1 && rows > Split::NARROW_ROWS; }
     static bool unpacks(int64_t) { return false; }
@@ -176,12 +182,11 @@ struct UnitLayout {
         copies = Steps<Dot>::COPIES || k % Dot::PER_WORD;
         block = split.whole ? words : Panels::block(call.rows, words);
         x = copies ? MARK + rounded(split.rows_per_unit * block * Steps<Dot>::X_BYTES) : 0;
-        panels = !split.once && Panels::expands(call.rows) ? split.tile_panels * block * INNER_BYTES : 0;
+        panels = !split.once && Panels::expands(call.rows) ? split.tile_panels * Panels::expanded_bytes(block) : 0;
         int64_t kept = split.whole ? split.tile_rows * split.tile_panels : split.rows_per_unit * split.panels_per_unit;
         accumulators = kept * int64_t(sizeof(typename Dot::Acc));
     }
     int64_t bytes() const { return x + panels + accumulators; }
-    static constexpr int64_t INNER_BYTES = Inner<Dot>::WORDS * PANEL_WORD_BYTES;
     static constexpr int64_t MARK = 64;  // bytes before the copy of x; they hold its row
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
 };
@@ -200,13 +205,14 @@ struct Unit {
     const Call &call;
     const Split &split;
     const Take &take;
+    Panels panels;
     UnitLayout<Of> layout;
     char *x_copy, *expanded;
     Acc *acc;
     int64_t k, words, row, rows, first, end, later;
 
     Unit(const Call &call, const Split &split, int64_t unit, const Take &take, char *memory)
-        : call(call), split(split), take(take), layout(call, split), x_copy(memory + layout.MARK),
+        : call(call), split(split), take(take), panels(call.op), layout(call, split), x_copy(memory + layout.MARK),
           expanded(memory + layout.x), acc(reinterpret_cast<Acc *>(expanded + layout.panels)), k(call.op.n[1]),
           words(words_of<Dot>(k)),
           row(split.row_group(unit) * split.rows_per_unit), rows(std::min(split.rows_per_unit, call.rows - row)),
@@ -225,7 +231,7 @@ struct Unit {
   private:
     INLINE const char *address(int64_t panel) const {
         int64_t panel_index = Take::PAIRED ? panel / 2 + panel % 2 * (split.panels / 2) : panel;
-        return call.op.at<char>(1) + panel_index * Panels::panel_bytes(k);
+        return call.op.at<char>(1) + panel_index * panels.panel_bytes(k);
     }
 
     // Copies words [begin, begin + count) of the unit's rows of x side by side and pads the last word with zeros.
@@ -259,12 +265,12 @@ struct Unit {
         for (int64_t panel = first, p; panel < end; panel += p) {
             p = tile_panels(panel);
             int64_t following = panel + p < end ? panel + p : later;
-            const char *panels[MAX_PANELS], *next[MAX_PANELS];
-            for (int64_t j = 0; j < p; j++) panels[j] = address(panel + j), next[j] = address(following + j);
+            const char *w[MAX_PANELS], *next[MAX_PANELS];
+            for (int64_t j = 0; j < p; j++) w[j] = address(panel + j), next[j] = address(following + j);
             for (int j = 0, some; j < p; j += some) {
                 some = std::min(int(p) - j, most);
-                with_tile(int(rows), some, typename Panels::Once{
-                    {x_of(0, 0, words), x_stride(words), words, panels + j, acc + j, int(p), true}, next + j});
+                with_tile(int(rows), some, panels.once(
+                    {x_of(0, 0, words), x_stride(words), words, w + j, acc + j, int(p), true}, next + j));
             }
             put(panel, int(p), 0, rows, acc);
         }
@@ -303,17 +309,17 @@ struct Unit {
         if (next_begin >= words) following = later, next_begin = 0;
         const char *w[MAX_PANELS], *soon[MAX_PANELS];
         for (int j = 0; j < p; j++) {
-            w[j] = Panels::at(address(panel + j), begin);
-            soon[j] = Panels::at(address(following + j), next_begin);
+            w[j] = panels.at(address(panel + j), begin);
+            soon[j] = panels.at(address(following + j), next_begin);
             if constexpr (EXPANDS) {
-                char *to = expanded + j * layout.block * layout.INNER_BYTES;
-                Panels::expand(w[j], count, to);
+                char *to = expanded + j * Panels::expanded_bytes(layout.block);
+                panels.expand(w[j], count, to);
                 w[j] = to;
             }
         }
         int64_t tiles = ceil_div<int64_t>(rows, split.tile_rows), inner = count * PER;
         // The tiles prefetch the next panels, in equal pieces if there are enough tiles.
-        int64_t pieces = std::max<int64_t>(1, tiles / p), lines = ceil_div(Panels::bytes(count), 64 * pieces);
+        int64_t pieces = std::max<int64_t>(1, tiles / p), lines = ceil_div(panels.bytes(count), 64 * pieces);
         for (int64_t r = 0, tile = 0; r < rows; tile++) {
             int here = int(ceil_div(rows - r, tiles - tile)), most = widest_tile(here);
             Acc *sums = split.whole ? acc : acc_of(panel) + r * p;
@@ -323,8 +329,8 @@ struct Unit {
                 SpreadPrefetch ahead = {{}, j == 0 && tile < pieces * p ? lines : 0};
                 ahead.at[0] = ahead.at[1] = soon[tile % p] + tile / p * lines * 64;
                 if (tile + tiles < p) ahead.at[1] = soon[tile + tiles];
-                with_tile(here, some, typename Panels::template Block<TileDot, EXPANDS>{
-                    {x_of(r, begin, count), x_stride(count), inner, w + j, sums + j, p, begin == 0}, ahead});
+                with_tile(here, some, panels.template in_block<TileDot, EXPANDS>(
+                    {x_of(r, begin, count), x_stride(count), inner, w + j, sums + j, p, begin == 0}, ahead));
             }
             if (split.whole) put(panel, p, r, here, sums);
             r += here;

@@ -18,6 +18,7 @@ namespace REST {  // setup.py leaves the sources of these out
 
 #if defined(__AVXVNNI__)
 extern const Kernel COMPACT[];
+extern const Kernel INT4[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 extern const Kernel ATTENTION[];
@@ -43,11 +44,12 @@ extern const Kernel LINEAR[];
 extern const Kernel CEILINGS[];
 #if !defined(__AVXVNNI__)
 extern const Kernel COMPACT[];
+extern const Kernel INT4[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION, DELTA, ROPE, ROWWISE,
-                                      RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS, nullptr};
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION, DELTA, ROPE,
+                                      ROWWISE, RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS, nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
 

@@ -59,7 +59,9 @@ class FetchedAfterLengths:
     __slots__ = ("_fetched", "_given", "_lengths")
 
     def __init__(self, fetched: Event, lengths: LengthUpdates):
-        self._fetched, self._lengths, self._given = fetched, lengths, lengths.given
+        self._fetched = fetched
+        self._lengths = lengths
+        self._given = lengths.given
 
     def wait(self) -> None:
         self._lengths.check(self._given)
@@ -143,8 +145,8 @@ class AscendBackend(StreamBackend):
 
         The default buckets, of rows and of tokens, leave less than one block of padding.
         """
-        most = max((high - low - 1 for low, high in pairwise([0, *sorted(self.decode_buckets)])), default=0)
-        return max(1, -(-most // self.block_size))
+        largest_padding = max((high - low - 1 for low, high in pairwise([0, *sorted(self.decode_buckets)])), default=0)
+        return max(1, -(-largest_padding // self.block_size))
 
     def bind_threads(self) -> str:
         return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.place[0])
@@ -280,14 +282,14 @@ class AscendBackend(StreamBackend):
     def _graphs(self, step: Callable[[int], torch.Tensor], buckets: Sequence[int], decode: bool) -> AscendGraphs:
         """Capture a step. The first one decides whether the native library can update its attention."""
         try:
-            made = AscendGraphs(step, buckets, self._lengths, self._stream, self._pool, decode=decode)
+            graphs = AscendGraphs(step, buckets, self._lengths, self._stream, self._pool, decode=decode)
         except UnsupportedCall as error:
             if self._captured:
                 raise CaptureError(f"device: this step's attention cannot be captured: {error}") from error
             self._lengths = self._from_python(error)
-            made = AscendGraphs(step, buckets, self._lengths, self._stream, self._pool, decode=decode)
+            graphs = AscendGraphs(step, buckets, self._lengths, self._stream, self._pool, decode=decode)
         self._captured = True
-        return made
+        return graphs
 
     def _check_lengths(self) -> None:
         """Take the first updater whose lengths captured attention applies. Raises CaptureError if there is none."""
@@ -312,18 +314,18 @@ class AscendBackend(StreamBackend):
         if decode:
             buckets = row_buckets(self.decode_buckets, largest)
         else:
-            most = min(largest, MAX_TOKENS)
-            buckets = [*range(TOKEN_BUCKET, most, TOKEN_BUCKET), most]
+            max_tokens = min(largest, MAX_TOKENS)
+            buckets = [*range(TOKEN_BUCKET, max_tokens, TOKEN_BUCKET), max_tokens]
         try:
             self._check_lengths()
-            made = self._graphs(step, buckets, decode)
+            graphs = self._graphs(step, buckets, decode)
             self.synchronize()
         except RuntimeError as error:
             if (reason := fault_codes.capture_advice(error)) is None:
                 raise
             raise CaptureError(f"device: {reason}") from error
-        made.log_capture(decode=decode)
-        return made
+        graphs.log_capture(decode=decode)
+        return graphs
 
 
 BACKEND = AscendBackend

@@ -103,7 +103,7 @@ def code_of(error: BaseException) -> int | None:
 
     For an invalidated capture it is the code of the launch that failed within, if the chain has it.
     """
-    codes = [int(found[1] or found[2]) for found in map(_CODE.search, _messages(error)) if found]
+    codes = [int(match[1] or match[2]) for match in map(_CODE.search, _messages(error)) if match]
     return next((code for code in codes if code != INVALIDATED), codes[0] if codes else None)
 
 
@@ -141,37 +141,39 @@ def explain(error: BaseException) -> str:
 
     `capture_advice` explains errors of captures, and `advice` errors of a device that does not start.
     """
-    found = known(error)
-    return found.explain() if found else ""
+    known_code = known(error)
+    return known_code.explain() if known_code else ""
 
 
 def explain_code(code: int) -> str:
     """Return name, meaning and advice of a code; "" for an unknown one."""
-    found = CODES.get(code)
-    if not found:
+    known_code = CODES.get(code)
+    if not known_code:
         return ""
-    running = f". In a step after a successful start: {'; '.join(found.running)}" if found.running else ""
-    return f"{found.name}: {found.meaning}; {found.advice}{running}"
+    running = f". In a step after a successful start: {'; '.join(known_code.running)}" if known_code.running else ""
+    return f"{known_code.name}: {known_code.meaning}; {known_code.advice}{running}"
 
 
 def is_capture_error(error: BaseException) -> bool:
     """Return True for errors that only captured graphs raise."""
-    found, code = known(error), code_of(error)
-    return code in _CAPTURES or (found is not None and found.is_capture)
+    known_code = known(error)
+    code = code_of(error)
+    return code in _CAPTURES or (known_code is not None and known_code.is_capture)
 
 
 def capture_advice(error: BaseException) -> str | None:
     """Return why steps cannot be captured, with advice; None if the step itself raised the error."""
-    found, code = known(error), code_of(error)
+    known_code = known(error)
+    code = code_of(error)
     operator = _operator_of(error)
     number = f" (error {code})" if code is not None else ""
     refused = f"steps cannot be captured with {operator}" if operator else "steps cannot be captured"
-    if found is not None and found.advice in (OLD_DRIVER, UPDATE_DRIVER):
-        return f"{refused}, {found.meaning}{number}: {OLD_DRIVER}"
+    if known_code is not None and known_code.advice in (OLD_DRIVER, UPDATE_DRIVER):
+        return f"{refused}, {known_code.meaning}{number}: {OLD_DRIVER}"
     if fault_of(error) is Fault.RETRYABLE:
         return f"{refused}, the device is short of memory or of a resource{number}: {MORE_MEMORY}"
     if is_capture_error(error):
-        return f"{refused}{number}: {found.advice if found else OLD_DRIVER}"
+        return f"{refused}{number}: {known_code.advice if known_code else OLD_DRIVER}"
     if operator and fault_of(error) is not None:
         return f"{refused}{number}: send this line as a bug report"
     return None
@@ -189,7 +191,8 @@ def _operator_of(error: BaseException) -> str:
 
 def advice(error: BaseException) -> str:
     """Return why the device cannot be started, with advice, in one sentence."""
-    text, code = str(error), code_of(error)
+    text = str(error)
+    code = code_of(error)
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, ImportError):
         library = re.search(r"(lib\w+\.so[\w.]*): cannot open shared object file", text)
@@ -199,9 +202,9 @@ def advice(error: BaseException) -> str:
         return f"torch_npu cannot be imported ({first}): its version must be that of torch and fit CANN"
     if isinstance(error, torch.OutOfMemoryError):
         return "the device has no memory left: end the processes that npu-smi info lists, or take another device"
-    found = known(error)
-    if code in _BUSY or (found is not None and found.advice == VISIBLE):
+    known_code = known(error)
+    if code in _BUSY or (known_code is not None and known_code.advice == VISIBLE):
         return f"the NPU cannot be opened (error {code}): {VISIBLE}"
-    if found is not None and found.advice in (OLD_DRIVER, UPDATE_DRIVER):
+    if known_code is not None and known_code.advice in (OLD_DRIVER, UPDATE_DRIVER):
         return f"the NPU driver is too old for this CANN (error {code}): {UPDATE_DRIVER}"
     return f"the NPU cannot be started ({first[:200]}): npu-smi info shows its state, and CANN's logs say more"

@@ -38,7 +38,8 @@ def addresses(names: Iterable[str]) -> dict[str, int | None]:
         find = getattr(ctypes.CDLL("libtorch_npu.so"), LOOKUP)  # torch_npu has loaded the library
     except (OSError, AttributeError) as error:
         raise LookupError(f"torch_npu's look-up of operators is not found: {error}") from None
-    find.restype, find.argtypes = ctypes.c_void_p, (ctypes.c_char_p,)
+    find.restype = ctypes.c_void_p
+    find.argtypes = (ctypes.c_char_p,)
     return {name: find(name.encode()) for name in names}
 
 

@@ -39,35 +39,38 @@ class AscendGraphs(Graphs[CapturedGraph]):
         self, step: Callable[[int], Tensor], buckets: Sequence[int], lengths: LengthUpdates, stream: Any, pool: Any,
         *, decode: bool = True,
     ):
-        self._lengths, self._stream, self._pool, self._decode = lengths, stream, pool, decode
+        self._lengths = lengths
+        self._stream = stream
+        self._pool = pool
+        self._decode = decode
         super().__init__(torch.npu, step, buckets)
 
     def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
-        made = self._graph(rows)
-        if not made.records:
-            made.replay()
-            return made.output[:rows]
-        self._check(made, context_lens, cu_seqlens)
+        graph = self._graph(rows)
+        if not graph.records:
+            graph.replay()
+            return graph.output[:rows]
+        self._check(graph, context_lens, cu_seqlens)
         lengths = {"actual_seq_lengths_kv": list(context_lens)}
         if not self._decode:
             lengths["actual_seq_lengths"] = list(cu_seqlens[1:])
-        self._lengths.put(made, lengths)
-        made.replay()
-        self._lengths.replayed(made)
-        return made.output[:rows]
+        self._lengths.put(graph, lengths)
+        graph.replay()
+        self._lengths.replayed(graph)
+        return graph.output[:rows]
 
-    def _check(self, made: CapturedGraph, context_lens: Sequence[int], cu_seqlens: Sequence[int]) -> None:
-        if self._decode and len(context_lens) != made.rows:
-            raise ValueError(f"{len(context_lens)} context lengths for a graph of {made.rows} rows")
-        if not self._decode and (len(cu_seqlens) != len(context_lens) + 1 or cu_seqlens[-1] != made.rows):
+    def _check(self, graph: CapturedGraph, context_lens: Sequence[int], cu_seqlens: Sequence[int]) -> None:
+        if self._decode and len(context_lens) != graph.rows:
+            raise ValueError(f"{len(context_lens)} context lengths for a graph of {graph.rows} rows")
+        if not self._decode and (len(cu_seqlens) != len(context_lens) + 1 or cu_seqlens[-1] != graph.rows):
             raise ValueError(f"{len(context_lens)} context lengths and {list(cu_seqlens[-1:])} tokens for a graph of "
-                             f"{made.rows} tokens")
+                             f"{graph.rows} tokens")
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> CapturedGraph:
-        made = capture(step, rows, self._stream, self._pool)
-        if made.records:
-            self._lengths.add(made)
-        return made
+        graph = capture(step, rows, self._stream, self._pool)
+        if graph.records:
+            self._lengths.add(graph)
+        return graph
 
 
 def takes_lengths(lengths: LengthUpdates, stream: Any, pool: Any, device: torch.device) -> bool:
@@ -78,17 +81,19 @@ def takes_lengths(lengths: LengthUpdates, stream: Any, pool: Any, device: torch.
     update fails, and UnsupportedCall if `lengths` cannot update attention; no replay waits then.
     """
     slots = torch.arange(BLOCK).to(torch.bfloat16).view(1, BLOCK, 1, 1).repeat(1, 1, 1, 128)
-    values, keys, query = slots.to(device), torch.zeros_like(slots).to(device), slots[0, :1].to(device)
+    values = slots.to(device)
+    keys = torch.zeros_like(slots).to(device)
+    query = slots[0, :1].to(device)
     tables = torch.zeros(1, 1, dtype=torch.int32).to(device)
     attend = paged_attention.implementations[LABEL].function
     metadata = AttentionMetadata.from_lengths(tables, [1], [1])
     graphs = AscendGraphs(lambda rows: attend(query, keys, values, metadata, 1.0), [1], lengths, stream, pool)
-    made = graphs._graph(1)
+    graph = graphs._graph(1)
     for context in (1, 3, 2):
-        lengths.put(made, {"actual_seq_lengths_kv": [context]})
+        lengths.put(graph, {"actual_seq_lengths_kv": [context]})
         lengths.check(lengths.given)  # a replay would wait forever for an update that failed
-        made.replay()
-        lengths.replayed(made)
-        if float(made.output[0, 0]) != (context - 1) / 2:
+        graph.replay()
+        lengths.replayed(graph)
+        if float(graph.output[0, 0]) != (context - 1) / 2:
             return False
     return True

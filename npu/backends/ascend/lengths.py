@@ -37,7 +37,8 @@ class LengthThread:
     """
 
     def __init__(self, device: torch.device, stream: Any):
-        self._device, self._stream = device, stream
+        self._device = device
+        self._stream = stream
         self._queue: SimpleQueue[tuple[CapturedGraph, Lengths, Any, float] | None] = SimpleQueue()
         self._lags: deque[float] = deque(maxlen=MAX_LAGS)
         self._error: BaseException | None = None

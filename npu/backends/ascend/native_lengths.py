@@ -73,7 +73,9 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2, torch.int32: 3, tor
           torch.bool: 12, torch.bfloat16: 27}
 """aclDataType (acl_base.h)."""
 
-ND, NCL, NCHW = 2, 47, 0
+ND = 2
+NCL = 47
+NCHW = 0
 """aclFormat (acl_base.h). op-plugin names tensors of three and four dimensions NCL and NCHW (op_api_common)."""
 
 CALL = "npu_fused_infer_attention_score"
@@ -118,10 +120,11 @@ class NativeLengths:
         acl = functions.runtime()
         pointers = [*_runtime_functions(acl), *_operator_functions()]
         addresses = (ctypes.c_void_p * len(pointers))(*pointers)
-        context, made = ctypes.c_void_p(), ctypes.c_void_p()
+        context = ctypes.c_void_p()
+        updater = ctypes.c_void_p()
         check(acl.aclrtGetCurrentContext(ctypes.byref(context)), "aclrtGetCurrentContext")
-        check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(made)), "aclrtCreateStreamWithConfig")
-        self._updater: int | None = made.value
+        check(self._lib.npuserve_lengths_open(addresses, context, ctypes.byref(updater)), "aclrtCreateStreamWithConfig")
+        self._updater: int | None = updater.value
         self._stream = ctypes.c_void_p(stream.npu_stream)
         self._lags = (ctypes.c_double * MAX_LAGS)()
         self.given = 0
@@ -129,15 +132,17 @@ class NativeLengths:
     def add(self, graph: CapturedGraph) -> None:
         """Read the graph's calls. Raises UnsupportedCall."""
         records = graph.records
-        calls, made = (_Call * len(records))(), ctypes.c_void_p()
+        calls = (_Call * len(records))()
+        handle = ctypes.c_void_p()
         keep = [_fill(call, record) for call, record in zip(calls, records, strict=True)]
-        check(self._lib.npuserve_lengths_add(self._updater, calls, len(records), ctypes.byref(made)),
+        check(self._lib.npuserve_lengths_add(self._updater, calls, len(records), ctypes.byref(handle)),
                "aclrtCreateEventExWithFlag")
         del keep  # copied
-        graph.handle = made.value
+        graph.handle = handle.value
 
     def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
-        contexts, ends = array("q", lengths["actual_seq_lengths_kv"]), array("q", lengths.get("actual_seq_lengths", ()))
+        contexts = array("q", lengths["actual_seq_lengths_kv"])
+        ends = array("q", lengths.get("actual_seq_lengths", ()))
         self.given += 1
         self._lib.npuserve_lengths_put(
             self._updater, graph.handle, contexts.buffer_info()[0], len(contexts), ends.buffer_info()[0], len(ends))
@@ -216,26 +221,35 @@ def _fill(call: _Call, record: Any) -> Any:
     if values["actual_shared_prefix_len"] is not None:
         raise UnsupportedCall("actual_shared_prefix_len")
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    call.group, call.event = get_pointer(record.handle.task_group, None), record.event.npu_event
+    get_pointer.restype = ctypes.c_void_p
+    get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    call.group = get_pointer(record.handle.task_group, None)
+    call.event = record.event.npu_event
     for place, tensor in enumerate([*(values[name] for name in TENSORS), *values["out"]]):
         if tensor is not None:
             _describe(call.tensors[place], tensor)
     for name in INTEGERS:
         setattr(call, name, int(values[name]))
     ends = array("q", values["actual_seq_lengths"] or ())
-    call.ends, call.ends_count = ends.buffer_info()[0], len(ends)
-    call.scale, call.layout = values["scale"], values["input_layout"].encode()
-    call.workspace, call.workspace_bytes = values["workspace"].data_ptr(), values["workspace"].nbytes
+    call.ends = ends.buffer_info()[0]
+    call.ends_count = len(ends)
+    call.scale = values["scale"]
+    call.layout = values["input_layout"].encode()
+    call.workspace = values["workspace"].data_ptr()
+    call.workspace_bytes = values["workspace"].nbytes
     return ends
 
 
-def _describe(made: _Tensor, tensor: Tensor) -> None:
+def _describe(record: _Tensor, tensor: Tensor) -> None:
     """Describe a tensor as op-plugin does."""
     dims = tensor.dim()
     if tensor.dtype not in DTYPES or dims > MAX_DIMENSIONS:
         raise UnsupportedCall(f"tensor {tensor.dtype} {list(tensor.shape)}")
-    made.given, made.data, made.offset = 1, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    made.storage, made.dims = tensor.untyped_storage().nbytes() // tensor.itemsize, dims
-    made.sizes[:dims], made.strides[:dims] = tensor.shape, tensor.stride()
-    made.dtype, made.format = DTYPES[tensor.dtype], {3: NCL, 4: NCHW}.get(dims, ND)
+    record.given = 1
+    record.data = tensor.untyped_storage().data_ptr()
+    record.offset = tensor.storage_offset()
+    record.storage = tensor.untyped_storage().nbytes() // tensor.itemsize
+    record.dims = dims
+    record.sizes[:dims], record.strides[:dims] = tensor.shape, tensor.stride()
+    record.dtype = DTYPES[tensor.dtype]
+    record.format = {3: NCL, 4: NCHW}.get(dims, ND)

@@ -23,8 +23,8 @@ def hardware_tasks(events: Sequence[Event]) -> list[Event]:
     """Return the device's tasks in a trace of torch_npu.profiler, in their order."""
     processes = {event.get("pid") for event in events if event.get("ph") == "M" and event.get("name") == "process_name"
                  and event.get("args", {}).get("name") == HARDWARE}
-    found = [event for event in events if event.get("ph") == "X" and event.get("pid") in processes]
-    return sorted(found, key=lambda event: float(event["ts"]))
+    tasks = [event for event in events if event.get("ph") == "X" and event.get("pid") in processes]
+    return sorted(tasks, key=lambda event: float(event["ts"]))
 
 
 def ascend_profiler(folder: Path) -> TraceProfiler:
@@ -35,5 +35,5 @@ def ascend_profiler(folder: Path) -> TraceProfiler:
     import torch_npu
 
     handler = torch_npu.profiler.tensorboard_trace_handler(str(folder), analyse_flag=False)
-    made = torch_npu.profiler.profile(on_trace_ready=handler)
-    return TraceProfiler(made, folder, "torch_npu.profiler", NAMES, select=hardware_tasks)
+    profile = torch_npu.profiler.profile(on_trace_ready=handler)
+    return TraceProfiler(profile, folder, "torch_npu.profiler", NAMES, select=hardware_tasks)

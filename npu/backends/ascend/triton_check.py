@@ -27,7 +27,9 @@ def agrees(launch: ascend.FusedHeads, device: torch.device) -> bool:
 
 def _agrees(launch: ascend.FusedHeads, device: torch.device, dim: int, rotary_dim: int) -> bool:
     """Compare three tokens in two blocks."""
-    generator, heads, kv_heads = torch.Generator().manual_seed(0), 4, 2
+    generator = torch.Generator().manual_seed(0)
+    heads = 4
+    kv_heads = 2
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).bfloat16().to(device)
@@ -35,7 +37,9 @@ def _agrees(launch: ascend.FusedHeads, device: torch.device, dim: int, rotary_di
     angles = torch.rand(16, rotary_dim // 2, generator=generator) * 6.28
     table = torch.cat([angles.cos(), angles.sin()], 1).to(device)
     positions, slots = (torch.tensor(values).to(device) for values in ([0, 9, 15], [3, 200, 128]))
-    qkv, q_gamma, k_gamma = normal(3, (heads + 2 * kv_heads) * dim), normal(dim), normal(dim)
+    qkv = normal(3, (heads + 2 * kv_heads) * dim)
+    q_gamma = normal(dim)
+    k_gamma = normal(dim)
 
     def run(function: Any) -> list[torch.Tensor]:
         caches = [torch.zeros(2, ascend.BLOCK, kv_heads, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]

@@ -32,7 +32,8 @@ FLOAT8_CAPABILITY = (8, 9)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-NCCL_CHANNELS, NCCL_BUFFSIZE = 32, 4 << 20
+NCCL_CHANNELS = 32
+NCCL_BUFFSIZE = 4 << 20
 """Maximum number of NCCL's channels, and default bytes of the largest of the three buffers of a channel's connection
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize)."""
 
@@ -114,7 +115,8 @@ class CudaBackend(StreamBackend):
     def limit_types(self, capability: tuple[int, int]) -> None:
         """Leave out float8, also of the KV cache, if a GPU of this compute capability has none."""
         if capability < FLOAT8_CAPABILITY:
-            self.float8, self.cache_dtypes = False, (torch.int8,)
+            self.float8 = False
+            self.cache_dtypes = (torch.int8,)
 
     @classmethod
     def unavailable(cls) -> str:
@@ -127,8 +129,8 @@ class CudaBackend(StreamBackend):
             return ("no NVIDIA GPU can be used: check with nvidia-smi that there is one, that CUDA_VISIBLE_DEVICES "
                     f"names it, and that its driver is new enough for CUDA {torch.version.cuda}")
         if (capability := torch.cuda.get_device_capability(0)) < MIN_CAPABILITY:
-            has, least = (".".join(map(str, numbers)) for numbers in (capability, MIN_CAPABILITY))
-            return (f"{torch.cuda.get_device_name(0)} has compute capability {has}, and {least} or later is needed "
+            has, needed = (".".join(map(str, numbers)) for numbers in (capability, MIN_CAPABILITY))
+            return (f"{torch.cuda.get_device_name(0)} has compute capability {has}, and {needed} or later is needed "
                     "(Ampere, Ada, Hopper, Blackwell)")
         return ""
 
@@ -165,7 +167,7 @@ class CudaBackend(StreamBackend):
     def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
         buckets = row_buckets(self.decode_buckets, largest) if decode else token_buckets(largest)
         try:
-            made = CudaGraphs(self._streams, step, buckets, self._record, self._stream, self._pool)
+            graphs = CudaGraphs(self._streams, step, buckets, self._record, self._stream, self._pool)
             self.synchronize()
         except torch.OutOfMemoryError as error:
             raise CaptureError(
@@ -176,8 +178,8 @@ class CudaBackend(StreamBackend):
                 raise
             first = str(error).splitlines()[0][:200]
             raise CaptureError(f"device: steps cannot be captured ({first}): serve with --capture off") from error
-        made.log_capture(decode=decode)
-        return made
+        graphs.log_capture(decode=decode)
+        return graphs
 
 
 BACKEND = CudaBackend

@@ -72,7 +72,10 @@ class Event:
         self._stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
-        self._stream, self._after, self._queries, self._time = stream, stream.taken, 0, time.perf_counter()
+        self._stream = stream
+        self._after = stream.taken
+        self._queries = 0
+        self._time = time.perf_counter()
 
     def synchronize(self) -> None:
         if self._stream is None:
@@ -122,13 +125,13 @@ _streams: WeakSet[Stream] = WeakSet()
 _current: Stream | None = None
 
 
-def set_stream(own: Stream) -> None:
+def set_stream(new: Stream) -> None:
     global _current
-    _current = own
+    _current = new
 
 
-def stream(own: Stream) -> AbstractContextManager[Any]:
-    return nullcontext() if own is _current else _OnStream(own)
+def stream(new: Stream) -> AbstractContextManager[Any]:
+    return nullcontext() if new is _current else _OnStream(new)
 
 
 def synchronize() -> None:

@@ -51,7 +51,9 @@ class CudaGraphs(Graphs[Replay]):
         self, streams: Any, step: Callable[[int], Tensor], buckets: Sequence[int], record: Record, stream: Any,
         pool: Any,
     ):
-        self._record, self._stream, self._pool = record, stream, pool
+        self._record = record
+        self._stream = stream
+        self._pool = pool
         super().__init__(streams, step, buckets)
 
     def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:

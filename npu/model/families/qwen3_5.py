@@ -16,7 +16,8 @@ from npuserve.npu.model.layers.gated_delta_net import GatedDeltaNet
 from npuserve.npu.model.layers.layer import Block, DecoderLayer
 from npuserve.npu.model.layers.swiglu import SwiGLU
 
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
 def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,10 +52,12 @@ def read_layers(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
 
 
 def _delta_net(data: Mapping[str, Any]) -> GatedDeltaNet:
-    keys, values = whole(data, "linear_num_key_heads", 16), whole(data, "linear_num_value_heads", 32)
+    keys = whole(data, "linear_num_key_heads", 16)
+    values = whole(data, "linear_num_value_heads", 32)
     if values % keys:
         raise ModelError(f"config.json: linear_num_key_heads: {keys} does not divide linear_num_value_heads, {values}")
-    key_dim, value_dim = whole(data, "linear_key_head_dim", 128), whole(data, "linear_value_head_dim", 128)
+    key_dim = whole(data, "linear_key_head_dim", 128)
+    value_dim = whole(data, "linear_value_head_dim", 128)
     taps = whole(data, "linear_conv_kernel_dim", 4)
     if taps < 2:
         raise ModelError(f"config.json: linear_conv_kernel_dim: must be at least 2, got {taps}")
@@ -63,7 +66,8 @@ def _delta_net(data: Mapping[str, Any]) -> GatedDeltaNet:
 
 def _layer_types(data: Mapping[str, Any]) -> list[str]:
     """Return the kind of each layer's mixer."""
-    count, interval = num_layers(data), whole(data, "full_attention_interval", 4)
+    count = num_layers(data)
+    interval = whole(data, "full_attention_interval", 4)
     kinds = data.get("layer_types")
     if kinds is None:
         kinds = [LINEAR if (index + 1) % interval else FULL for index in range(count)]

@@ -62,7 +62,8 @@ class Attention(Layer):
         return self.num_kv_heads * self.head_dim
 
     def parameters(self, hidden: int, shard: Shard) -> Parameters:
-        everything, heads = Span.all(hidden), shard.part(self.num_heads)
+        everything = Span.all(hidden)
+        heads = shard.part(self.num_heads)
         columns = heads.times(self.head_dim)
         queries, gates = (Rows.interleaved(heads, self.head_dim, 2, part) for part in range(2))
         keys = shard.kv_heads(self.num_kv_heads).times(self.head_dim)
@@ -79,7 +80,8 @@ class Attention(Layer):
         return parameters
 
     def local(self, shard: Shard) -> Attention:
-        ranks, kv_heads = shard.size, self.num_kv_heads
+        ranks = shard.size
+        kv_heads = self.num_kv_heads
         if self.num_heads % ranks:
             raise DivisionError(
                 f"tensor_parallel_size: {ranks} does not divide the model's {self.num_heads} attention heads")
@@ -119,7 +121,8 @@ class Attention(Layer):
         return 5 * self.q_size + 4 * self.kv_size + gate
 
     def golden_elements(self, tokens: int, context: int) -> int:
-        projected, copied = tokens * (self.q_size + 2 * self.kv_size), 2 * context * self.q_size
+        projected = tokens * (self.q_size + 2 * self.kv_size)
+        copied = 2 * context * self.q_size
         if self.output_gate:
             copied += 2 * tokens * self.q_size
         return 3 * projected + copied  # attention copies a row's keys and values

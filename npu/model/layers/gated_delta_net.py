@@ -71,8 +71,10 @@ class GatedDeltaNet(Layer):
         return 2 * self.keys + self.values
 
     def parameters(self, hidden: int, shard: Shard) -> Parameters:
-        everything, heads = Span.all(hidden), shard.part(self.value_heads)
-        keys, values = shard.part(self.key_heads).times(self.key_dim), heads.times(self.value_dim)
+        everything = Span.all(hidden)
+        heads = shard.part(self.value_heads)
+        keys = shard.part(self.key_heads).times(self.key_dim)
+        values = heads.times(self.value_dim)
         channels = Rows.stacked(keys, keys, values) if shard.size > 1 else Span.all(self.channels)
         return {
             "qkv": Matrix({"in_proj_qkv": channels}, everything),

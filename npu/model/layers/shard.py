@@ -51,7 +51,8 @@ class Rows(NamedTuple):
     @staticmethod
     def stacked(*spans: Span) -> Rows:
         """Return the rows of spans of tensors that the checkpoint has stacked into one, in this order."""
-        ranges, begin = [], 0
+        ranges = []
+        begin = 0
         for span in spans:
             ranges.append((begin + span.first, span.size))
             begin += span.whole

@@ -32,7 +32,8 @@ class SwiGLU(Layer):
     weights: ClassVar[type] = SwiGLUWeights
 
     def parameters(self, hidden: int, shard: Shard) -> Parameters:
-        rows, columns = shard.part(self.width), Span.all(hidden)
+        rows = shard.part(self.width)
+        columns = Span.all(hidden)
         return {
             "gate_up": Matrix({"gate_proj": rows, "up_proj": rows}, columns, self.bias),
             "down": Matrix({"down_proj": columns}, rows, self.bias),
@@ -48,7 +49,8 @@ class SwiGLU(Layer):
         return weights.gate_up.inputs
 
     def forward(self, x: Tensor | Quantized, weights: SwiGLUWeights, state: None, inputs: Inputs) -> Tensor:
-        k, down = inputs.kernels, weights.down
+        k = inputs.kernels
+        down = weights.down
         gated = k.linear_swiglu(x, weights.gate_up.weight, weights.gate_up.bias, down.inputs)
         return k.linear(gated, down.weight, down.bias)
 

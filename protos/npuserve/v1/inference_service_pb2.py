@@ -24,10 +24,11 @@ _sym_db = _symbol_database.Default()
 
 from npuserve.v1 import generate_pb2 as npuserve_dot_v1_dot_generate__pb2
 from npuserve.v1 import model_pb2 as npuserve_dot_v1_dot_model__pb2
+from npuserve.v1 import pooling_pb2 as npuserve_dot_v1_dot_pooling__pb2
 from npuserve.v1 import tokenize_pb2 as npuserve_dot_v1_dot_tokenize__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#npuserve/v1/inference_service.proto\x12\x0bnpuserve.v1\x1a\x1anpuserve/v1/generate.proto\x1a\x17npuserve/v1/model.proto\x1a\x1anpuserve/v1/tokenize.proto2\xbe\x04\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.npuserve.v1.GenerateRequest\x1a\x1d.npuserve.v1.GenerateResponse\x12U\n\x0eStreamGenerate\x12\x1c.npuserve.v1.GenerateRequest\x1a#.npuserve.v1.StreamGenerateResponse0\x01\x12W\n\x0cResumeStream\x12 .npuserve.v1.ResumeStreamRequest\x1a#.npuserve.v1.StreamGenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.npuserve.v1.TokenizeRequest\x1a\x1d.npuserve.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.npuserve.v1.DetokenizeRequest\x1a\x1f.npuserve.v1.DetokenizeResponse\x12S\n\x0cGetModelInfo\x12 .npuserve.v1.GetModelInfoRequest\x1a!.npuserve.v1.GetModelInfoResponse\x12\x44\n\x07GetLoad\x12\x1b.npuserve.v1.GetLoadRequest\x1a\x1c.npuserve.v1.GetLoadResponseB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#npuserve/v1/inference_service.proto\x12\x0bnpuserve.v1\x1a\x1anpuserve/v1/generate.proto\x1a\x17npuserve/v1/model.proto\x1a\x19npuserve/v1/pooling.proto\x1a\x1anpuserve/v1/tokenize.proto2\xbb\x05\n\x10InferenceService\x12G\n\x08Generate\x12\x1c.npuserve.v1.GenerateRequest\x1a\x1d.npuserve.v1.GenerateResponse\x12U\n\x0eStreamGenerate\x12\x1c.npuserve.v1.GenerateRequest\x1a#.npuserve.v1.StreamGenerateResponse0\x01\x12W\n\x0cResumeStream\x12 .npuserve.v1.ResumeStreamRequest\x1a#.npuserve.v1.StreamGenerateResponse0\x01\x12>\n\x05\x45mbed\x12\x19.npuserve.v1.EmbedRequest\x1a\x1a.npuserve.v1.EmbedResponse\x12;\n\x04Rank\x12\x18.npuserve.v1.RankRequest\x1a\x19.npuserve.v1.RankResponse\x12G\n\x08Tokenize\x12\x1c.npuserve.v1.TokenizeRequest\x1a\x1d.npuserve.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.npuserve.v1.DetokenizeRequest\x1a\x1f.npuserve.v1.DetokenizeResponse\x12S\n\x0cGetModelInfo\x12 .npuserve.v1.GetModelInfoRequest\x1a!.npuserve.v1.GetModelInfoResponse\x12\x44\n\x07GetLoad\x12\x1b.npuserve.v1.GetLoadRequest\x1a\x1c.npuserve.v1.GetLoadResponseB8\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +36,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npuserve.v1.inference_servi
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.npuserve.v1P\001Z#npuserve.dev/npuserve/v1;npuservev1'
-  _globals['_INFERENCESERVICE']._serialized_start=134
-  _globals['_INFERENCESERVICE']._serialized_end=708
+  _globals['_INFERENCESERVICE']._serialized_start=161
+  _globals['_INFERENCESERVICE']._serialized_end=860
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ import warnings
 
 from npuserve.v1 import generate_pb2 as npuserve_dot_v1_dot_generate__pb2
 from npuserve.v1 import model_pb2 as npuserve_dot_v1_dot_model__pb2
+from npuserve.v1 import pooling_pb2 as npuserve_dot_v1_dot_pooling__pb2
 from npuserve.v1 import tokenize_pb2 as npuserve_dot_v1_dot_tokenize__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -28,7 +29,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Text generation with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
+    """Text generation, embeddings and ranking with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
     """
 
     def __init__(self, channel):
@@ -51,6 +52,16 @@ class InferenceServiceStub:
                 '/npuserve.v1.InferenceService/ResumeStream',
                 request_serializer=npuserve_dot_v1_dot_generate__pb2.ResumeStreamRequest.SerializeToString,
                 response_deserializer=npuserve_dot_v1_dot_generate__pb2.StreamGenerateResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/npuserve.v1.InferenceService/Embed',
+                request_serializer=npuserve_dot_v1_dot_pooling__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=npuserve_dot_v1_dot_pooling__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rank = channel.unary_unary(
+                '/npuserve.v1.InferenceService/Rank',
+                request_serializer=npuserve_dot_v1_dot_pooling__pb2.RankRequest.SerializeToString,
+                response_deserializer=npuserve_dot_v1_dot_pooling__pb2.RankResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/npuserve.v1.InferenceService/Tokenize',
@@ -75,7 +86,7 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Text generation with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
+    """Text generation, embeddings and ranking with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
     """
 
     def Generate(self, request, context):
@@ -95,6 +106,20 @@ class InferenceServiceServicer:
     def ResumeStream(self, request, context):
         """Continues a stream at the client's token offset, without gap or repetition, on any front end of the server. If another
         call still reads the stream, that call ends with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns the embedding of a text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rank(self, request, context):
+        """Returns the relevance of documents to a query.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +171,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=npuserve_dot_v1_dot_generate__pb2.ResumeStreamRequest.FromString,
                     response_serializer=npuserve_dot_v1_dot_generate__pb2.StreamGenerateResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=npuserve_dot_v1_dot_pooling__pb2.EmbedRequest.FromString,
+                    response_serializer=npuserve_dot_v1_dot_pooling__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rank,
+                    request_deserializer=npuserve_dot_v1_dot_pooling__pb2.RankRequest.FromString,
+                    response_serializer=npuserve_dot_v1_dot_pooling__pb2.RankResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=npuserve_dot_v1_dot_tokenize__pb2.TokenizeRequest.FromString,
@@ -175,7 +210,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Text generation with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
+    """Text generation, embeddings and ranking with the served model. Errors are gRPC statuses with google.rpc details, and never part of a message.
     """
 
     @staticmethod
@@ -249,6 +284,60 @@ class InferenceService:
             '/npuserve.v1.InferenceService/ResumeStream',
             npuserve_dot_v1_dot_generate__pb2.ResumeStreamRequest.SerializeToString,
             npuserve_dot_v1_dot_generate__pb2.StreamGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npuserve.v1.InferenceService/Embed',
+            npuserve_dot_v1_dot_pooling__pb2.EmbedRequest.SerializeToString,
+            npuserve_dot_v1_dot_pooling__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npuserve.v1.InferenceService/Rank',
+            npuserve_dot_v1_dot_pooling__pb2.RankRequest.SerializeToString,
+            npuserve_dot_v1_dot_pooling__pb2.RankResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17npuserve/v1/model.proto\x12\x0bnpuserve.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x15\n\x13GetModelInfoRequest\"\xf7\x04\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x11\n\x05\x64type\x18\x05 \x01(\tB\x02\x18\x01\x12\x18\n\x0cquantization\x18\x06 \x01(\tB\x02\x18\x01\x12\x1a\n\x0ekv_cache_dtype\x18\x07 \x01(\tB\x02\x18\x01\x12\x13\n\x07\x62\x61\x63kend\x18\x08 \x01(\tB\x02\x18\x01\x12\x15\n\rhas_tokenizer\x18\t \x01(\x08\x12\x19\n\x11has_chat_template\x18\n \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x11\n\tmax_queue\x18\x0c \x01(\r\x12\x17\n\x0fkv_cache_tokens\x18\r \x01(\x04\x12\x15\n\reos_token_ids\x18\x0e \x03(\r\x12\x12\n\nparameters\x18\x0f \x01(\x04\x12\x15\n\rdeterministic\x18\x10 \x01(\x08\x12.\n\nstart_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\tdata_type\x18\x12 \x01(\x0e\x32\x15.npuserve.v1.DataType\x12<\n\x13quantization_scheme\x18\x13 \x01(\x0e\x32\x1f.npuserve.v1.QuantizationScheme\x12\x31\n\x12kv_cache_data_type\x18\x14 \x01(\x0e\x32\x15.npuserve.v1.DataType\x12\x32\n\x0e\x64\x65vice_backend\x18\x15 \x01(\x0e\x32\x1a.npuserve.v1.DeviceBackend\"\x10\n\x0eGetLoadRequest\"\xa1\x01\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rfree_kv_ratio\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x11\n\tmax_queue\x18\x06 \x01(\r\x12\x11\n\tpreparing\x18\x07 \x01(\r*\x9c\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x04\x12\x1b\n\x17\x44\x41TA_TYPE_FLOAT8_E4M3FN\x10\x05*\x97\x01\n\x12QuantizationScheme\x12#\n\x1fQUANTIZATION_SCHEME_UNSPECIFIED\x10\x00\x12\x1c\n\x18QUANTIZATION_SCHEME_NONE\x10\x01\x12\x1c\n\x18QUANTIZATION_SCHEME_W8A8\x10\x02\x12 \n\x1cQUANTIZATION_SCHEME_W8A8_FP8\x10\x03*x\n\rDeviceBackend\x12\x1e\n\x1a\x44\x45VICE_BACKEND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44\x45VICE_BACKEND_CPU\x10\x01\x12\x16\n\x12\x44\x45VICE_BACKEND_NPU\x10\x02\x12\x17\n\x13\x44\x45VICE_BACKEND_CUDA\x10\x03\x42\x38\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17npuserve/v1/model.proto\x12\x0bnpuserve.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x15\n\x13GetModelInfoRequest\"\xb5\x05\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x11\n\x05\x64type\x18\x05 \x01(\tB\x02\x18\x01\x12\x18\n\x0cquantization\x18\x06 \x01(\tB\x02\x18\x01\x12\x1a\n\x0ekv_cache_dtype\x18\x07 \x01(\tB\x02\x18\x01\x12\x13\n\x07\x62\x61\x63kend\x18\x08 \x01(\tB\x02\x18\x01\x12\x15\n\rhas_tokenizer\x18\t \x01(\x08\x12\x19\n\x11has_chat_template\x18\n \x01(\x08\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x11\n\tmax_queue\x18\x0c \x01(\r\x12\x17\n\x0fkv_cache_tokens\x18\r \x01(\x04\x12\x15\n\reos_token_ids\x18\x0e \x03(\r\x12\x12\n\nparameters\x18\x0f \x01(\x04\x12\x15\n\rdeterministic\x18\x10 \x01(\x08\x12.\n\nstart_time\x18\x11 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12(\n\tdata_type\x18\x12 \x01(\x0e\x32\x15.npuserve.v1.DataType\x12<\n\x13quantization_scheme\x18\x13 \x01(\x0e\x32\x1f.npuserve.v1.QuantizationScheme\x12\x31\n\x12kv_cache_data_type\x18\x14 \x01(\x0e\x32\x15.npuserve.v1.DataType\x12\x32\n\x0e\x64\x65vice_backend\x18\x15 \x01(\x0e\x32\x1a.npuserve.v1.DeviceBackend\x12\x1f\n\x04task\x18\x16 \x01(\x0e\x32\x11.npuserve.v1.Task\x12\x1b\n\x13\x65mbedding_dimension\x18\x17 \x01(\r\"\x10\n\x0eGetLoadRequest\"\xa1\x01\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rfree_kv_ratio\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x14\n\x0cmax_num_seqs\x18\x05 \x01(\r\x12\x11\n\tmax_queue\x18\x06 \x01(\r\x12\x11\n\tpreparing\x18\x07 \x01(\r*N\n\x04Task\x12\x14\n\x10TASK_UNSPECIFIED\x10\x00\x12\x11\n\rTASK_GENERATE\x10\x01\x12\x0e\n\nTASK_EMBED\x10\x02\x12\r\n\tTASK_RANK\x10\x03*\x9c\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x04\x12\x1b\n\x17\x44\x41TA_TYPE_FLOAT8_E4M3FN\x10\x05*\xb6\x01\n\x12QuantizationScheme\x12#\n\x1fQUANTIZATION_SCHEME_UNSPECIFIED\x10\x00\x12\x1c\n\x18QUANTIZATION_SCHEME_NONE\x10\x01\x12\x1c\n\x18QUANTIZATION_SCHEME_W8A8\x10\x02\x12 \n\x1cQUANTIZATION_SCHEME_W8A8_FP8\x10\x03\x12\x1d\n\x19QUANTIZATION_SCHEME_W4A16\x10\x04*x\n\rDeviceBackend\x12\x1e\n\x1a\x44\x45VICE_BACKEND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44\x45VICE_BACKEND_CPU\x10\x01\x12\x16\n\x12\x44\x45VICE_BACKEND_NPU\x10\x02\x12\x17\n\x13\x44\x45VICE_BACKEND_CUDA\x10\x03\x42\x38\n\x0f\x64\x65v.npuserve.v1P\x01Z#npuserve.dev/npuserve/v1;npuservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,18 +41,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFORESPONSE'].fields_by_name['kv_cache_dtype']._serialized_options = b'\030\001'
   _globals['_GETMODELINFORESPONSE'].fields_by_name['backend']._loaded_options = None
   _globals['_GETMODELINFORESPONSE'].fields_by_name['backend']._serialized_options = b'\030\001'
-  _globals['_DATATYPE']._serialized_start=913
-  _globals['_DATATYPE']._serialized_end=1069
-  _globals['_QUANTIZATIONSCHEME']._serialized_start=1072
-  _globals['_QUANTIZATIONSCHEME']._serialized_end=1223
-  _globals['_DEVICEBACKEND']._serialized_start=1225
-  _globals['_DEVICEBACKEND']._serialized_end=1345
+  _globals['_TASK']._serialized_start=974
+  _globals['_TASK']._serialized_end=1052
+  _globals['_DATATYPE']._serialized_start=1055
+  _globals['_DATATYPE']._serialized_end=1211
+  _globals['_QUANTIZATIONSCHEME']._serialized_start=1214
+  _globals['_QUANTIZATIONSCHEME']._serialized_end=1396
+  _globals['_DEVICEBACKEND']._serialized_start=1398
+  _globals['_DEVICEBACKEND']._serialized_end=1518
   _globals['_GETMODELINFOREQUEST']._serialized_start=73
   _globals['_GETMODELINFOREQUEST']._serialized_end=94
   _globals['_GETMODELINFORESPONSE']._serialized_start=97
-  _globals['_GETMODELINFORESPONSE']._serialized_end=728
-  _globals['_GETLOADREQUEST']._serialized_start=730
-  _globals['_GETLOADREQUEST']._serialized_end=746
-  _globals['_GETLOADRESPONSE']._serialized_start=749
-  _globals['_GETLOADRESPONSE']._serialized_end=910
+  _globals['_GETMODELINFORESPONSE']._serialized_end=790
+  _globals['_GETLOADREQUEST']._serialized_start=792
+  _globals['_GETLOADREQUEST']._serialized_end=808
+  _globals['_GETLOADRESPONSE']._serialized_start=811
+  _globals['_GETLOADRESPONSE']._serialized_end=972
 # @@protoc_insertion_point(module_scope)

@@ -25,6 +25,32 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Task:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Task.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TASK_UNSPECIFIED: _Task.ValueType  # 0
+    TASK_GENERATE: _Task.ValueType  # 1
+    """Generate, StreamGenerate and ResumeStream."""
+    TASK_EMBED: _Task.ValueType  # 2
+    """Embed."""
+    TASK_RANK: _Task.ValueType  # 3
+    """Rank."""
+
+class Task(_Task, metaclass=_TaskEnumTypeWrapper):
+    """What the served model is for."""
+
+TASK_UNSPECIFIED: Task.ValueType  # 0
+TASK_GENERATE: Task.ValueType  # 1
+"""Generate, StreamGenerate and ResumeStream."""
+TASK_EMBED: Task.ValueType  # 2
+"""Embed."""
+TASK_RANK: Task.ValueType  # 3
+"""Rank."""
+Global___Task: _TypeAlias = Task  # noqa: Y015
+
 class _DataType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -63,6 +89,8 @@ class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Qu
     """int8 weights, and activations quantized to int8."""
     QUANTIZATION_SCHEME_W8A8_FP8: _QuantizationScheme.ValueType  # 3
     """float8 (e4m3) weights, and activations quantized to float8."""
+    QUANTIZATION_SCHEME_W4A16: _QuantizationScheme.ValueType  # 4
+    """Weights of 4 bits in groups, activations of floats."""
 
 class QuantizationScheme(_QuantizationScheme, metaclass=_QuantizationSchemeEnumTypeWrapper): ...
 
@@ -73,6 +101,8 @@ QUANTIZATION_SCHEME_W8A8: QuantizationScheme.ValueType  # 2
 """int8 weights, and activations quantized to int8."""
 QUANTIZATION_SCHEME_W8A8_FP8: QuantizationScheme.ValueType  # 3
 """float8 (e4m3) weights, and activations quantized to float8."""
+QUANTIZATION_SCHEME_W4A16: QuantizationScheme.ValueType  # 4
+"""Weights of 4 bits in groups, activations of floats."""
 Global___QuantizationScheme: _TypeAlias = QuantizationScheme  # noqa: Y015
 
 class _DeviceBackend:
@@ -138,6 +168,8 @@ class GetModelInfoResponse(_message.Message):
     QUANTIZATION_SCHEME_FIELD_NUMBER: _builtins.int
     KV_CACHE_DATA_TYPE_FIELD_NUMBER: _builtins.int
     DEVICE_BACKEND_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIMENSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     family: _builtins.str
     """Architecture, as in config.json, such as Qwen3ForCausalLM."""
@@ -202,6 +234,10 @@ class GetModelInfoResponse(_message.Message):
     quantization_scheme: Global___QuantizationScheme.ValueType
     kv_cache_data_type: Global___DataType.ValueType
     device_backend: Global___DeviceBackend.ValueType
+    task: Global___Task.ValueType
+    """Calls that the model serves. Other calls are FAILED_PRECONDITION."""
+    embedding_dimension: _builtins.int
+    """Of an embedding model: number of values of an embedding. Otherwise 0."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -232,10 +268,12 @@ class GetModelInfoResponse(_message.Message):
         quantization_scheme: Global___QuantizationScheme.ValueType = ...,
         kv_cache_data_type: Global___DataType.ValueType = ...,
         device_backend: Global___DeviceBackend.ValueType = ...,
+        task: Global___Task.ValueType = ...,
+        embedding_dimension: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "device_backend", b"device_backend", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "kv_cache_data_type", b"kv_cache_data_type", "kv_cache_dtype", b"kv_cache_dtype", "kv_cache_tokens", b"kv_cache_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_queue", b"max_queue", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "quantization_scheme", b"quantization_scheme", "start_time", b"start_time", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "data_type", b"data_type", "deterministic", b"deterministic", "device_backend", b"device_backend", "dtype", b"dtype", "embedding_dimension", b"embedding_dimension", "eos_token_ids", b"eos_token_ids", "family", b"family", "has_chat_template", b"has_chat_template", "has_tokenizer", b"has_tokenizer", "kv_cache_data_type", b"kv_cache_data_type", "kv_cache_dtype", b"kv_cache_dtype", "kv_cache_tokens", b"kv_cache_tokens", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "max_queue", b"max_queue", "name", b"name", "parameters", b"parameters", "quantization", b"quantization", "quantization_scheme", b"quantization_scheme", "start_time", b"start_time", "task", b"task", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import ROUND_DOWN, Decimal
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from itertools import combinations
@@ -26,7 +26,6 @@ _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 """Types that exclude each other: an integer, also one written as 1.0, is no fraction. "number" is both."""
 
-_BOUNDS = ((1, ("maximum", "exclusiveMaximum")), (-1, ("minimum", "exclusiveMinimum")))
 _APPLICATORS = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
 """Keywords between which the library reads the other keywords as schemas of their own."""
 
@@ -72,7 +71,8 @@ def _has_value(schema: Any, finite: set[str]) -> bool:
 
 
 def _has_object(schema: Mapping[str, Any], finite: set[str]) -> bool:
-    properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties = schema.get("properties", {})
+    other = schema.get("additionalProperties", True)
     return all(_has_value(properties.get(name, other), finite) for name in schema.get("required", ()))
 
 
@@ -138,48 +138,6 @@ def _decimal(number: float) -> tuple[int, int]:
     return numerator * 10 ** decimals // denominator, decimals
 
 
-def allow_short_numbers(out: dict[str, Any]) -> None:
-    """Allow numbers with fewer decimals than 'multipleOf' or a bound. The library requires zeros there."""
-    _allow_short_multiples(out)
-    _allow_short_of_bounds(out)
-
-
-def _allow_short_multiples(out: dict[str, Any]) -> None:
-    """Allow multiples with fewer decimals than 'multipleOf', such as 0.5 for 0.25. The library requires 0.50 there.
-
-    A multiple of 0.25 with one decimal is a multiple of both 0.25 and 0.1. The library computes their common divisor.
-    """
-    coefficient, decimals = _decimal(out.get("multipleOf", 1))
-    units = [10 ** n for n in range(1, decimals) if 10 ** n <= coefficient and coefficient * 10 ** n < 1 << 32]
-    if not units or out.get("type") == "integer":
-        return
-    number = {"type": "number", "multipleOf": out.pop("multipleOf")}
-    short = [{**number, "allOf": [{"multipleOf": unit / 10 ** decimals}]} for unit in units]
-    other = {"type": ["null", "boolean", "string", "array", "object"]}
-    out.setdefault("allOf", []).append({"anyOf": [other, number, *short]})
-
-
-def _allow_short_of_bounds(out: dict[str, Any]) -> None:
-    """Allow numbers that a bound continues by more decimals, such as 0.9 for 0.99. The library requires 0.90 there."""
-    if "number" not in out.get("type", "number"):
-        return
-    bounds = [(sign, out[keyword]) for sign, keywords in _BOUNDS for keyword in keywords if keyword in out]
-    excluded = [out[keyword] for _, (_, keyword) in _BOUNDS if keyword in out]
-    short = sorted({cut for sign, bound in bounds if sign * bound > 0 for cut in _cuts(bound) if cut not in excluded
-                    and all(side * (limit - cut) >= 0 for side, limit in bounds)})
-    if short:
-        points = [{"type": "number", "minimum": cut, "maximum": cut} for cut in short]
-        out.setdefault("allOf", []).append({"anyOf": [{"type": sorted(_SCALARS | {"array", "object"})}, *points]})
-
-
-def _cuts(bound: float) -> Iterator[float]:
-    """Yield the number with fewer decimals, down to one, except 0."""
-    number = Decimal(repr(float(bound)))
-    for decimals in range(1, _decimal(abs(bound))[1]):
-        if cut := float(number.quantize(Decimal(1).scaleb(-decimals), ROUND_DOWN)):
-            yield cut
-
-
 def inside_bound(value: float, sign: int, others: Sequence[float]) -> float:
     """Return the exclusive bound, or a close one inside it that the library honours.
 
@@ -223,8 +181,10 @@ class _Facts(NamedTuple):
 
 def _facts(schema: Any, definitions: Mapping[str, Any], has_properties: bool = True) -> _Facts:
     """Return what is known. has_properties: whether required properties are read too."""
-    types, values = _TYPES, None
-    required, properties = set[str](), dict[str, list[Any]]()
+    types = _TYPES
+    values = None
+    required = set[str]()
+    properties = dict[str, list[Any]]()
     for part in _conjuncts(schema, definitions, set()):
         if part is False:
             return _Facts(frozenset())
@@ -301,7 +261,8 @@ def separate_names(readings: Iterable[pattern.NamePattern], out: dict[str, Any])
             disputed[narrow] = f"{disputed[narrow]}|{reading.disputed}" if narrow in disputed else reading.disputed
     if not disputed:
         return ""
-    values, other = out["patternProperties"], out.get("additionalProperties", True)
+    values = out["patternProperties"]
+    other = out.get("additionalProperties", True)
     if other is True:
         out["patternProperties"] = widened = dict[str, Any]()
         for narrow, value in values.items():
@@ -363,7 +324,8 @@ def declare_matched_names(schema: Mapping[str, Any], out: dict[str, Any]) -> Non
         pattern_name = pattern.translate(source, quoted=True)
         if pattern_name not in out["patternProperties"]:
             continue
-        inner, properties = out["patternProperties"].pop(pattern_name), out.setdefault("properties", {})
+        inner = out["patternProperties"].pop(pattern_name)
+        properties = out.setdefault("properties", {})
         for matched in names:
             properties[matched] = {"allOf": [properties[matched], inner]} if matched in properties else inner
 
@@ -381,7 +343,8 @@ def restrict_names(out: dict[str, Any], names: Mapping[str, Any]) -> bool:
         return False
     if rule.keys() <= {"enum", "const"}:
         listed = [name for name in rule.get("enum", [rule.get("const")]) if name == rule.get("const", name)]
-        declared, other = out.get("properties", {}), out.get("additionalProperties", True)
+        declared = out.get("properties", {})
+        other = out.get("additionalProperties", True)
         allowed = {name: declared.get(name, other) for name in listed if isinstance(name, str)}
         out["properties"] = {name: value for name, value in allowed.items() if name in declared or other is not False}
     else:

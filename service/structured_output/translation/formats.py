@@ -34,7 +34,8 @@ _IPV6 = "(?:" + "|".join([
     rf"(?:{_GROUP}:){{1,7}}:",
     "::",
 ]) + ")"
-_INNER, _OUTER = "[a-zA-Z0-9-]", "[a-zA-Z0-9]"
+_INNER = "[a-zA-Z0-9-]"
+_OUTER = "[a-zA-Z0-9]"
 
 
 def _label(first: str, max_length: int) -> str:

@@ -130,7 +130,8 @@ class _Parser:
         return _productive(_needed(rules))
 
     def _alternatives(self, depth: int) -> Node:
-        options, items = [], list[Node]()
+        options = []
+        items = list[Node]()
         while self._next < len(self._tokens):
             kind, token, position = self._tokens[self._next]
             if kind == "define" or token == ")":
@@ -177,7 +178,8 @@ class _Parser:
         return Chars(self._class(token[1:-1], position))
 
     def _codes(self, text: str, position: int) -> list[int]:
-        codes, i = [], 0
+        codes = []
+        i = 0
         while i < len(text):
             match = _ESCAPE.match(text, i)
             codes.append(self._escaped(match, position) if match else ord(text[i]))
@@ -199,7 +201,8 @@ class _Parser:
         text = text[is_negated:]
         parts = re.findall(r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|u\{[0-9A-Fa-f]{1,6}\}|.)|[^\\]", text,
                            re.DOTALL)
-        ranges, i = [], 0
+        ranges = []
+        i = 0
         while i < len(parts):
             (low,) = high = self._codes(parts[i], position)
             if parts[i + 1:i + 2] == ["-"] and i + 2 < len(parts):
@@ -216,7 +219,8 @@ def _needed(rules: dict[str, Node]) -> dict[str, Node]:
     """Return the rules that `root` reaches."""
     if "root" not in rules:
         raise ConstraintError("grammar: must have the rule 'root'")
-    reached, ahead = {"root": rules["root"]}, ["root"]
+    reached = {"root": rules["root"]}
+    ahead = ["root"]
     while ahead:
         name = ahead.pop()
         for other in references(rules[name]):
@@ -283,7 +287,8 @@ def normalized(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all characters that are not in the ranges."""
-    out, low_end = [], 0
+    out = []
+    low_end = 0
     for low, high in normalized(list(ranges)):
         out.append((low_end, low - 1))
         low_end = high + 1

@@ -52,7 +52,8 @@ class _Converter:
             self._collect(node)
         if self._is_greedy_safe(recursive):
             lines = [f"{self._names[name]}: {self._expression(node)}" for name, node in recursive.items()]
-            parts, self._terminals = self._terminals, {}
+            parts = self._terminals
+            self._terminals = {}
             lines += [f"{terminal}: {self._inner(node)}" for node, terminal in parts.items()]
             plain = {name: node for name, node in self._rules.items() if name not in recursive}
             return self._text([f"start: {self._names['root']}", *lines], plain)
@@ -93,7 +94,8 @@ class _Converter:
         return _combined(node, [self._expression(item) for item in _items(node)])
 
     def _is_greedy_safe(self, recursive: Mapping[str, Node]) -> bool:
-        atoms, budget = Atoms(c for node in self._rules.values() for c in _all_chars(node)), Budget()
+        atoms = Atoms(c for node in self._rules.values() for c in _all_chars(node))
+        budget = Budget()
         try:
             automata = {node: Automaton(node, self._rules, atoms, budget) for node in self._terminals}
         except TooLarge:
@@ -119,7 +121,8 @@ class _Following:
     """Search for what may follow each terminal: the sets FIRST and FOLLOW of the theory of parsers."""
 
     def __init__(self, recursive: Mapping[str, Node], automata: Mapping[Node, Automaton]):
-        self._recursive, self._automata = recursive, automata
+        self._recursive = recursive
+        self._automata = automata
         self._numbers = {node: i for i, node in enumerate(automata)}
         self._first: dict[str, frozenset[Begin]] = dict.fromkeys(recursive, frozenset())
         self._nullable: dict[str, bool] = dict.fromkeys(recursive, False)
@@ -134,7 +137,8 @@ class _Following:
             nullable = {name: n for name, (n, _) in begins.items()}
             if (first, nullable) == (self._first, self._nullable):
                 break
-            self._first, self._nullable = first, nullable
+            self._first = first
+            self._nullable = nullable
         before = -1
         while before != (before := self._size()):
             for name, node in self._recursive.items():
@@ -158,7 +162,8 @@ class _Following:
         if isinstance(node, Alt):
             parts = [self._begin(item) for item in node.items]
             return any(n for n, _ in parts), frozenset().union(*(f for _, f in parts))
-        nullable, first = True, frozenset[Begin]()
+        nullable = True
+        first = frozenset[Begin]()
         for item in node.items:
             empty, begin = self._begin(item)
             first = first | begin if nullable else first

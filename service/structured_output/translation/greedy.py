@@ -95,7 +95,8 @@ class _Positions:
     """Positions of an expression's characters: Glushkov's construction."""
 
     def __init__(self, rules: Mapping[str, Node], atoms: Atoms):
-        self._rules, self._atoms = rules, atoms
+        self._rules = rules
+        self._atoms = atoms
         self.atoms: list[frozenset[int]] = []
         self.follow: list[set[int]] = []
 
@@ -114,7 +115,8 @@ class _Positions:
             return any(p[0] for p in parts), set().union(*(p[1] for p in parts)), set().union(*(p[2] for p in parts))
         if isinstance(node, Seq):
             return self._sequence(node.items)
-        min_count, max_count = node.min_count, node.max_count
+        min_count = node.min_count
+        max_count = node.max_count
         many: list[Node] = [node.item] * min_count
         if max_count != -1:
             many += [Rep(node.item, 0, 1)] * (max_count - min_count)
@@ -133,7 +135,9 @@ class _Positions:
         return nullable or min_count == 0, first, last
 
     def _sequence(self, items: Iterable[Node]) -> tuple[bool, set[int], set[int]]:
-        nullable, first, last = True, set[int](), set[int]()
+        nullable = True
+        first = set[int]()
+        last = set[int]()
         for item in items:
             empty, begin, end = self.build(item)
             for position in last:
@@ -159,7 +163,8 @@ def is_safe(automata: list[Automaton], following: list[set[int]]) -> bool:
 
 def _conflict(first: Automaton, second: Automaton, following: set[int], budget: Budget) -> bool:
     """Return whether a text of `one`, extended by one of `following`, is the beginning of a text of `other`."""
-    seen, ahead = set[tuple[int, int]](), [(0, 0)]
+    seen = set[tuple[int, int]]()
+    ahead = [(0, 0)]
     while ahead:
         first_state, second_state = ahead.pop()
         for atom, target in first.states[first_state].items():

@@ -106,7 +106,8 @@ class _Translator:
     """
 
     def __init__(self, pattern: str, quoted: bool, *, is_wide: bool = False):
-        self._text, self._quoted = pattern, quoted
+        self._text = pattern
+        self._quoted = quoted
         self._is_wide = is_wide
         self._at = 0
         self._anchors: list[int] = []  # positions
@@ -132,11 +133,14 @@ class _Translator:
     def _alternatives(self, depth: int) -> str:
         if depth > MAX_DEPTH:
             raise self._error(f"groups must be nested at most {MAX_DEPTH} deep")
-        out, is_first, ends = [], True, list[int]()
+        out = []
+        is_first = True
+        ends = list[int]()
         while self._at < len(self._text) and not self._peek(")"):
             if self._take("|"):
                 out.append("|")
-                is_first, ends = True, []
+                is_first = True
+                ends = []
                 continue
             count = len(self._anchors)
             atom, is_repeatable = self._atom(depth)

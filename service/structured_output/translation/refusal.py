@@ -65,15 +65,19 @@ def _subgrammars(grammar: str) -> list[dict[str, Any]]:
 
 def _refused_part(schema: Mapping[str, Any], is_refused: Callable[[Any], bool]) -> tuple[str, Mapping[str, Any]]:
     """Return the path of the smallest refused part, and the part."""
-    definitions, path, entered = schema.get("$defs", {}), "", set[str]()
+    definitions = schema.get("$defs", {})
+    path = ""
+    entered = set[str]()
     while True:
         for step, inner in _parts(schema):
             if step == "$ref" and inner not in entered and is_refused(target := definitions[inner]):
                 entered.add(inner)
-                schema, path = target, target.get(ORIGIN, path)
+                schema = target
+                path = target.get(ORIGIN, path)
                 break
             if step != "$ref" and is_refused(inner):
-                schema, path = inner, path + step
+                schema = inner
+                path += step
                 break
         else:
             return path, schema

@@ -20,7 +20,6 @@ from urllib.parse import unquote, urldefrag, urljoin
 from npuserve.service.structured_output.translation import formats, pattern
 from npuserve.service.structured_output.translation.analysis import (
     MIN_BOUND,
-    allow_short_numbers,
     declare_matched_names,
     divisor_fault,
     grouped,
@@ -47,7 +46,8 @@ ORIGIN = "$comment"
 """Annotation of a translated schema: the path of the client's schema, for errors of the library."""
 _LISTS = ("anyOf", "allOf", "oneOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_LOWER = ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
 _OLD_DRAFTS = ("http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-06/schema",
                "http://json-schema.org/draft-07/schema")
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -121,7 +121,8 @@ class _Schema:
         if depth > 4 * MAX_DEPTH:
             raise ConstraintError(f"json_schema: must be nested at most {4 * MAX_DEPTH} deep")
         if isinstance(value, dict):
-            outer, base = base, self._base_of(value, base)
+            outer = base
+            base = self._base_of(value, base)
             if base:
                 self._documents.setdefault(base, (value, outer))
             for keyword in ("$anchor", "$dynamicAnchor"):
@@ -177,7 +178,6 @@ class _Schema:
         self._items(schema, base, path, depth, out)
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
-        allow_short_numbers(out)
         self._pattern_names(schema, path, out)
         if "propertyNames" in schema:
             self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)
@@ -234,10 +234,13 @@ class _Schema:
                                "declared properties with one of 'pattern', 'format' and lengths,")
 
     def _items(self, schema: Mapping[str, Any], base: str, path: str, depth: int, out: dict[str, Any]) -> None:
-        items, rest = schema.get("items", True), "items"
+        items = schema.get("items", True)
+        rest = "items"
         prefix = schema.get("prefixItems") if self._has_prefix else None
         if isinstance(items, list):
-            items, prefix, rest = schema.get("additionalItems", True), items, "additionalItems"
+            prefix = items
+            items = schema.get("additionalItems", True)
+            rest = "additionalItems"
         if prefix:
             out["prefixItems"] = [self._walk(item, base, f"{path}/prefixItems/{i}", depth + 1)
                                   for i, item in enumerate(_list(prefix, f"{path}/prefixItems"))]
@@ -258,7 +261,8 @@ class _Schema:
             raise _error(path, "'$ref' must be a string")
         try:
             if reference.startswith("#"):  # also for a base that is no hierarchical URI, such as a URN
-                uri, fragment = base, unquote(reference[1:])
+                uri = base
+                fragment = unquote(reference[1:])
             else:
                 uri, fragment = urldefrag(urljoin(base, reference))
                 fragment = unquote(fragment)

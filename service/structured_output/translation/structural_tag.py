@@ -45,7 +45,8 @@ def translate(text: str, builder: GrammarBuilder) -> str:
 def _from_legacy(value: Mapping[str, Any]) -> Any:
     if "format" in value:
         return value["format"]
-    structures, triggers = value.get("structures"), value.get("triggers")
+    structures = value.get("structures")
+    triggers = value.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
         raise ConstraintError("structural_tag: must have 'format', or 'structures' and 'triggers'")
     tags = []
@@ -208,9 +209,11 @@ class _Translator:
 
     def _sequence(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
         elements = _items(value, "elements", path)
-        parts, i = list[str](), 0
+        parts = list[str]()
+        i = 0
         while i < len(elements):
-            item, child_path = elements[i], f"{path}/elements/{i}"
+            item = elements[i]
+            child_path = f"{path}/elements/{i}"
             count = self._count_regular(elements[i:], depth + 1)
             last = i + count == len(elements)
             if _kind(item) in _FREE and not last:
@@ -266,7 +269,8 @@ class _Translator:
         if not isinstance(value, dict):
             raise _error(path, "a tag must be an object")
         first = self._begin(value, path) if begin is None else self._builder.literal(begin) if begin else ""
-        content, last = value.get("content"), value.get("end")
+        content = value.get("content")
+        last = value.get("end")
         if isinstance(last, dict):
             text = self.expression(content, f"{path}/content", None, depth + 1)
             return self._builder.rule(f"{first} {text} {self._token(last, f'{path}/end', None, depth)}")
@@ -281,10 +285,12 @@ class _Translator:
         return self._builder.literal(_text(value, "begin", path))
 
     def _triggered_tags(self, value: Any, path: str, ends: Sequence[str] | None, depth: int) -> str:
-        triggers, excluded = _texts(value, "triggers", path), _texts(value, "excludes", path)
+        triggers = _texts(value, "triggers", path)
+        excluded = _texts(value, "excludes", path)
         if not triggers or not all(triggers):
             raise _error(path, "'triggers' must be texts of at least one character")
-        whole, rest = [], {trigger: list[str]() for trigger in triggers}
+        whole = []
+        rest = {trigger: list[str]() for trigger in triggers}
         for i, tag in enumerate(_items(value, "tags", path)):
             child_path = f"{path}/tags/{i}"
             begin = _text(tag, "begin", child_path)
@@ -337,7 +343,8 @@ class _Translator:
         inner = self._builder.rule(self.expression(value.get("content"), f"{path}/content", None, depth + 1))
         if value["type"] != "repeat":
             return f"{inner}{_REPEATED[value['type']]}"
-        low, high = value.get("min"), value.get("max")
+        low = value.get("min")
+        high = value.get("max")
         if not (isinstance(low, int) and isinstance(high, int) and 0 <= low <= 1000 and -1 <= high <= 1000) or (
                 high != -1 and high < low):
             raise _error(path, "'min' and 'max' must be integers in [0, 1000], or -1 for no maximum")

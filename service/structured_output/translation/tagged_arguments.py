@@ -147,7 +147,8 @@ class TaggedArguments:
     def _text(self, branch: Mapping[str, Any], path: str) -> str:
         """Return an expression of a text and its end."""
         self._checked(branch, path)
-        low, high = branch.get("minLength", 0), branch.get("maxLength")
+        low = branch.get("minLength", 0)
+        high = branch.get("maxLength")
         bodies = []
         if low or high is not None:
             limit = "" if high is None else min(int(high), schema.MAX_COUNT)
@@ -206,7 +207,8 @@ def _whole(text: str, path: str) -> str:
         body = pattern.translate(text, quoted=False)
     except pattern.PatternError as error:
         raise _error(path, f"regular expression {text[:60]!r}: {error}") from error
-    begins, ends = body.startswith("^"), body.endswith("$")
+    begins = body.startswith("^")
+    ends = body.endswith("$")
     inner = body[begins:len(body) - ends]
     if "$" in inner or _INNER_ANCHOR.search(inner) or ((begins or ends) and _has_alternatives(inner)):
         raise _error(path, f"regular expression {text[:60]!r}: of a text between tags, '^' may be first and '$' last, "

@@ -14,7 +14,7 @@ from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.model import MIN_EQUAL_SHARE, min_equal_share
 from npuserve.npu import backends
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from tests.cli.acceptance.running import Capture, accepted, built, part_of
 from tests.support.golden_cpu import GoldenCpu
 

@@ -15,7 +15,7 @@ from npuserve.kernels import native
 from npuserve.kernels.registry import GOLDEN
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelError
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import Step
 from tests.cli.acceptance.loading import loaded
 from tests.npu.execution.test_dispatch import Bucketed

@@ -17,7 +17,7 @@ from npuserve.kernels.registry import KERNELS
 from npuserve.npu import storyteller
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelError
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from tests.support.models import random_model, saved_w8a8
 
 LAYER = ["linear", "qk_norm_rope_kv_write", "paged_attention", "linear", "add_rms_norm", "linear_swiglu", "linear",

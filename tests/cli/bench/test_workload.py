@@ -21,14 +21,14 @@ from npuserve.cli.bench.workload import (
 
 def test_poisson_has_its_rate_and_depends_on_its_seed():
     requests = poisson(4000, 50.0, 8, 4, seed=1)
-    gaps = np.diff([request.at for request in requests])
-    assert requests[0].at == 0
+    gaps = np.diff([request.arrival for request in requests])
+    assert requests[0].arrival == 0
     # Mean and standard deviation of an exponential distribution are equal; tolerance of 4 standard errors.
     assert gaps.mean() == pytest.approx(1 / 50, rel=4 / np.sqrt(4000))
     assert gaps.std() == pytest.approx(1 / 50, rel=0.1)
     assert requests == poisson(4000, 50.0, 8, 4, seed=1)
     assert requests != poisson(4000, 50.0, 8, 4, seed=2)
-    assert {request.at for request in poisson(5, float("inf"), 8, 4, seed=1)} == {0.0}
+    assert {request.arrival for request in poisson(5, float("inf"), 8, 4, seed=1)} == {0.0}
 
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -43,7 +43,7 @@ def test_read_trace_azure(tmp_path: Path):
     file.write_text(AZURE)
     requests = read_trace(file, 2, time_scale=2.0)
     assert [(a.prompt_tokens, a.output_tokens) for a in requests] == [(374, 44), (396, 1)]
-    assert [a.at for a in requests] == pytest.approx([0.0, 1.0])
+    assert [a.arrival for a in requests] == pytest.approx([0.0, 1.0])
     assert len(read_trace(file, 0)) == 3
     file.write_text(AZURE.replace("\n2023-11-16 18:16", "+00:00\n2023-11-16 18:16").replace("+00:00\n", "\n"))
     assert read_trace(file, 1)[0].prompt_tokens == 374
@@ -58,7 +58,7 @@ def test_read_trace_mooncake_has_shared_prefixes(tmp_path: Path):
     file = tmp_path / "mooncake.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     requests = read_trace(file, 0)
-    assert [request.at for request in requests] == [0.0, 2.0, 3.0]
+    assert [request.arrival for request in requests] == [0.0, 2.0, 3.0]
     prompts = Prompts(30000, [2], seed=5)
     first, short, second = (prompts.token_ids(i, request) for i, request in enumerate(requests))
     assert [len(ids) for ids in (first, short, second)] == [1200, 100, 1100]

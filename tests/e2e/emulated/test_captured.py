@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import serving
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.full, needs_npu]
 
 REQUESTS = 40
 LEAST = 0.95

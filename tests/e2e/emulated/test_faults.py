@@ -23,9 +23,9 @@ from tests.e2e.emulated import faulty
 from tests.e2e.processes import children
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_lifecycle import NOT_SERVING, SERVING, health
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.slow, needs_npu]
 
 STREAMS = 3
 LONG = 100

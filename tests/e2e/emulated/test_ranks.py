@@ -17,10 +17,10 @@ from npuserve.npu.storyteller import FOLDER
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_ranks import is_alive
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 from tests.support.benches import bench
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.slow, needs_npu]
 
 REQUESTS, ANSWER, BLOCKS, BLOCK = 6, 32, 6, 128
 HANG_SECONDS = 6

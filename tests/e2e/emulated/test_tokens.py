@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 from tests.support.benches import bench
 from tests.support.real_models import BUILT_IN, model_folder, published
 
 ROOT = Path(__file__).parents[3]
 REQUESTS, ANSWER = 6, 60
 
-needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 def findings(*arguments: str) -> list[dict[str, Any]]:

@@ -19,10 +19,10 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.v1 import model_pb2
 from tests.e2e.server import request, serving, streamed
-from tests.npu.emulator.child import missing
+from tests.npu.emulator.child import needs_npu
 from tests.support.real_models import model_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = [pytest.mark.slow, needs_npu]
 
 ANSWER = 24
 

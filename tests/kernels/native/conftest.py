@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from npuserve.kernels import native
-from tests.kernels.variants import ISAS
+from tests.kernels.variants import EACH_ISA
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=EACH_ISA)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Name of the instruction set in use: each of this processor's in turn. The thread count is restored."""
     threads = native.library().threads

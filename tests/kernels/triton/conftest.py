@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from npuserve.kernels import triton
+from tests.kernels.triton import needs_triton
 from tests.kernels.triton.lowered import Built, Lowered
 
 KERNELS = ("qk_norm_rope_kv_write_kernel",)
@@ -22,11 +22,14 @@ FACTS: dict[str, dict[str, Any]] = defaultdict(dict)
 """Kernel and case -> "interpreted" or "lowered" -> largest error; "built" -> the result of lowering."""
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if {"interpreted", "launch"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker(needs_triton)
+
+
 @pytest.fixture(scope="session")
 def interpreted() -> ModuleType:
     """The module that launches the kernels."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
-        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton")
     from npuserve.kernels.triton import launch_ascend
 
     return launch_ascend

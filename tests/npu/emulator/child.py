@@ -38,6 +38,7 @@ END_SECONDS = 20
 """Time for a process to end before it is killed."""
 
 
+@functools.cache
 def missing() -> str | None:
     """Return the reason why the emulated NPU is not possible here, or None."""
     from npuserve.npu.emulator.build import EmulatorError, find, find_compiler
@@ -48,6 +49,10 @@ def missing() -> str | None:
     except EmulatorError as error:
         return str(error)
     return None
+
+
+needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+"""Mark of tests of an emulated NPU."""
 
 
 def _write(stream: BinaryIO, message: Any) -> None:
@@ -227,10 +232,9 @@ def emulated(*, fresh: bool = False, **options: Any) -> Callable[[F], F]:
     """
 
     def mark(test: F) -> F:
+        @needs_npu
         @functools.wraps(test)
         def in_child(**arguments: Any) -> None:
-            if reason := missing():
-                pytest.skip(reason)
             run(test, arguments, options, fresh=fresh)
 
         return in_child  # type: ignore[return-value]

@@ -15,8 +15,6 @@ from datetime import timedelta
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
-import pytest
-
 from tests.npu.emulator import child
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -102,10 +100,9 @@ def on_ranks(
     """
 
     def mark(test: F) -> F:
+        @child.needs_npu
         @functools.wraps(test)
         def in_children(**arguments: Any) -> None:
-            if reason := child.missing():
-                pytest.skip(reason)
             run(test, size, environment or {}, options, arguments, joined=joined)
 
         signature = inspect.signature(test)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from npuserve.npu import emulator
-from tests.npu.emulator.child import emulated
+from tests.npu.emulator.child import emulated, needs_npu
 from tests.npu.emulator.ranks import on_ranks
 
 SMALL_BUFFER = {"HCCL_BUFFSIZE": "1"}
@@ -293,6 +293,7 @@ VIOLATIONS = {
     "hccl.timeout": (violates_timeout,), "hccl.connect": (violates_connect,)}
 
 
+@needs_npu
 @pytest.mark.parametrize("rule", VIOLATIONS)
 def test_each_violation_is_refused_by_its_rule(rule: str) -> None:
     for violation in VIOLATIONS[rule]:

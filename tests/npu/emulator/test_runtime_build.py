@@ -18,9 +18,7 @@ import pytest
 
 from npuserve.npu import emulator
 from npuserve.npu.emulator import build
-from tests.npu.emulator.child import ROOT, emulated, missing
-
-needs_npu = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+from tests.npu.emulator.child import ROOT, emulated, needs_npu
 
 
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import torch
 
 from npuserve.npu import emulator
 from tests.npu.emulator import child
-from tests.npu.emulator.child import emulated, missing, run
+from tests.npu.emulator.child import emulated, needs_npu, run
 
 ACL_ERROR_RT_AICORE_TIMEOUT, ACL_ERROR_RT_HBM_MULTI_BIT_ECC_ERROR, ACL_ERROR_RT_LOST_HEARTBEAT = 507014, 507054, 507010
 
@@ -207,7 +207,7 @@ def wait_without_end() -> None:
     threading.Event().wait()
 
 
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@needs_npu
 def test_time_limit_of_a_test_ends_the_process_with_its_answer(monkeypatch: pytest.MonkeyPatch):
     def ends(stream: BinaryIO) -> None:
         raise TimeoutError

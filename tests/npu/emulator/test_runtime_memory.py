@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from npuserve.npu import emulator
-from tests.npu.emulator.child import emulated, missing, run
+from tests.npu.emulator.child import emulated, needs_npu, run
 
 MIB = 1 << 20
 SIZE = 256 * MIB
@@ -122,8 +122,7 @@ def expand() -> None:
     assert used() == before
 
 
+@needs_npu
 def test_expandable_segments(monkeypatch: pytest.MonkeyPatch):
-    if reason := missing():
-        pytest.skip(reason)
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     run(expand, {}, {"memory": SIZE}, fresh=True)

@@ -35,7 +35,7 @@ def test_make_batch_values():
     assert {t.dtype for t in (attention.block_tables, attention.context_lens, attention.cu_seqlens_q)} == {torch.int32}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_make_batch_equals_one_token_at_a_time(seed):
     r = random.Random(seed)
     block_size = r.choice([1, 2, 16])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npuserve.kernels import native
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import Driver, ids_of, load
 from tests.support.models import random_model, saved, saved_w8a8

@@ -9,7 +9,7 @@ import pytest
 
 from npuserve.npu.step import Step
 from tests.npu.backends import small
-from tests.npu.emulator.child import missing, run
+from tests.npu.emulator.child import needs_npu, run
 from tests.npu.execution.test_host_prefill import Talks, check_mirror, constrained, ids, load
 
 
@@ -40,11 +40,10 @@ def on_the_npu(folder: Path, head_dim: int) -> None:
     assert check_mirror(hosted) > 300
 
 
+@needs_npu
 @pytest.mark.parametrize(("order", "seed"), [
     ("shuffled", 1), *(pytest.param(order, 0, marks=pytest.mark.full) for order in ("lazy", "eager"))])
 def test_host_prefill_emulated_npu_continues_from_chunks(tmp_path: Path, order: str, seed: int) -> None:
     """The order in which the device runs its streams and the contents of new memory do not matter; heads are padded."""
-    if reason := missing():
-        pytest.skip(reason)
     run(on_the_npu, {"folder": tmp_path, "head_dim": 32},
         {"relax": ("fp32",), "order": order, "seed": seed, "poison": True})

@@ -13,7 +13,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.service.config import ServerConfig
 from tests.npu.backends import small
 from tests.npu.execution.test_host_prefill import Device

@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 from npuserve.kernels.native import available
 from npuserve.kernels.native.packed import PackedWeight
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.model import allocation, loader
+from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.float8 import converted
+from npuserve.npu.model.forms import floats
+from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights, refused_bytes
 from npuserve.npu.model.storage import stored_bytes
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
 from tests.npu.model.test_weights import tensors_of
@@ -96,7 +97,7 @@ def assert_equal_answers(folder: Path, model: PreTrainedModel) -> None:
 def test_float8_layers_become_floats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    monkeypatch.setattr(allocation, "CONVERTED_AT_ONCE", 1)
+    monkeypatch.setattr(floats, "CONVERTED_AT_ONCE", 1)
     scheme, model = SCHEMES[name], random_model(kind, **LARGE)
     saved_w8a8(model, tmp_path, scheme)
     if name == "blocks":

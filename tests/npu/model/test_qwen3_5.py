@@ -20,7 +20,7 @@ from npuserve.npu.execution.memory_plan import STATE_SHARE, predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
 from tests.support.hybrids import (
@@ -55,7 +55,7 @@ def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     use_recurrent_rule(monkeypatch)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 24))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 24))])
 def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> None:
     """The chunk budget differs by configuration."""
     model = random_hybrid(seed)
@@ -152,7 +152,7 @@ def test_nested_configuration_is_that_of_the_text_model() -> None:
     assert (nested.rope, nested.context_length) == (plain.rope, plain.context_length)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
 def test_any_published_configuration_equals_transformers(tmp_path: Path, seed: int) -> None:
     """Old and new keys of rotary embeddings, kinds of layers, ratios of heads, odd sizes, yarn, nested or not."""
     model = saved_as_published(seed, tmp_path)
@@ -380,7 +380,7 @@ def test_quantized_checkpoint_equals_transformers_with_rounded_numbers(tmp_path:
     kinds = {name.split(".")[-2] for name, tensor in tensors.items() if tensor.dtype == torch.int8}
     assert kinds == {"in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj", "q_proj", "k_proj",
                      "v_proj", "o_proj"}
-    assert result.int8 == result.linears
+    assert result.quantized == result.linears
     runner = load(tmp_path / "int8", dtype="float32", max_num_batched_tokens=48)
     answers, _ = serve(runner, [ask(prompt, 10, index) for index, prompt in enumerate(prompts(4, 2))], 1, 64, 4, 48)
     plain, theirs = random_hybrid(3), rounded(model, tmp_path / "int8")

@@ -23,7 +23,7 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import stored_bytes
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import Row
 from tests.npu.execution.test_decoder import Bench, ids_of, oracle
 from tests.npu.model.test_weights import PARTS, each_row, int8_of, load, rewrite, storage, tensors_of

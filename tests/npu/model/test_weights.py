@@ -21,7 +21,8 @@ from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import compared_inputs, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.w8a8 import W8A8
 from tests.support.models import SIZES, edit_config, random_model, saved, saved_w8a8
 
 SCHEMES = [

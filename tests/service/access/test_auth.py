@@ -20,6 +20,8 @@ from npuserve.cli.main import main
 from npuserve.service import metrics
 from npuserve.service.access.auth import KV_EVENTS, AuthInterceptor, GatewayInterceptor
 from npuserve.service.access.caller import Caller
+from npuserve.service.config import ServerConfig
+from npuserve.service.frontend.process import _open_keys
 from npuserve.service.ipc.messages import Submit
 from npuserve.service.rpc.refusal_throttle import RefusalThrottle
 from npuserve.v1 import admin_service_pb2, model_pb2, tokenize_pb2
@@ -108,6 +110,14 @@ async def test_auth_without_key_only_health_is_served(folder: Path, keys: dict[s
         assert counted >= len(wrong)
 
 
+@pytest.mark.parametrize(("host", "is_warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_keys_without_tls_are_warned_of_unless_only_this_machine_connects(
+    keys: dict[str, str], caplog: pytest.LogCaptureFixture, host: str, is_warned: bool
+) -> None:
+    _open_keys(ServerConfig(host=host, api_keys=keys["file"]), "")
+    assert ("API keys are sent unencrypted: TLS is off" in caplog.messages) == is_warned
+
+
 async def test_auth_admin_service_needs_admin_right(
     folder: Path, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,7 +133,6 @@ async def test_auth_admin_service_needs_admin_right(
         assert names == {"alice", "root"}
         lines = [record.fields for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
         assert {line["client"] for line in lines if line["code"] == "PERMISSION_DENIED"} == {"alice"}
-        assert "API keys are sent unencrypted: TLS is off" in caplog.messages
         # The scheme is case-insensitive, as in HTTP.
         await server.inference.Generate(ask(), metadata=(("authorization", f"bearer {keys['alice']}"),))
 

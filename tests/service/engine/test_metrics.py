@@ -138,8 +138,8 @@ def test_request_that_an_earlier_engine_began_is_not_counted_again(cached_tokens
         BlockManager(8, 4), max_num_seqs=2, max_num_batched_tokens=16, max_queue=4, aging_seconds=10)
     made = EngineMetrics(scheduler)
     before, waits = count(), metrics.queue_time_seconds._sum.get()
-    prior = m.PriorProgress(cached_tokens=cached_tokens, accepted=True)
-    scheduler.add(m.Request("r", list(range(10)), 3, 0.0, prior=prior), (b"f", 1), 0.0)
+    progress = m.PriorProgress(cached_tokens=cached_tokens, accepted=True)
+    scheduler.add(m.Request("r", list(range(10)), 3, 0.0, progress=progress), (b"f", 1), 0.0)
     made.launched(scheduler.schedule(5.0).step, 5.0)
     made.heartbeat()
     assert [now - then for now, then in zip(count(), before, strict=True)] == [counted, counted, 0]

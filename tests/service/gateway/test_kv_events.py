@@ -320,7 +320,7 @@ async def test_subscribe_on_a_server_without_kv_events_is_unimplemented(tmp_path
 
 def test_kv_events_over_grpc_without_the_stubs_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(kv_events: str) -> object:
-        return process._open_vllm_engine(ServerConfig(kv_events=kv_events), None, None, None)
+        return process._open_vllm_engine(ServerConfig(kv_events=kv_events), None, None, None, None)
 
     assert opened("grpc")
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ from npuserve.service.config import MAX_CONSTRAINT_BYTES
 from npuserve.service.errors import InvalidField, MalformedRequest, MessageTooLarge
 from npuserve.service.requests import message_limits
 from npuserve.v1 import generate_pb2 as pb
-from npuserve.v1 import prompt_pb2, tokenize_pb2
+from npuserve.v1 import pooling_pb2, prompt_pb2, tokenize_pb2
 
 GENERATE = pb.GenerateRequest.DESCRIPTOR
 
@@ -60,7 +60,14 @@ def test_limit_of_vllm_engine_allows_ids_beside_text(context: int, vocabulary: i
     message_limits.check_structure(vllm.GenerateRequest.DESCRIPTOR, data)
 
 
-@pytest.mark.parametrize("kind", [vllm.AbortRequest, vllm.EmbedRequest, vllm.GetLoadsRequest])
+def test_documents_of_a_call_are_bounded() -> None:
+    kind = pooling_pb2.RankRequest
+    message_limits.check_structure(kind.DESCRIPTOR, kind(documents=["a"] * 1024).SerializeToString())
+    with pytest.raises(InvalidField, match="documents: must be at most 1024"):
+        message_limits.check_structure(kind.DESCRIPTOR, kind(documents=["a"] * 1025).SerializeToString())
+
+
+@pytest.mark.parametrize("kind", [vllm.AbortRequest, vllm.GetLoadsRequest])
 def test_limit_of_other_messages_of_vllm_engine_is_small(kind: type[vllm.AbortRequest]) -> None:
     assert message_limits.limit_of(kind.DESCRIPTOR, 8192, 13, 151_936) == message_limits.SMALL_BYTES
 

@@ -22,7 +22,7 @@ def test_request_beyond_max_model_len_is_refused(
     """A stream of an earlier server may have been within a larger limit."""
     harness = SchedulerHarness(max_model_len=16)
     with pytest.raises(InvalidField, match=error):
-        harness.add([1] * prompt, max_tokens, prior=PriorProgress(accepted=is_restored))
+        harness.add([1] * prompt, max_tokens, progress=PriorProgress(accepted=is_restored))
     answer = harness.add([1] * 5, 11)
     harness.finish()
     harness.check_answer(answer)
@@ -63,7 +63,7 @@ def test_restored_follower_with_tokens_is_not_displaced() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=2)
     for index in range(3):
         harness.add(PROMPT, 9, request_id="call", arrival=90.0, samples=3, index=index, output_ids=[5],
-                    prior=PriorProgress(accepted=True), client="many")
+                    progress=PriorProgress(accepted=True), client="many")
     with pytest.raises(QueueFull):
         harness.add([1], client="few")
     for sequence in list(harness.live.values()):

@@ -172,7 +172,7 @@ def test_prompt_that_cannot_be_computed_in_time_ends_before_its_deadline(is_runn
         for _ in range(2):
             harness.add([1], 60)
         harness.tick()
-    late = harness.add([2] * 64, 5, deadline=deadline, prior=PriorProgress(accepted=True))
+    late = harness.add([2] * 64, 5, deadline=deadline, progress=PriorProgress(accepted=True))
     if is_running:
         harness.tick()
         harness.now += 3 * TICK
@@ -311,3 +311,30 @@ def test_no_request_ends_after_its_deadline(
     for key, (sequence, _) in asked.items():
         if key in harness.reasons:
             harness.check_answer(sequence)
+
+
+def test_predicted_ttft_is_that_of_a_request_behind_all_that_wait() -> None:
+    harness = SchedulerHarness(max_num_seqs=1, budget=16, prefix_cache=False)
+    assert harness.scheduler.predicted_ttft_seconds() == 0.0
+    harness.add([1] * 16, 8)
+    harness.finish()
+    idle = harness.scheduler.predicted_ttft_seconds()
+    assert idle == pytest.approx(TICK)
+    for client in "abc":
+        harness.add([1] * 16, 8, client=client)
+        harness.tick()
+    busy = harness.scheduler.predicted_ttft_seconds()
+    last = harness.add([1] * 16, 8, client="d", priority=100)
+    began = harness.now
+    harness.finish()
+    assert busy == pytest.approx(harness.started[last.id] - began, rel=0.3)
+    assert busy > 10 * idle
+
+
+def test_predicted_ttft_of_a_slow_moment_is_forgotten() -> None:
+    harness = SchedulerHarness(budget=16)
+    harness.add([1] * 16, 8)
+    harness.finish()
+    harness.now += STALE_SECONDS + 1
+    harness.scheduler.expire(harness.now)
+    assert harness.scheduler.predicted_ttft_seconds() == 0.0

@@ -296,7 +296,8 @@ def test_refusals_by_a_client_limit_do_not_delay_the_retries_of_others() -> None
 
 def test_add_of_a_request_accepted_before_is_never_refused() -> None:
     harness = SchedulerHarness(max_num_seqs=1, max_queue=0)
-    accepted = {"prior": PriorProgress(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
+    accepted = {
+        "progress": PriorProgress(accepted=True), "client": "a", "client_limit": 1, "deadline": harness.now + 1e-3}
     for _ in range(3):
         harness.add([1], 1, **accepted)
     assert harness.scheduler.num_waiting == 3

@@ -42,7 +42,7 @@ def test_estimator_many_decode_rows_leave_the_prompt_estimate_unchanged() -> Non
 
 def test_retry_seconds_follow_the_expected_ends_of_requests() -> None:
     estimator = LatencyEstimator(64)
-    estimator.record_answer(4.0, 10)
+    estimator.record_answer(4.0, 5, 10)
     assert [estimator.retry_seconds(100.0, 8) for _ in range(3)] == pytest.approx([0.5, 1.0, 1.5])
     assert estimator.retry_seconds(101.0, 8) == pytest.approx(1.0)
     assert [estimator.retry_seconds(101.0, 8) for _ in range(99)][-1] == pytest.approx(MAX_RETRY_SECONDS)

@@ -288,7 +288,7 @@ def test_restored_samples_share_the_prompt_again(generated: tuple[int, ...]) -> 
         request = SchedulerHarness().add(PROMPT, 9, **fields).request
         answer, _ = answer_alone(request)
         samples.append(harness.add(
-            PROMPT, 9, output_ids=answer[:count], prior=PriorProgress(accepted=True), **fields))
+            PROMPT, 9, output_ids=answer[:count], progress=PriorProgress(accepted=True), **fields))
     assert states(samples) == ["waiting", "following", "following"]
     harness.finish()
     assert harness.scheduler.prefix_hits == 16

@@ -244,7 +244,7 @@ def test_record_rest_of_request() -> None:
     one.cached_tokens, one.timing = 2, TIMING
     rest = one.continuation(accepted=True)
     assert (rest.output_ids, rest.sampling.prompt_logprobs) == ([0, 1, 2, 3], 1)
-    assert (rest.prior.num_reported, rest.prior.cached_tokens, rest.prior.timing) == (1, 2, TIMING)
+    assert (rest.progress.num_reported, rest.progress.cached_tokens, rest.progress.timing) == (1, 2, TIMING)
     one.add(Output(1, prompt_logprobs=[report]))
     assert one.continuation(accepted=False).sampling.prompt_logprobs is None  # all positions were reported
     assert one.request.sampling.prompt_logprobs == 1

@@ -26,7 +26,7 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from tests.npu.backends.small import GREEDY, Ask, answers, asks, saved, saved_w8a8
-from tests.npu.emulator.child import emulated, missing, run
+from tests.npu.emulator.child import emulated, needs_npu, run
 
 RELAX = ("fp32",)
 LAYERS = 2
@@ -60,13 +60,12 @@ def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: boo
     assert len({len(result.token_ids) for result in results}) > 3
 
 
+@needs_npu
 @pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
 @pytest.mark.parametrize(("order", "seed"), [
     ("lazy", 0), ("shuffled", 1), pytest.param("shuffled", 2, marks=pytest.mark.full), ("eager", 0)])
 def test_ascend_greedy_tokens_equal_cpu(tmp_path: Path, order: str, seed: int, capture_chunks: bool) -> None:
     """The order in which the device runs its streams and the contents of new memory do not matter."""
-    if reason := missing():
-        pytest.skip(reason)
     options = {"relax": RELAX, "order": order, "seed": seed, "poison": True}
     run(equal_to_the_cpu, {"folder": tmp_path, "sampling": {}, "capture_chunks": capture_chunks}, options)
 
@@ -305,10 +304,9 @@ def serve_with_growing_segments(folder: Path) -> None:
     assert got == answers(load(folder, "cpu", block_size=128, threads=1), asks(6, 8))[0]
 
 
+@needs_npu
 def test_ascend_with_growing_segments_equals_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting of the allocator that the checks before the start advise."""
-    if reason := missing():
-        pytest.skip(reason)
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     run(serve_with_growing_segments, {"folder": tmp_path}, {"relax": RELAX}, fresh=True)
 

@@ -20,11 +20,12 @@ from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import stored_bytes
-from npuserve.npu.quantization import W8A8, Quantization
+from npuserve.npu.quantization.assignment import Quantization
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import load
 from tests.npu.backends.small import GREEDY, answers, asks, saved, saved_w8a8
-from tests.npu.emulator.child import emulated, missing, run
+from tests.npu.emulator.child import emulated, needs_npu, run
 
 LAYERS = 2
 WIDE = ascend.SWIGLU_ROW // 2 + 32
@@ -54,6 +55,7 @@ def equal_to_the_cpu(folder: Path, is_static: bool, head: HeadDtype) -> None:
     assert all(result.captured for result in results)
 
 
+@needs_npu
 @pytest.mark.parametrize(("is_static", "head", "order", "seed"), [
     (False, "auto", "lazy", 0), (False, "int8", "shuffled", 1), (True, "auto", "lazy", 0),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
@@ -62,8 +64,6 @@ def test_ascend_w8a8_greedy_tokens_equal_cpu(
     tmp_path: Path, is_static: bool, head: HeadDtype, order: str, seed: int
 ) -> None:
     """The CPU uses the device's int8 levels."""
-    if reason := missing():
-        pytest.skip(reason)
     options = {"relax": ("fp32",), "order": order, "seed": seed, "poison": True}
     run(equal_to_the_cpu, {"folder": tmp_path, "is_static": is_static, "head": head}, options)
 

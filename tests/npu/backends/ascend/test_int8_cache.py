@@ -26,7 +26,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved
-from tests.npu.emulator.child import emulated, missing, run
+from tests.npu.emulator.child import emulated, needs_npu, run
 
 LAYERS = 2
 
@@ -61,6 +61,7 @@ DEFAULT = [("greedy", True, "lazy"), ("sampled", False, "shuffled"), ("greedy", 
 """Cases of the default run, each value in one. test_combinations.py has sampled requests in one batch."""
 
 
+@needs_npu
 @pytest.mark.parametrize(("sampling", "capture_chunks", "order", "seed"), [
     pytest.param(SAMPLING[name], capture_chunks, order, seed,
                  id=f"{name}, {'one batch' if capture_chunks else 'decode rows and chunks'}, {order}",
@@ -70,8 +71,6 @@ def test_ascend_int8_cache_tokens_equal_cpu(
     tmp_path: Path, sampling: dict[str, Any], capture_chunks: bool, order: str, seed: int
 ) -> None:
     """Prompts arrive in chunks beside decode rows, in captured steps and kernel by kernel."""
-    if reason := missing():
-        pytest.skip(reason)
     options = {"relax": RELAX, "order": order, "seed": seed, "poison": True}
     run(equal_to_the_cpu, {"folder": tmp_path, "sampling": sampling, "capture_chunks": capture_chunks}, options)
 

@@ -19,7 +19,7 @@ from npuserve.npu.backends.base import Captured
 from npuserve.npu.emulator import fused_heads
 from tests.npu.backends.ascend.test_backend import load, started
 from tests.npu.backends.small import answers, asks, saved, saved_w8a8
-from tests.npu.emulator.child import emulated, missing, run
+from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.support.benches import bench
 
 EVENT = Counter({"aclrtValueWait": 1, "aclrtValueWrite": 1})
@@ -62,12 +62,11 @@ def check(folder: Path, w8a8: bool, expected: dict[str, Counter[str]]) -> None:
     assert layer(folder, w8a8) == expected
 
 
+@needs_npu
 @pytest.mark.parametrize("w8a8", [False, True], ids=["bf16", "w8a8"])
 @pytest.mark.parametrize("triton", [False, True], ids=["operators", "triton"])
 def test_ascend_launches_of_a_layer(tmp_path: Path, triton: bool, w8a8: bool) -> None:
     """Beside the two tasks of the event: 12 in bfloat16 and 9 with Triton, of which at most 10 are wanted."""
-    if reason := missing():
-        pytest.skip(reason)
     expected = {kind: (W8A8 if w8a8 else BF16) + (TRITON if triton else ONE_TOKEN if kind == "1" else OPERATORS)
                 for kind in KINDS}
     for kind, tasks in expected.items():

@@ -35,7 +35,7 @@ from tests.e2e.emulated.test_calls import (
 )
 from tests.npu.backends.ascend.test_backend import load
 from tests.npu.backends.small import GREEDY, answers, asks, saved, saved_w8a8
-from tests.npu.emulator.child import emulated
+from tests.npu.emulator.child import emulated, needs_npu
 from tests.npu.emulator.ranks import Place, on_ranks
 
 SMALL_BUFFER = {"HCCL_BUFFSIZE": "1"}
@@ -97,6 +97,7 @@ def test_tokens_of_four_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Pat
     assert got == expected
 
 
+@needs_npu
 @pytest.mark.parametrize(("order", "capture"), [
     ("shuffled", "on"), ("eager", "off"),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (("eager", "on"), ("shuffled", "off")))])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,17 @@ from npuserve.npu.profiling.session import Profiler
 from npuserve.npu.profiling.trace_folder import TraceFolder
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from npuserve.service import metrics
+from tests.kernels.triton import needs_triton
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
 from tests.support import constrained
 from tests.support.loop import Ask, serve
 from tests.support.real_models import model_folder, published
 
+pytestmark = needs_triton
+
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1" or not triton.available():
-        pytest.skip("needs triton and TRITON_INTERPRET=1: see .ci/triton")
     monkeypatch.setattr(backends, "_emulated", {})  # restores the device's backend at the end
     monkeypatch.setattr(triton, "DEVICE", "cpu")
     emulated_backend.emulate()

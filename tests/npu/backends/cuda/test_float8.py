@@ -17,12 +17,15 @@ from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.machine import takes_case
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load, started  # noqa: F401
 from tests.npu.backends.small import ids_of, saved
 from tests.support.golden_cpu import GoldenCpu
 from tests.support.models import random_model, saved_w8a8
+
+pytestmark = needs_triton
 
 
 @pytest.mark.parametrize("scheme", [

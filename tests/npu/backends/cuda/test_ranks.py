@@ -18,7 +18,7 @@ from npuserve.npu.backends.cuda.emulated_backend import EmulatedCuda
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.shard import Shard
-from npuserve.npu.quantization import W8A8
+from npuserve.npu.quantization.w8a8 import W8A8
 from tests.npu.backends.small import saved
 from tests.npu.rank import PROMPTS, Answers, reports
 from tests.npu.test_parallel import GREEDY, MIXED

@@ -1,0 +1,120 @@
+"""Weights of 4 bits in groups, whose products take activations of floats (W4A16)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.int4 import Int4, PackedInt4, PlainInt4, dequantized, rounded, to_words
+from npuserve.kernels.quantized import Quantized, Scheme
+from npuserve.kernels.weight import Parts, WeightForm, floats_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Weight(WeightForm):
+    """Weight [N, K] of 4 bits. K is a multiple of 8.
+
+    numbers: the weight's numbers in the form of the backend.
+    dtype: dtype of products.
+
+    A product is computed as if the weight were dequantized to float32. It is no embedding table.
+    """
+
+    numbers: Int4
+    dtype: torch.dtype
+    inputs: Scheme | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.numbers.shape
+
+    def __len__(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def number_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def write(self, first: int, rows: Tensor) -> None:
+        """Write rows of codes [m, K] uint8. The caller writes the scales and zero points to `numbers`."""
+        self.numbers.write(first, to_words(rows))
+
+    def write_rounded(self, first: int, rows: Tensor) -> None:
+        grouping = self.numbers.grouping
+        if grouping.zeros:
+            raise TypeError("weight: floats are rounded to symmetric numbers only")
+        made = rounded(rows.float(), grouping.size, grouping.scales)
+        self.numbers.write(first, made.words)
+        self.numbers.write_scale(first, made.scale)
+
+    def repeat_first(self, first: int) -> None:
+        ids = torch.zeros(len(self) - first, dtype=torch.int64)
+        row = self.numbers.rows(ids)
+        self.numbers.write(first, row.words)
+        self.numbers.write_scale(first, row.scale)
+        if row.zero is not None:
+            self.numbers.write_zero(first, row.zero)
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.numbers.nbytes // len(self)
+
+    def linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
+        out = F.linear(floats_of(x).double(), dequantized(self.numbers).double())
+        return (out if bias is None else out + bias).to(self.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return dequantized(self.numbers, ids).to(self.dtype)
+
+    def packed(self) -> Int4Weight:
+        assert isinstance(self.numbers, PlainInt4)
+        return Int4Weight(PackedInt4.pack(self.numbers), self.dtype)
+
+    def native_op(self, name: str) -> str:
+        return f"{name}_int4"
+
+    def native_product(
+        self, name: str, x: Tensor | Quantized, tensors: Sequence[Tensor | None], more: Sequence[Tensor | None],
+        sizes: Sequence[int],
+    ) -> list[native.Call]:
+        if not isinstance(self.numbers, PackedInt4):
+            raise TypeError("weight: not packed for the native kernels")
+        grouping = self.numbers.grouping
+        form = [*sizes, *[0] * (5 - len(sizes)), grouping.size, grouping.code]
+        return [(self.native_op(name), self.dtype, [floats_of(x), self.numbers.packed, *tensors, *more], form)]
+
+    def native_rows(self, ids: Tensor, out: Tensor) -> NoReturn:
+        raise TypeError("table: an embedding table has no numbers of 4 bits")
+
+    def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> NoReturn:
+        raise TypeError("weight: on Ascend weights of 4 bits become floats while loading")
+
+    def ascend_rows(self, ids: Tensor) -> NoReturn:
+        raise TypeError("table: an embedding table has no numbers of 4 bits")
+
+    @property
+    def parts(self) -> Parts:
+        raise TypeError("weight: numbers of 4 bits are not a tensor")
+
+    def cuda_input(self, x: Tensor | Quantized) -> NoReturn:
+        raise TypeError("weight: on CUDA weights of 4 bits become floats while loading")
+
+
+def int4_of(weight: Tensor, size: int, dtype: torch.dtype, *, zeros: bool = False) -> Int4Weight:
+    """Round weight [N, K] as a case's argument. zeros: with zero points of -8 to 8."""
+    numbers = rounded(weight, size, torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    if zeros:
+        shape = numbers.scale.shape
+        zero = (torch.arange(shape.numel()) * 5 % 17 - 8).to(torch.int8).view(shape)
+        numbers = replace(numbers, grouping=replace(numbers.grouping, zeros=True), zero=zero)
+    return Int4Weight(numbers, dtype)

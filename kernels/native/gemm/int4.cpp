@@ -1,0 +1,310 @@
+// Products with weights of four bits in groups, and activations of floats (W4A16).
+//
+//   linear_int4, linear_swiglu_int4, linear_argmax_int4, argmax_of_units_int4     as in linear.cpp; the products also
+//                take n[5]: numbers of a group, 32 or more, which divide 128; n[6]: dtype of the scales (ScaleType), plus 4
+//                with zero points
+//
+// Packed: [N / 16] panels of [K / group] groups, of which the last may be shorter. K is a multiple of 8. A group is
+//
+//   scales   of 16 columns, 16 or 32 bits each
+//   zeros    of 16 columns, int8, -16 .. 16 less 8; only with zero points
+//   lines    64 bytes for every 8 numbers of K: 32 bits of each column, in which number i is at bit 16 (i % 2) + 4 (i / 2)
+//
+// A number n of 0 .. 15 stands for (n - 8 - zero) * scale. The products of a group are added up before they are
+// multiplied by its scale, in ascending order along K, so that a row's results do not depend on other rows.
+#include <algorithm>
+
+#include "gemm/epilogue.h"
+
+namespace npuserve {
+namespace NPUSERVE_ISA {
+
+constexpr int64_t LINE_NUMBERS = 8;
+
+enum ScaleType { SCALE_BFLOAT16 = 0, SCALE_FLOAT16 = 1, SCALE_FLOAT32 = 2 };
+
+// Form of the groups of a weight.
+struct Groups {
+    int64_t group, header;  // numbers of a group, bytes before its lines
+    bool wide, has_zeros;
+    int shift;  // a scale of 16 bits is its bits, moved by `shift` into a float32, times `factor`
+    float factor;
+
+    explicit Groups(const Op &op) : group(op.n[5]), has_zeros(op.n[6] & 4) {
+        int64_t type = op.n[6] & 3;
+        wide = type == SCALE_FLOAT32;
+        shift = type == SCALE_FLOAT16 ? 13 : 16;
+        factor = type == SCALE_FLOAT16 ? 0x1p112f : 1.0f;
+        header = LANES * (wide ? 4 : 2) + (has_zeros ? LANES : 0);
+    }
+    INLINE F scale(const char *group) const {
+        if (wide) return load(reinterpret_cast<const float *>(group));
+        F r;
+        EACH(i) {
+            hvec bits = reinterpret_cast<const hvec_u *>(group)[i];
+            r.v[i] = (fvec)((ivec)widen(bits) >> (16 - shift)) * factor;
+        }
+        return r;
+    }
+    INLINE ivec zero(const char *group, int part) const {
+        typedef int8_t bvec __attribute__((vector_size(WIDTH)));
+        bvec bytes;
+        std::memcpy(&bytes, group + header - LANES + part * WIDTH, WIDTH);
+        return __builtin_convertvector(bytes, ivec);
+    }
+};
+
+// Numbers of a line in steps, as words of Steps<Dot>: a step is one number, or a pair with an instruction for bfloat16.
+template <class Dot>
+struct LineSteps {
+    static constexpr bool PAIRS = BF16_DOT && std::is_same<Dot, DotBFloat16>::value;
+    static constexpr int COUNT = PAIRS ? 4 : 8;
+    typedef typename Steps<Dot>::W W;
+
+    // Zero points of a group's columns, as `get` takes them.
+    struct Zeros {
+        ivec v[PARTS];
+    };
+    template <bool ZEROS>
+    static INLINE Zeros zeros(const Groups &groups, const char *group) {
+        Zeros r = {};
+        if constexpr (ZEROS) EACH(i) {
+            ivec zero = groups.zero(group, i) + 8;
+            r.v[i] = PAIRS ? (zero & 0xFFFF) | zero << 16 : zero;
+        }
+        return r;
+    }
+
+    // Numbers of step S of part i in float32, one to a lane: number 2 j of a line for S = j, 2 j + 1 for S = 4 + j.
+    template <int BIT, bool ZEROS>
+    static INLINE fvec floats(ivec v, ivec zero) {
+#if defined(__AVX512F__)
+        if constexpr (!ZEROS) {
+            const __m512 table = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+            return (fvec)_mm512_permutexvar_ps((__m512i)((uvec)v >> BIT), table);  // by the lowest four bits
+        }
+#endif
+        if constexpr (ZEROS) return __builtin_convertvector((ivec)((uvec)v >> BIT & 15) - zero, fvec);
+        return __builtin_convertvector(((v ^ int32_t(0x88888888u)) << (28 - BIT)) >> 28, fvec);
+    }
+    template <int S, bool ZEROS>
+    static INLINE W get(const char *line, const Zeros &zeros) {
+        if constexpr (!PAIRS) {
+            W r;
+            EACH(i) r.v[i] = floats<S / 2 * 4 + S % 2 * 16, ZEROS>(load_words(line, i), zeros.v[i]);
+            return r;
+        } else {
+#if defined(__AVX512BF16__)
+            // Whole numbers of -16 .. 15 in bfloat16, by the lowest five bits; without zero points -8 .. 7 twice.
+            static const uint16_t TABLES[2][32] = {
+                {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0,
+                 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0, 0x3F80, 0x4000, 0x4040,
+                 0x4080, 0x40A0, 0x40C0, 0x40E0},
+                {0, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150,
+                 0x4160, 0x4170, 0xC180, 0xC170, 0xC160, 0xC150, 0xC140, 0xC130, 0xC120, 0xC110, 0xC100, 0xC0E0, 0xC0C0,
+                 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80}};
+            __m512i v = (__m512i)load_words(line, 0);
+            v = S ? _mm512_srli_epi16(v, 4 * S) : v;
+            if constexpr (ZEROS)
+                v = _mm512_sub_epi16(_mm512_and_si512(v, _mm512_set1_epi16(15)), (__m512i)zeros.v[0]);
+            return (W)_mm512_permutexvar_epi16(v, _mm512_loadu_si512(TABLES[ZEROS]));
+#else
+            W r;
+            EACH(i) {
+                ivec v = load_words(line, i), zero = zeros.v[i];
+                fvec even = floats<4 * S, ZEROS>(v, (zero << 16) >> 16), odd = floats<4 * S + 16, ZEROS>(v, zero >> 16);
+                r.v[i] = (ivec)((uvec)(ivec)even >> 16) | ((ivec)odd & int32_t(0xFFFF0000u));
+            }
+            return r;
+#endif
+        }
+    }
+};
+
+// acc[r * stride + p] += scale of panel p * sums[r][p].
+template <int R, int P>
+INLINE void add_scaled(F *acc, int stride, const F (&sums)[R][P], const F (&scale)[P]) {
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) acc[r * stride + p] = fma(scale[p], sums[r][p], acc[r * stride + p]);
+}
+template <class Dot, int R, int P>
+INLINE void start_sums(F (&sums)[R][P]) {
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) sums[r][p] = Dot::start();
+}
+template <int R, int P>
+INLINE void clear(F *acc, int stride) {
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) acc[r * stride + p] = zero();
+}
+
+// Tile of packed panels that are multiplied by no other rows: each line is unpacked in registers.
+template <class Dot>
+struct Int4OnceTile : Tile<Dot> {
+    Groups groups;
+    const char *const *next;
+
+    static constexpr int64_t AHEAD = 2048;  // bytes
+
+    template <int R, int P>
+    INLINE void run() const {
+        if (groups.has_zeros)
+            sweep<R, P, true>();
+        else
+            sweep<R, P, false>();
+    }
+
+  private:
+    template <int R, int P, bool ZEROS>
+    __attribute__((noinline)) void sweep() const {
+        typedef LineSteps<Dot> By;
+        const char *w[P], *x = this->x;
+        for (int p = 0; p < P; p++) w[p] = this->panels[p];
+        clear<R, P>(this->acc, this->acc_stride);
+        int64_t left = this->words * Dot::PER_WORD;
+        int64_t bytes = ceil_div(left, groups.group) * groups.header + left / LINE_NUMBERS * 64;  // left of a panel
+        for (int64_t count; left > 0; left -= count) {
+            count = std::min(left, groups.group);
+            F sums[R][P], scale[P];
+            typename By::Zeros zeros[P];
+            start_sums<Dot>(sums);
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+                zeros[p] = By::template zeros<ZEROS>(groups, w[p]);
+                scale[p] = groups.scale(w[p]);
+                w[p] += groups.header;
+            }
+            bytes -= groups.header;
+            for (int64_t i = 0; i < count; i += LINE_NUMBERS) {
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+                    __builtin_prefetch(bytes > AHEAD ? w[p] + AHEAD : next[p] + (AHEAD - bytes), 0, 2);
+                bytes -= 64;
+                line<R, P, ZEROS>(sums, x, w, zeros);
+                x += By::COUNT * 4;
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += 64;
+            }
+            add_scaled(this->acc, this->acc_stride, sums, scale);
+        }
+    }
+    template <int R, int P, bool ZEROS, int S = 0>
+    INLINE void line(F (&sums)[R][P], const char *x, const char *const (&w)[P],
+                     const typename LineSteps<Dot>::Zeros (&zeros)[P]) const {
+        typedef LineSteps<Dot> By;
+        typename By::W v[P];
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) v[p] = By::template get<S, ZEROS>(w[p], zeros[p]);
+        _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
+            auto spread = Steps<Dot>::template spread<0>(x + r * this->x_stride + S * 4);
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Steps<Dot>::step(sums[r][p], v[p], spread);
+        }
+        if constexpr (S + 1 < By::COUNT) line<R, P, ZEROS, S + 1>(sums, x, w, zeros);
+    }
+};
+
+// Tile of expanded panels in the cache. Before the words of each group are its scales in float32.
+template <class Dot>
+struct Int4BlockTile : Tile<Dot> {
+    int64_t group_words;
+    SpreadPrefetch ahead;
+
+    template <int R, int P>
+    __attribute__((noinline)) void run() const {
+        const char *w[P], *x = this->x;
+        for (int p = 0; p < P; p++) w[p] = this->panels[p];
+        if (this->fresh) clear<R, P>(this->acc, this->acc_stride);
+        SpreadPrefetch fetch = ahead;
+        fetch.start(this->words);
+        for (int64_t done = 0, count; done < this->words; done += count) {
+            count = std::min(group_words, this->words - done);
+            F sums[R][P], scale[P];
+            start_sums<Dot>(sums);
+            const char *scales[P];
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) scales[p] = w[p], w[p] += PANEL_WORD_BYTES;
+            tile<Dot, R, P>(sums, x, this->x_stride, w, count, fetch);
+            x += count * Steps<Dot>::X_BYTES;
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+                scale[p] = load(reinterpret_cast<const float *>(scales[p]));
+                w[p] += count * PANEL_WORD_BYTES;
+            }
+            add_scaled(this->acc, this->acc_stride, sums, scale);
+        }
+    }
+};
+
+// Panels of weights of four bits; the interface is described at Plain (product.h).
+template <class D>
+struct Int4 {
+    typedef D Dot;
+    static constexpr bool EXPANDS = true, TILES = false;
+    static constexpr int64_t MAX_GROUP = 128, MIN_GROUP = 32;
+    Groups groups;
+
+    explicit Int4(const Op &op) : groups(op) {}
+    INLINE Int4OnceTile<Dot> once(const Tile<Dot> &tile, const char *const *next) const { return {tile, groups, next}; }
+    template <class TileDot, bool>
+    INLINE Int4BlockTile<TileDot> in_block(const Tile<TileDot> &tile, const SpreadPrefetch &ahead) const {
+        return {tile, groups.group / TileDot::PER_WORD, ahead};
+    }
+    static bool unpacks(int64_t) { return false; }
+    static bool expands(int64_t) { return true; }
+    // Expanded panels stay in the second-level cache.
+    static int64_t block(int64_t, int64_t words) {
+        constexpr int64_t NUMBERS = LineSteps<Dot>::PAIRS ? 3072 : 256;
+        int64_t numbers = words * Dot::PER_WORD, blocks = ceil_div(numbers, NUMBERS);
+        return ceil_div(numbers, blocks * MAX_GROUP) * MAX_GROUP / Dot::PER_WORD;
+    }
+    static int64_t expanded_bytes(int64_t words) {
+        return (words * Inner<Dot>::WORDS + ceil_div(words * Dot::PER_WORD, MIN_GROUP)) * PANEL_WORD_BYTES;
+    }
+    INLINE int64_t bytes(int64_t words) const {
+        int64_t numbers = words * Dot::PER_WORD;
+        return ceil_div(numbers, groups.group) * groups.header + numbers / LINE_NUMBERS * 64;
+    }
+    int64_t panel_bytes(int64_t k) const { return bytes(k / Dot::PER_WORD); }
+    INLINE const char *at(const char *panel, int64_t first) const { return panel + bytes(first); }
+    void expand(const char *block, int64_t words, char *out) const {
+        if (groups.has_zeros)
+            expand_groups<true>(block, words * Dot::PER_WORD, out);
+        else
+            expand_groups<false>(block, words * Dot::PER_WORD, out);
+    }
+
+  private:
+    typedef LineSteps<typename Inner<Dot>::type> By;
+    template <bool ZEROS>
+    void expand_groups(const char *w, int64_t left, char *out) const {
+        for (int64_t count; left > 0; left -= count) {
+            count = std::min(left, groups.group);
+            typename By::Zeros zeros = By::template zeros<ZEROS>(groups, w);
+            store(reinterpret_cast<float *>(out), groups.scale(w));
+            w += groups.header, out += PANEL_WORD_BYTES;
+            for (int64_t i = 0; i < count; i += LINE_NUMBERS, w += 64, out += By::COUNT * PANEL_WORD_BYTES)
+                expand_line<ZEROS>(w, zeros, out);
+        }
+    }
+    template <bool ZEROS, int S = 0>
+    static INLINE void expand_line(const char *line, const typename By::Zeros &zeros, char *out) {
+        typename By::W numbers = By::template get<S, ZEROS>(line, zeros);
+        static_assert(sizeof numbers == PANEL_WORD_BYTES, "a word of 16 columns");
+        std::memcpy(out + S * PANEL_WORD_BYTES, &numbers, sizeof numbers);
+        if constexpr (S + 1 < By::COUNT) expand_line<ZEROS, S + 1>(line, zeros, out);
+    }
+};
+
+template <class D>
+struct Int4Floats : Floats<D> {
+    typedef Int4<typename Floats<D>::Dot> Panels;
+    using Floats<D>::Floats;
+};
+
+#define OF_INT4(name, type) \
+    KERNEL(name "_int4/float32", type<Int4Floats<Float32>>), KERNEL(name "_int4/bfloat16", type<Int4Floats<BFloat16>>)
+
+extern const Kernel INT4[] = {
+    OF_INT4("linear", Linear),
+    OF_INT4("linear_swiglu", LinearSwiglu),
+    OF_INT4("linear_argmax", LinearArgmax),
+    OF_INT4("argmax_of_units", ArgmaxOfUnits),
+    {nullptr, nullptr, nullptr},
+};
+
+}  // namespace NPUSERVE_ISA
+}  // namespace npuserve

@@ -1,0 +1,59 @@
+"""Values made of the last hidden states of requests that pool: embeddings and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from npuserve.npu.model.config import ModelConfig
+from npuserve.service.ipc.messages import PoolingParams
+
+if TYPE_CHECKING:
+    Vector = npt.NDArray[np.float32]
+
+_FLOAT = np.dtype("<f4")
+"""Number on the wire."""
+
+
+class Pooler:
+    """Pooling of one model.
+
+    difference: [H] of a reranker, row of the LM head for the true token less the row for the false one. Its product
+        with a hidden state is the log-odds of the true token. None for an embedding model.
+    """
+
+    def __init__(self, difference: Vector | None = None):
+        self._difference = difference
+
+    @staticmethod
+    def of(config: ModelConfig, folder: str) -> Pooler | None:
+        """Return the pooler of a model; None if it generates text. Raises ModelError for the rows of a score."""
+        if config.pooling is None:
+            return None
+        if config.pooling.task == "embed":
+            return Pooler()
+        from npuserve.npu.model.loader import read_head_rows
+
+        ids = [i for i in (config.pooling.true_id, config.pooling.false_id) if i is not None]
+        rows = read_head_rows(Path(folder), config, ids).numpy()
+        return Pooler(rows[0] - rows[1] if len(rows) > 1 else rows[0])
+
+    def values(self, hidden: Vector, params: PoolingParams) -> bytes:
+        """Return the values of a request; see messages.Output."""
+        if self._difference is not None:
+            odds = float(self._difference.astype(np.float64) @ hidden)
+            values = np.array([_sigmoid(odds)])
+        else:
+            values = hidden[: params.dimensions]
+            if params.is_normalized:
+                values = values / max(float(np.linalg.norm(values)), 1e-12)
+        return values.astype(_FLOAT).tobytes()
+
+
+def _sigmoid(odds: float) -> float:
+    """Return 1 / (1 + exp(-odds)), without overflow."""
+    small = np.exp(-abs(odds))
+    return float((1.0 if odds >= 0 else small) / (1.0 + small))

@@ -1,0 +1,137 @@
+"""`LLM` with the built-in model, beside the server's own answers, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from npuserve import LLM, SamplingParams
+from npuserve.client import Client, InvalidRequest
+from npuserve.client.llm import Logprob
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=256) as model:
+        yield model
+
+
+def private_servers() -> list[str]:
+    """Return the process ids of this process's private servers."""
+    children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
+    return [child for child in children if b"--private" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_generate_returns_answers_in_the_order_of_the_prompts(llm: LLM):
+    prompts = [f"Once upon a time there were {number} dogs" for number in range(40)]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs[::13]:
+        (again,) = llm.generate(output.prompt, GREEDY, use_tqdm=False)
+        assert again.outputs == output.outputs
+    assert all(output.outputs[0].finish_reason == "length" and output.finished for output in outputs)
+
+
+def test_generate_accepts_the_three_forms_of_a_prompt(llm: LLM):
+    (text,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert text.prompt_token_ids
+    (ids,) = llm.generate(text.prompt_token_ids, GREEDY, use_tqdm=False)
+    (mapping,) = llm.generate({"prompt_token_ids": text.prompt_token_ids}, GREEDY, use_tqdm=False)
+    assert ids.outputs == mapping.outputs == text.outputs
+    assert (ids.prompt, ids.prompt_token_ids) == (None, text.prompt_token_ids)
+    with pytest.raises(ValueError, match=r"^prompt: must have the key prompt or prompt_token_ids, got 'text'$"):
+        llm.generate({"text": "Once"}, use_tqdm=False)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM):
+    short = SamplingParams(max_tokens=3, temperature=0, n=2, logprobs=1, prompt_logprobs=0)
+    long, samples = llm.generate(["Once", "Once"], [GREEDY, short], use_tqdm=False)
+    assert len(long.outputs[0].token_ids) == 12
+    assert [output.token_ids for output in samples.outputs] == [long.outputs[0].token_ids[:3]] * 2
+    position = samples.outputs[0].logprobs[0]  # type: ignore[index]
+    token = samples.outputs[0].token_ids[0]
+    assert isinstance(position[token], Logprob)
+    assert position[token].rank == 1
+    assert samples.outputs[0].cumulative_logprob < 0  # type: ignore[operator]
+    assert samples.prompt_logprobs[0] is None  # type: ignore[index]
+    assert len(samples.prompt_logprobs) == len(samples.prompt_token_ids)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^sampling_params: must be one, or one for each of 1 prompts, got 2$"):
+        llm.generate(["Once"], [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_stop_string_is_the_stop_reason(llm: LLM):
+    (output,) = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=100, stop=["girl"]),
+                             use_tqdm=False)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "girl")
+    assert not output.outputs[0].text.endswith("girl")
+
+
+def test_invalid_parameter_names_its_field(llm: LLM):
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.generate(["Once"] * 5, SamplingParams(temperature=-1), use_tqdm=False)
+
+
+def test_chat_without_a_template_is_refused_by_the_server(llm: LLM):
+    with pytest.raises(Exception, match="chat template"):
+        llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)
+
+
+def test_private_server_refuses_calls_without_its_key(llm: LLM):
+    with Client(llm._server.address, patience=0) as stranger, pytest.raises(Exception, match="API key") as refused:
+        stranger.model_info()
+    assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization=0.9; here it is --kv-cache-memory"),
+    ({"model": "/no/folder"}, "model: there is no folder /no/folder"),
+    ({"max_model_len": -3}, "max_model_len: -3 is not in"),
+])
+def test_setting_that_the_server_refuses_is_a_value_error(settings: dict[str, Any], reason: str):
+    before = private_servers()
+    with pytest.raises(ValueError, match=r"^the private server ended: ") as refused:
+        LLM(**settings)
+    assert reason in str(refused.value)
+    assert private_servers() == before
+
+
+KILLED = """
+import os, signal
+from npuserve import LLM
+llm = LLM()
+print(llm._server._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_private_server_ends_when_its_process_is_killed(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, cwd=tmp_path)
+    status = Path(f"/proc/{int(done.stdout)}/cmdline")
+    with contextlib.suppress(FileNotFoundError):
+        while status.read_bytes():  # empty once it has ended, until its new parent has waited for it
+            time.sleep(0.05)  # the test's time limit ends the wait
+
+
+def test_serve_private_prints_its_address_and_key_once_it_listens():
+    with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", "--log-level", "error"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          env=os.environ | {"NPUSERVE_PORT": "1"}) as server:
+        assert server.stdout is not None
+        assert server.stdin is not None
+        facts = json.loads(server.stdout.readline())
+        with Client(facts["address"], api_key=facts["api_key"]) as client:
+            assert client.model_info().name
+        server.stdin.close()
+        assert server.wait() == 0
