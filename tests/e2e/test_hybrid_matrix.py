@@ -173,8 +173,8 @@ def test_answers_while_the_engine_is_killed_equal_those_alone(kind: Kind, served
                     os.kill(engine_of(served), signal.SIGKILL)
                 received += numbers(part.logprobs)
         except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
-            assert not received
+            if received or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
             time.sleep(0.1)
             return streamed(index)
         return received
