@@ -50,7 +50,7 @@ def serve(
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
     matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager.
-    settings: further ones of `_scheduler_of`."""
+    settings: further ones of `_scheduler_of` and Scheduler."""
     scheduler = _scheduler_of(runner, pool, max_num_seqs=seats, max_num_batched_tokens=budget, min_forced=min_forced,
                               **settings)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
@@ -69,8 +69,7 @@ def serve(
                 answer.grammar_completed = progress.sequence.finish(progress.reason).grammar_completed
                 del live[progress.sequence.id]
 
-    cancels: defaultdict[int, list[int]] = defaultdict(list)
-    ids: dict[int, int] = {}
+    cancels, ids = defaultdict[int, list[int]](list), dict[int, int]()
     order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
     for tick in range(2000 + 20 * len(all_asks)):
         while order and all_asks[order[0]].tick <= tick:
