@@ -182,10 +182,9 @@ def predict(
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
     per_request = -(-length // block_size)
-    min_block_bytes = -(-max_model_len // block_size) * block
-    block_bytes_wanted = kv_cache_memory or min(free, max_num_seqs * per_request * block)
-    spared = block_bytes_wanted - max(min_block_bytes, int(block_bytes_wanted * (1 - STATE_SHARE)))
-    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
+    memory = kv_cache_memory or min(free, max_num_seqs * per_request * block)
+    checkpoints = _checkpoint_bytes(memory, -(-max_model_len // block_size) * block)
+    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, checkpoints)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
@@ -204,12 +203,9 @@ def predict(
         available=available,
         dtype=str(resolved).removeprefix("torch."),
         kv_cache_dtype=str(cached).removeprefix("torch."),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=length,
+        num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored),
-        fixed_state=fixed_state,
-        num_slots=num_slots,
+        fixed_state=fixed_state, num_slots=num_slots,
     )
 
 
@@ -227,6 +223,11 @@ def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block
 STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
 """Shares of the cache's memory that slots of fixed state take: if two for each request take less, and at most.
 `bench/engine/prefix_cache.py` measures what the checkpoints of a share find."""
+
+
+def _checkpoint_bytes(memory: int, least: int) -> int:
+    """Return the bytes of the cache's memory for checkpoints of fixed states. least: bytes of max_model_len tokens."""
+    return memory - max(least, int(memory * (1 - STATE_SHARE)))
 
 
 def _slots(
