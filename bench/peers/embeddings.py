@@ -7,6 +7,10 @@ sentence-transformers, or of optimum-intel and openvino. All are loaded at the s
 that rotates: in each round all embed the same new texts. npuserve's texts come over gRPC, one text a call, --calls at a
 time.
 
+A peer is this program in the peer's environment, `embeddings.py --as NAME MODEL THREADS DTYPE`: it prints one line once
+the model is loaded. Then each line of stdin is a JSON list of texts, for which it prints the seconds and the first
+text's embedding. Texts of similar length are in one batch, so that little is padding.
+
 Prints texts a second of each in each round, their medians, npuserve's ratio to the best peer as the median over the
 rounds, and the largest difference of an embedding's value. --dtype is that of all.
 """
@@ -23,28 +27,59 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench.serving.server import arguments, serving  # noqa: E402
-from npuserve.client import Client  # noqa: E402
-
 Embed = Callable[[list[str]], tuple[float, list[float]]]
 """Embeds texts; returns the seconds and the first text's embedding."""
+BATCH = 32
+
+
+def sentence_transformers(model: str, threads: int, dtype: str) -> Callable[[list[str]], Any]:
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(threads)
+    loaded = SentenceTransformer(model, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
+    return lambda texts: loaded.encode(texts, batch_size=BATCH, show_progress_bar=False)
+
+
+def openvino(model: str, threads: int, dtype: str) -> Callable[[list[str]], Any]:
+    import numpy as np
+    from optimum.intel import OVModelForFeatureExtraction
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    precision = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+    loaded = OVModelForFeatureExtraction.from_pretrained(
+        model, export=True, ov_config={"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads})
+
+    def embed(texts: list[str]) -> Any:
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        found: list[Any] = [None] * len(texts)
+        for begin in range(0, len(order), BATCH):
+            batch = order[begin : begin + BATCH]
+            inputs = tokenizer([texts[index] for index in batch], padding=True, return_tensors="np")
+            last = np.asarray(loaded(**inputs).last_hidden_state)[:, -1]
+            for index, row in zip(batch, last, strict=True):
+                found[index] = row / np.linalg.norm(row)
+        return found
+
+    return embed
 
 
 class Peer:
-    """Process of embeddings_peer.py."""
+    """Process of a peer."""
 
     def __init__(self, name: str, python: str, args: argparse.Namespace):
-        script = str(Path(__file__).with_name("embeddings_peer.py"))
+        command = [python, __file__, "--as", name, args.model, str(args.threads), args.dtype]
         self.process = subprocess.Popen(
-            [python, script, name, args.model, str(args.threads), args.dtype], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         while (line := self._line()) != "ready\n":
             if not line:
-                raise SystemExit(f"{name} does not start; run: {python} {script} {name} {args.model} 2 {args.dtype}")
+                raise SystemExit(f"{name} does not start; run: {' '.join(command)}")
 
     def _line(self) -> str:
         assert self.process.stdout
@@ -63,7 +98,26 @@ def words() -> list[str]:
     return [word for path in sorted((ROOT / "docs").glob("*.md")) for word in path.read_text(encoding="utf-8").split()]
 
 
+def serve_as(peer: str, model: str, threads: str, dtype: str) -> None:
+    """Embed what stdin has, as a peer."""
+    embed = {"sentence-transformers": sentence_transformers, "openvino": openvino}[peer](model, int(threads), dtype)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        texts = json.loads(line)
+        began = time.perf_counter()
+        found = embed(texts)
+        seconds = time.perf_counter() - began
+        print(json.dumps({"seconds": seconds, "first": [float(value) for value in found[0]]}), flush=True)
+
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--as"]:
+        serve_as(*sys.argv[2:])
+        return
+    from bench.serving.server import arguments, serving
+    from npuserve.client import Client
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
