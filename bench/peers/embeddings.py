@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 
 Embed = Callable[[list[str]], tuple[float, list[float]]]
 """Embeds texts; returns the seconds and the first text's embedding."""
@@ -115,6 +114,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--as"]:
         serve_as(*sys.argv[2:])
         return
+    sys.path.insert(0, str(ROOT))  # not for peers, whose packages may have the names of our folders
     from bench.serving.server import arguments, serving
     from npuserve.client import Client
 
