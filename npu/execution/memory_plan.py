@@ -69,7 +69,7 @@ class MemoryPlan:
     weights: weights and the table of rotary embeddings.
     kv_cache: num_blocks blocks of block_size tokens.
     activations: activations of a step of max_num_batched_tokens tokens, or of the decode rows with a `host` plan.
-    logits: logits of max_num_seqs rows, and their sampling.
+    logits: logits of max_num_seqs rows and the drafts of a step, and their sampling.
     base: memory of the process itself, after the import of torch.
     available: free memory before any allocation other than the base.
 
@@ -151,7 +151,7 @@ class MemoryPlan:
 def predict(
     config: ModelConfig, backend: Backend, *, dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
     kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-    prefill: Backend | None = None, reserved: int = 0,
+    prefill: Backend | None = None, reserved: int = 0, max_drafts: int = 0,
 ) -> MemoryPlan:
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
@@ -161,6 +161,7 @@ def predict(
     max_model_len: 0 for the lesser of the model's context and the tokens that the KV cache holds.
     prefill: backend that computes the prompts; None for `backend`.
     reserved: bytes of the device's free memory that others will take.
+    max_drafts: see `Runner`.
 
     Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
@@ -169,14 +170,13 @@ def predict(
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
     available = backend.memory_available() - reserved
-
     weights = stored_bytes(config, resolved, backend)
     rows = min(max_num_seqs, max_num_batched_tokens)
     activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, resolved.itemsize)
     if prefill:  # hidden states of a chunk, copied from the host
         activations += max_num_batched_tokens * config.hidden_size * resolved.itemsize
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
-    logits = _logits(config, backend, max_num_seqs, resolved.itemsize)
+    logits = _logits(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
