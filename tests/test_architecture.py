@@ -45,6 +45,8 @@ LARGE_FOLDERS = {
     "service": "what its folders share",
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
+    "service/engine": "one file per part of the loop",
+    "bench/reliability": "one file per fault, and what they share",
     "bench/gpu/gpu_parts": "one file per part of the run",
     "npu/execution": "one file per part of a step",
 }
@@ -74,10 +76,12 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "gateway": {"", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests"},
         "frontend": {
             "", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests", "gateway"},
-        "scheduling": {"", "ipc", "structured_output"},
+        "speculation": set(),
+        "scheduling": {"", "ipc", "speculation", "structured_output"},
         "structured_output": {"", "processes", "text"},
-        "ranks": {"", "processes"},
-        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "text", "ranks"},
+        "ranks": {"", "processes", "speculation"},
+        "engine": {
+            "", "ipc", "processes", "streams", "scheduling", "speculation", "structured_output", "text", "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {

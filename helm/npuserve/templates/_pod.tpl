@@ -220,7 +220,9 @@ topologySpreadConstraints:
     {{- range list "*.json" "*.safetensors" "*.jinja" "merges.txt" "vocab.txt" "*.model" "*.tiktoken" }}
     - {{ printf "--include=%s" . | quote }}
     {{- end }}
-    - --exclude=*/*
+    - --exclude=*/*.[!j]*
+    - --exclude=*/*token*
+    - --exclude=*/*/*
     {{- end }}
     {{- end }}
   env:
