@@ -43,7 +43,7 @@ COMMANDS = {
     "keys": ("keys", "add, list and remove the API keys of a server"),
     "check": ("check", "report this machine's devices, and whether a model fits"),
     "collect": ("collect.command", "write an archive for a bug report, without prompts and keys"),
-    "quantize": ("quantize", "write a W8A8 checkpoint of a model"),
+    "quantize": ("quantize", "write a checkpoint of a model in int8 or 4 bits"),
 }
 
 OTHER_NAMES = {

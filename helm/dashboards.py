@@ -299,6 +299,20 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
         Panel("Failed constraints", {"{{when}}": rate("grammar_errors_total", "when")}, "reqps",
               "Requests that failed because of their constraint: at its compilation, or in the answer."),
     ]),
+    Row("Speculative decoding", [
+        Panel("Drafts", {
+            "computed": rate("draft_tokens_total"), "accepted": rate("accepted_draft_tokens_total")}, "tokens/s",
+            "Draft tokens that steps computed, and those that became tokens of answers."),
+        Panel("Acceptance length", {
+            "mean": mean("acceptance_length_tokens"), "p90": quantile(0.9, "acceptance_length_tokens")}, "short",
+            "Accepted drafts of a row with drafts; the row yields one token more."),
+        Panel("Accepted drafts, spread", {"{{le}}": rate("acceptance_length_tokens_bucket", "le")}, "short",
+              "Rows with drafts by their accepted drafts.", "heatmap"),
+        Panel("Time for drafts", {"share of the time": rate("drafting_seconds_total")}, "percentunit",
+              "Share of the time that the engine's loop searches and chooses drafts."),
+        Panel("Tokens without drafts", {"{{reason}}": rate("undrafted_tokens_total", "reason")}, "tokens/s",
+              "Tokens of requests that cannot have drafts."),
+    ]),
     Row("Gateways", [
         Panel("Calls of gateways", {"{{rpc}}": rate("requests_total", "rpc", OF_GATEWAYS)}, "reqps",
               "Calls of vllm.grpc.engine.VllmEngine that ended, by RPC: requests, and the polls of smg.",

@@ -74,10 +74,12 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "gateway": {"", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests"},
         "frontend": {
             "", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests", "gateway"},
-        "scheduling": {"", "ipc", "structured_output"},
+        "speculation": set(),
+        "scheduling": {"", "ipc", "speculation", "structured_output"},
         "structured_output": {"", "processes", "text"},
-        "ranks": {"", "processes"},
-        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "text", "ranks"},
+        "ranks": {"", "processes", "speculation"},
+        "engine": {
+            "", "ipc", "processes", "streams", "scheduling", "speculation", "structured_output", "text", "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {

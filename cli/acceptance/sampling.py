@@ -164,8 +164,8 @@ def expected_tokens(runner: Runner, prompt: list[int], answer: list[int], sampli
         new.append(NewRequest(place, prompt, answer[:place], asked))
     result = runner.collect(runner.launch(Step(rows, new)))
     runner.collect(runner.launch(Step([], ended=[row.request_id for row in rows])))
-    return Expected([result.token_ids[place] for place in range(len(answer))],
-                    [result.logprobs[place] for place in range(len(answer))] if sampling.logprobs is not None else [],
+    reports = [] if sampling.logprobs is None else [result.logprobs[place][0] for place in range(len(answer))]
+    return Expected([result.token_ids[place][0] for place in range(len(answer))], reports,
                     result.prompt_logprobs.get(0, []))
 
 

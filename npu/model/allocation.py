@@ -67,9 +67,7 @@ def allocate_meta(
 
 class _Allocator:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: Backend):
-        self._config = config
-        self._dtype = dtype
-        self._backend = backend
+        self._config, self._dtype, self._backend = config, dtype, backend
         self.targets: Targets = {}
         self.merges: list[Callable[[], bool]] = []
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -127,8 +127,8 @@ def answers(
         launched, expected = flying.popleft()
         results.append(runner.collect(launched))
         assert sorted(results[-1].token_ids) == sorted(expected)
-        for key, token in results[-1].token_ids.items():
-            requests[key].tokens.append(token)
+        for key, sampled in results[-1].token_ids.items():
+            requests[key].tokens += sampled
 
     step = 0
     while True:

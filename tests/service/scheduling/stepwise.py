@@ -13,12 +13,14 @@ from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
+from tests.support.oracle_drafts import Kind, drafting_of
 
 TICK = 1 / 64  # sums of it are exact
 
@@ -30,7 +32,8 @@ class SchedulerHarness:
     depth: maximum number of steps in flight.
     min_forced: see Scheduler.
     mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
-    num_slots, interval: of StateSlots; 0 slots for a model without fixed state.
+    drafts: kind of the drafts; see oracle_drafts.py.
+    num_slots, spacing: of StateSlots; 0 slots for a model without fixed state.
     message_end_ids: see Scheduler.
     """
 
@@ -45,8 +48,9 @@ class SchedulerHarness:
     min_forced: int = 2
     max_model_len: int | None = None
     mask_seconds: float = math.inf
+    drafts: Kind = "off"
     num_slots: int = 0
-    interval: int = 16
+    spacing: Spacing = DEFAULT_SPACING
     message_end_ids: frozenset[int] = frozenset()
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -65,7 +69,10 @@ class SchedulerHarness:
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
             min_forced=self.min_forced, message_end_ids=self.message_end_ids,
-            slots=StateSlots(self.num_slots, self.blocks, self.interval) if self.num_slots else None,
+            slots=StateSlots(self.num_slots, self.blocks, self.spacing) if self.num_slots else None,
+            drafting=drafting_of(
+                self.drafts if not self.num_slots else "off", lambda sequence: answer_alone(sequence.request)[0],
+                VOCABULARY),
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
@@ -149,8 +156,13 @@ class SchedulerHarness:
         assert step.rows or not (step.new or step.ended)
         for row, sequence in zip(step.rows, rows, strict=True):
             end = row.start + len(row.token_ids)
-            assert row.token_ids == (sequence.token_ids[row.start : end] or [PENDING])
-            assert row.samples == (end == planned[sequence.id])
+            if row.samples > 1:
+                assert self.drafts != "off"
+                assert len(self.pipeline) == 0, "drafts after a token that is not on the host"
+                end -= row.samples - 1
+            known = row.token_ids[: end - row.start]
+            assert known == (sequence.token_ids[row.start : end] or [PENDING])
+            assert bool(row.samples) == (end == planned[sequence.id])
             assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
             assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
             self.started.setdefault(sequence.id, self.now)

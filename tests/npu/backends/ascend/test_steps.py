@@ -114,8 +114,8 @@ def test_ascend_rows_of_every_bucket_get_their_results(tmp_path: Path, vocabular
         assert found.token_ids == expected.token_ids
         assert set(found.token_ids) == set(range(rows))
         assert found.captured_decodes == rows
-        assert all(0 <= token < vocabulary for token in found.token_ids.values())
-        seen |= set(found.token_ids.values())
+        assert all(0 <= token < vocabulary for (token,) in found.token_ids.values())
+        seen |= {token for (token,) in found.token_ids.values()}
         at += 1
     assert len(seen) > 4
 
