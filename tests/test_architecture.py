@@ -43,6 +43,7 @@ LARGE_FOLDERS = {
     "kernels": "one file per kernel",
     "kernels/triton": "one file per kernel, and the launches of each",
     "service": "what its folders share",
+    "service/engine": "one file per part of the loop, and per record that it keeps",
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
