@@ -47,6 +47,8 @@ LARGE_FOLDERS = {
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
+    "bench/peers": "one file per contestant, and what they share",
+    "bench/reliability": "one file per question that it answers, and what they share",
     "npu/execution": "one file per part of a step",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""
