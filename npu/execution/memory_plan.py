@@ -227,7 +227,7 @@ STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
 
 
 def _spared_bytes(wanted: int, min_block_bytes: int) -> int:
-    """Return the bytes that the blocks of a cache of `wanted` bytes, min_block_bytes at least, leave to fixed states."""
+    """Return what the blocks of a cache of `wanted` bytes, min_block_bytes at least, leave to fixed states."""
     return wanted - max(min_block_bytes, int(wanted * (1 - STATE_SHARE)))
 
 
