@@ -110,6 +110,9 @@ def compare(config: ServerConfig) -> Comparison:
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
     facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8)
+    if facts.pooling:
+        raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker "
+                          "(modules.json), which gives none")
     length = min(facts.context_length, PROMPT + ANSWER)
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - ANSWER)[PROMPTS]
     _check_memory(facts, prompts)

@@ -36,20 +36,21 @@ COMMANDS = {
     "rank": ("rank", "order documents by their relevance to a query"),
     "top": ("top", "show a server's load, latencies and slowest kernels"),
     "profile": ("profile", "record the kernels of a server's next steps as a trace"),
+    "explain": ("explain", "say where the time of a request went"),
     "bench serve": ("bench.serve", "send load to a running server and report latencies and throughput"),
     "bench kernels": ("bench.kernels", "time each kernel and compare it with the machine's ceilings"),
     "bench step": ("bench.step", "time the engine's step without gRPC"),
     "keys": ("keys", "add, list and remove the API keys of a server"),
     "check": ("check", "report this machine's devices, and whether a model fits"),
     "collect": ("collect.command", "write an archive for a bug report, without prompts and keys"),
-    "quantize": ("quantize", "write a W8A8 checkpoint of a model"),
+    "quantize": ("quantize", "write a checkpoint of a model in int8 or 4 bits"),
 }
 
 OTHER_NAMES = {
     "run": "serve", "start": "serve", "server": "serve", "api_server": "serve", "launch": "serve",
     "launch_server": "serve", "complete": "generate", "completions": "generate", "client": "generate",
-    "prompt": "generate", "benchmark": "bench", "monitor": "top", "convert": "quantize", "doctor": "check",
-    "info": "check", "embeddings": "embed", "rerank": "rank", "score": "rank",
+    "prompt": "generate", "benchmark": "bench", "monitor": "top", "why": "explain", "convert": "quantize",
+    "doctor": "check", "info": "check", "embeddings": "embed", "rerank": "rank", "score": "rank",
     "env": "collect", "collect-env": "collect", "version": "--version", "help": "--help",
 }
 """Commands by names that other programs have for them."""

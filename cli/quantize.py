@@ -1,7 +1,7 @@
-"""`npuserve quantize MODEL OUT`: write a W8A8 checkpoint of a floating-point model, for this server and others.
+"""`npuserve quantize MODEL OUT`: write a quantized checkpoint of a floating-point model, for this server and others.
 
-OUT has the format of compressed-tensors (`int-quantized`). It is renamed into place when it is complete: a command that
-ends earlier leaves no files.
+OUT has the format of compressed-tensors (`int-quantized` or `pack-quantized`), or of ModelSlim. It is renamed into
+place when it is complete: a command that ends earlier leaves no files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from npuserve.service.processes.process_control import is_hangup_ignored
 from npuserve.service.text.model_path import expand, resolve
 
 if TYPE_CHECKING:
-    from npuserve.npu.quantize.w8a8 import QuantizationResult
+    from npuserve.npu.quantize.checkpoint import QuantizationResult
+    from npuserve.npu.quantize.rounding import Rounding
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help='folder in Hugging Face format or hub name; "" for the built-in model')
     add("out", metavar="OUT", help="folder to create")
-    add("--scheme", choices=["w8a8"], default="w8a8", help="int8 weights and activations (default: %(default)s)")
+    add("--scheme", choices=["w8a8", "w4a16"], default="w8a8",
+        help="w8a8: int8 weights and activations; w4a16: weights of 4 bits (default: %(default)s)")
+    add("--group-size", type=int, choices=[32, 64, 128], metavar="N",
+        help="columns that share a scale in w4a16: 32, 64 or 128. A layer whose inputs N does not divide has smaller "
+             "groups (default: 128)")
+    add("--format", choices=["compressed-tensors", "modelslim"], default="compressed-tensors",
+        help="format of OUT; modelslim, which vllm-ascend reads, for w8a8 only (default: %(default)s)")
     add("--calibration", metavar="FILE", default="",
         help="calibration text for smoothing the layers: a text file, or .jsonl with a \"text\" per line; none rounds "
              "the weights without smoothing (default: a text that is part of Python)")
@@ -75,11 +82,16 @@ def run(args: argparse.Namespace) -> int:
         for option in ("samples", "sample_tokens", "smoothing"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"{option}: nothing is smoothed with --calibration none")
+    if args.scheme != "w4a16" and args.group_size is not None:
+        raise ConfigError(f"group_size: {args.scheme} has no groups; possible with --scheme w4a16")
+    if args.scheme != "w8a8" and args.format != "compressed-tensors":
+        raise ConfigError(f"format: {args.format} is written for w8a8 only; possible for {args.scheme} is "
+                          "compressed-tensors")
 
     import_torch()
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.model.config import ModelConfig, ModelError
-    from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+    from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 
     began = time.monotonic()
     CpuBackend().set_threads(args.threads)
@@ -93,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
                     raise ConfigError(f"sample_tokens: {length} is more than the model's {config.context_length}")
                 sequences = calibration_ids(folder, args.calibration, args.samples or SAMPLES, length)
             written = quantize_checkpoint(
-                folder, out, sequences, ignore=args.ignore, strength=args.smoothing, progress=progress)
+                folder, out, sequences, rounding=_rounding(args), ignore=args.ignore, strength=args.smoothing,
+                progress=progress)
         except ModelError as error:
             raise ConfigError(f"model: {error}") from error
         except OSError as error:
@@ -101,6 +114,14 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"out: {out} cannot be written: {why}") from error
     print(_summary(out, written, time.monotonic() - began))
     return 0
+
+
+def _rounding(args: argparse.Namespace) -> Rounding:
+    from npuserve.npu.quantize.rounding import Int4Rounding, Int8Rounding
+
+    if args.scheme == "w4a16":
+        return Int4Rounding(args.group_size or 128)
+    return Int8Rounding(modelslim=args.format == "modelslim")
 
 
 def default_texts() -> list[str]:
@@ -242,8 +263,8 @@ def _reporting(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _summary(out: Path, written: QuantizationResult, seconds: float) -> str:
-    lines = [f"{out}: {written.int8} of {written.linears} linear layers in int8, {written.nbytes / 1e6:,.1f} MB of "
-             f"{written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
+    lines = [f"{out}: {written.quantized} of {written.linears} linear layers in {written.scheme}, "
+             f"{written.nbytes / 1e6:,.1f} MB of {written.source_bytes / 1e6:,.1f}, in {seconds:.0f} s"]
     norms = {norm for strengths in written.strengths for norm in strengths}
     for norm in sorted(norms):
         strengths_of_norm = [strengths[norm] for strengths in written.strengths if norm in strengths]

@@ -3,12 +3,14 @@
     python bench/peers/make_model.py qwen3-0.6b FOLDER --tokenizer QWEN3_FOLDER
     python bench/peers/make_model.py qwen3.5-0.8b FOLDER
     python bench/peers/make_model.py m42 FOLDER [--tokenizer QWEN3_FOLDER]
+    python bench/peers/make_model.py hybrid-m42 FOLDER
 
 Shapes: Qwen3-0.6B's; Qwen3.5-0.8B's text model, of gated delta net and attention; and a model of 42 million parameters
-with its embedding, 25 million without, which makes the cost around the kernels visible. Norms multiply by 1, and all
-other weights are from N(0, 0.02), but for the decay of gated delta net, which is that of transformers' initialization.
-Without --tokenizer a byte-level BPE of exactly the shape's vocabulary is made: the bytes, then pairs of bytes. If the
-tokenizer has more tokens than the shape, the first ones are taken. In a BPE these are the most frequent ones.
+with its embedding, 25 million without, which makes the cost around the kernels visible, also as a hybrid. Norms
+multiply by 1, and all other weights are from N(0, 0.02), but for the decay of gated delta net, which is that of
+transformers' initialization. Without --tokenizer a byte-level BPE of exactly the shape's vocabulary is made: the bytes,
+then pairs of bytes. If the tokenizer has more tokens than the shape, the first ones are taken. In a BPE these are the
+most frequent ones.
 """
 
 from __future__ import annotations
@@ -33,6 +35,10 @@ SHAPES: dict[str, dict[str, Any]] = {
                      "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
     "m42": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
             "head_dim": 64, "intermediate_size": 1536, "vocab_size": 32000, "eos_token_id": 31999},
+    "hybrid-m42": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+                   "head_dim": 64, "intermediate_size": 1536, "vocab_size": 32000, "eos_token_id": 31999,
+                   "linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
+                   "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
 }
 STD = 0.02
 

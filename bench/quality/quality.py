@@ -32,7 +32,7 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.service.text.tokenizer_loader import load_tokenizer
 
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "inspect", "logging", "textwrap", "typing")

@@ -25,7 +25,7 @@ from npuserve.cli.acceptance.report import Finding, guarded
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import HeadDtype, ModelConfig
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.service.text.model_path import resolve
 
 ROWS = 8

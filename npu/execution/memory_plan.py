@@ -181,7 +181,11 @@ def predict(
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
-    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free)
+    per_request = -(-length // block_size)
+    min_block_bytes = -(-max_model_len // block_size) * block
+    block_bytes_wanted = kv_cache_memory or min(free, max_num_seqs * per_request * block)
+    spared = block_bytes_wanted - max(min_block_bytes, int(block_bytes_wanted * (1 - STATE_SHARE)))
+    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
@@ -189,7 +193,6 @@ def predict(
         num_blocks = _given_blocks(
             kv_cache_memory, fixed_state, slot_bytes(config, resolved), block, block_size, max_model_len, max_num_seqs)
     else:
-        per_request = -(-length // block_size)
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
@@ -221,18 +224,23 @@ def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block
                for state in config.paged_states)
 
 
-MAX_STATE_SHARE = 0.5
-"""Largest share of the cache's memory that slots of fixed state take."""
+STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
+"""Shares of the cache's memory that slots of fixed state take: if two for each request take less, and at most.
+`bench/engine/prefix_cache.py` measures what the checkpoints of a share find."""
 
 
 def _slots(
-    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, kv_cache_memory: int, free: int
+    config: ModelConfig, backend: Backend, dtype: torch.dtype, max_num_seqs: int, kv_cache_memory: int, free: int,
+    checkpoints: int,
 ) -> tuple[int, int]:
     """Return the number of slots of fixed state and their bytes; 0 for a model without.
 
-    There are two for each request: its state, and a checkpoint or the state before a constrained row. If half of the
-    memory does not hold as many, there are fewer, and fewer requests run at a time. One request has its two even if
-    they do not fit in `free`, which is the memory where kv_cache_memory is 0.
+    There are two for each request: its state, and a checkpoint or the state before a constrained row. There are more if
+    the bytes for checkpoints hold more. If half of the memory does not hold two for each, there are fewer, and fewer
+    requests run at a time. One request has its two even if they do not fit in `free`, which is the memory where
+    kv_cache_memory is 0.
+
+    checkpoints: bytes that slots may take beyond two for each request.
 
     Raises ModelError if kv_cache_memory holds less than the two slots of one request.
     """
@@ -240,7 +248,8 @@ def _slots(
         return 0, 0
     slot = slot_bytes(config, dtype)
     padding = 1 if backend.padding_blocks else 0
-    num_slots = min(2 * max_num_seqs, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
+    wanted = max(2 * max_num_seqs, checkpoints // slot)
+    num_slots = min(wanted, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
     if num_slots < 2 and kv_cache_memory:
         raise ModelError(f"kv_cache_memory: {mib(kv_cache_memory)} holds the state of no request; the least is "
                          f"{mib(int((2 + padding) * slot / MAX_STATE_SHARE))}")

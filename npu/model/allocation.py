@@ -67,9 +67,7 @@ def allocate_meta(
 
 class _Allocator:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: Backend):
-        self._config = config
-        self._dtype = dtype
-        self._backend = backend
+        self._config, self._dtype, self._backend = config, dtype, backend
         self.targets: Targets = {}
         self.merges: list[Callable[[], bool]] = []
 
@@ -103,18 +101,18 @@ class _Allocator:
 
     def _linear(self, stored: StoredMatrix) -> Linear:
         dtype = self._dtype
-        made = stored.form.allocate(stored, dtype, self._backend)
-        for name, target in made.targets.items():
+        allocated = stored.form.allocate(stored, dtype, self._backend)
+        for name, target in allocated.targets.items():
             self._add(name, target)
-        if made.merge is not None:
-            self.merges.append(made.merge)
+        if allocated.merge is not None:
+            self.merges.append(allocated.merge)
         bias = self._backend.empty((stored.rows,), dtype) if stored.adds_bias else None
         first = 0
         for name, rows in stored.parts.items() if stored.biased else ():
             put = ignore if bias is None else partial(put_copy, bias, first)
             self._add(f"{name}.bias", target_of_rows(put, rows, ((rows.whole,),), rows.size * dtype.itemsize))
             first += rows.size
-        return Linear(made.weight, bias)
+        return Linear(allocated.weight, bias)
 
 
 def _put_array(values: Tensor, offset: float, row: int, piece: Tensor) -> None:

@@ -21,7 +21,8 @@ EXAMPLE = "Qwen/Qwen3-0.6B"
 OTHER_FORMATS = (
     ("adapter_config.json", "holds a LoRA adapter, which is not served; merge it into its model (merge_and_unload and "
      "save_pretrained of peft) and serve that folder"),
-    ("*.gguf", "holds a GGUF file, which is not read; serve the model that it was made from, in safetensors"),
+    ("*.gguf", "holds a GGUF file, which is not read; serve the model that it was made from, in safetensors, or 4 bits "
+     "of that: npuserve quantize MODEL OUT --scheme w4a16"),
     ("*.onnx", "holds an ONNX file, which is not read; serve the model that it was made from, in safetensors"),
     ("params.json", "holds a model in Mistral's or Meta's own format; serve its version for transformers, with "
      "config.json and *.safetensors"),
@@ -87,7 +88,8 @@ def check_links(folder: Path) -> None:
 
 def has_tensor(folder: Path, name: str) -> bool:
     """Return whether the weights of a folder have a tensor. False if they cannot be read: their loader reports it."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     try:
         if not single.is_file():
             return name in json.loads(index.read_text(encoding="utf-8"))["weight_map"]

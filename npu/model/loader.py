@@ -236,11 +236,11 @@ def _differ(files: dict[str, Any], *names: str) -> bool:
     """Return whether the files have two tensors, with different numbers."""
     if not all(name in files for name in names):
         return False
-    one, other = (files[name].get_tensor(name) for name in names)
-    if one.shape != other.shape:
+    first, second = (files[name].get_tensor(name) for name in names)
+    if first.shape != second.shape:
         return True
-    step = MAX_PIECE_BYTES // one.itemsize
-    for pieces in zip(one.flatten().split(step), other.flatten().split(step), strict=True):
+    step = MAX_PIECE_BYTES // first.itemsize
+    for pieces in zip(first.flatten().split(step), second.flatten().split(step), strict=True):
         is_same = torch.equal(*(piece.float() for piece in pieces))
         for piece in pieces:
             _drop_pages(piece)
@@ -285,7 +285,8 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
     }
     for name, file in files.items():
         if name in targets:
-            header, target = file.get_slice(name), targets[name]
+            header = file.get_slice(name)
+            target = targets[name]
             if tuple(header.get_shape()) not in target.shapes:
                 wanted = " or ".join(str(list(shape)) for shape in target.shapes)
                 problems["of the wrong shape"].append(f"{name} {header.get_shape()} instead of {wanted}")
@@ -294,11 +295,11 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
                         "not float8 (e4m3)" if target.dtypes is FLOAT8S else
                         "not int32" if target.dtypes is INT32 else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
-    found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
+    differences = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):
-        found.append(f"config.json has {configured} layers, the files have {found_layers}")
-    if found:
-        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(found))
+        differences.append(f"config.json has {configured} layers, the files have {found_layers}")
+    if differences:
+        raise ModelError(f"{folder}: the tensors do not fit config.json; " + "; ".join(differences))
 
 
 def _layers(names: Iterable[str], prefix: str) -> int:

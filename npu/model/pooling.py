@@ -85,13 +85,13 @@ def _modules(folder: Path) -> list[tuple[str, str]] | None:
     if not path.is_file():
         return None
     modules = _read(path, list)
-    found: list[tuple[str, str]] = []
+    classes: list[tuple[str, str]] = []
     for module in modules:
         kind, place = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(place, str) or (place and Path(place).name != place):
             raise ModelError(f"{path}: must be a list of modules with a type, and a path within the folder")
-        found.append((kind.rpartition(".")[2], place))
-    return found
+        classes.append((kind.rpartition(".")[2], place))
+    return classes
 
 
 def _check_mode(path: Path) -> None:
@@ -116,7 +116,8 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     if not path.is_file():
         return {}, None
     config = _read(path)
-    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    prompts = config.get("prompts") or {}
+    default = config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError(f"{path}: prompts: must be an object of texts")
     if default is not None and default not in prompts:

@@ -144,8 +144,8 @@ def _converted(config: ModelConfig, parts: Iterable[str]) -> dict[str, W8A8]:
     """Return the schemes of the parts whose float8 numbers become floats while loading."""
     if config.quantization is None or not config.converts_float8:
         return {}
-    found = {name: config.quantization.of(name) for name in parts}
-    return {name: scheme for name, scheme in found.items() if isinstance(scheme, W8A8) and scheme.float8}
+    schemes = {name: config.quantization.of(name) for name in parts}
+    return {name: scheme for name, scheme in schemes.items() if isinstance(scheme, W8A8) and scheme.float8}
 
 
 def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:

@@ -10,7 +10,8 @@ from typing import Any
 from npuserve.npu.quantization.scheme import WeightScheme
 from npuserve.npu.quantization.w8a8 import W8A8
 
-METHOD, LINEAR = "compressed-tensors", "Linear"
+METHOD = "compressed-tensors"
+LINEAR = "Linear"
 
 MIXED = "mixed-precision"
 """Format of a checkpoint whose groups have different formats."""

@@ -46,13 +46,18 @@ def _group(data: Any, where: str) -> tuple[tuple[str, ...], WeightScheme]:
     refuse_others(group, where, {"targets", "weights", "input_activations", "output_activations", "format"})
     one_of(group, where, "output_activations", None)
     weights = group.get("weights")
-    is_w4a16 = isinstance(weights, dict) and weights.get("num_bits") == 4 and group.get("input_activations") is None
-    scheme = _w4a16(group, where) if is_w4a16 else _w8a8(group, where)
+    if isinstance(weights, dict) and weights.get("num_bits") == 4:
+        scheme: WeightScheme = _w4a16(group, where)
+    else:
+        scheme = _w8a8(group, where)
     return patterns(group.get("targets"), f"{where}.targets"), scheme
 
 
 def _w4a16(group: Mapping[str, Any], where: str) -> W4A16:
     """Parse the scheme of a group whose weights have 4 bits, and whose inputs are not quantized."""
+    if group.get("input_activations") is not None:
+        raise ValueError(f"{where}.input_activations: quantized inputs of weights of 4 bits (W4A8) are not supported; "
+                         "supported: null")
     args = _defaults(group["weights"], f"{where}.weights")
     one_of(group, where, "format", None, PACKED_FORMAT)
     one_of(args, f"{where}.weights", "type", "int")

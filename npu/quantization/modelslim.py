@@ -6,7 +6,7 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,16 @@ def read(data: Any, where: str) -> Quantization:
         if scheme is not None:
             modules[scheme].append(name)
     return Quantization(tuple((tuple(names), scheme) for scheme, names in modules.items() if names))
+
+
+def description(tensors: Collection[str]) -> dict[str, Any]:
+    """Return the description of a checkpoint with `tensors`, of which some are W8A8_DYNAMIC."""
+    kinds: dict[str, Any] = {}
+    for name in tensors:
+        module, _, part = name.rpartition(".")
+        kinds[name] = FLOAT if part == "bias" or f"{module}.weight_scale" not in tensors else "W8A8_DYNAMIC"
+    return kinds | {"version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC", "metadata": {}, "group_size": 0,
+                    "optional": {}}
 
 
 def _schemes(description: Mapping[str, Any], where: str) -> dict[str, W8A8 | None]:

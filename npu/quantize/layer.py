@@ -1,4 +1,4 @@
-"""Decoder layer in float32, with optional int8 projections, and the folding of factors into its weights."""
+"""Decoder layer in float32, with optional rounded projections, and the folding of factors into its weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.norm import normalize
-from npuserve.kernels.quantize import quantize
-from npuserve.kernels.quantized import DYNAMIC
 from npuserve.kernels.registry import GOLDEN, KernelSet
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Array, Block, Fixed, Inputs, Paged, Smoothing
 from npuserve.npu.model.layers.layer import Layer as MixerOrMlp
 from npuserve.npu.model.layers.shard import WHOLE, Rows, Span
+from npuserve.npu.quantize.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +58,25 @@ class Layer:
     blocks: the layer's blocks.
     weights: weights of the checkpoint, by name in the layer.
     dtypes: dtypes of the weights in the checkpoint.
+    rounding: rounding of the weights and inputs of projections.
     cos_sin: [P, R] float32, as by `rope.cos_sin_table`.
-    int8: dequantized weights of the projections that are computed in int8.
+    rounded: dequantized weights of the projections that are computed as `rounding` rounds them.
+    input_power: `power` of the inputs of each projection, after the factors that were folded into it.
     power: sum over tokens of x_j^2 / mean(x^2); None if not recorded. The key is the first projection with input x.
     """
 
     def __init__(
         self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype],
-        cos_sin: Tensor,
+        cos_sin: Tensor, rounding: Rounding,
     ):
         self.blocks = config.layers[index]
         self.mappings = mappings_of(config.layers[index])
         self.weights = dict(weights)
         self.dtypes = dtypes
         self.cos_sin = cos_sin
-        self.int8: dict[str, Tensor] = {}
+        self.rounding = rounding
+        self.rounded: dict[str, Tensor] = {}
+        self.input_power: dict[str, Tensor] = {}
         self.power: dict[str, Tensor] | None = None
         self._config = config
         self._offset = 1.0 if config.zero_centred_norms else 0.0
@@ -113,7 +116,7 @@ class Layer:
                 continue
             rows = {f"{block.name}.{name}": rows for name, rows in parameter.parts.items()}
             names = tuple(rows)
-            weight = _stacked([_taken(self.int8.get(name, self.weights[f"{name}.weight"]), rows[name])
+            weight = _stacked([_taken(self.rounded.get(name, self.weights[f"{name}.weight"]), rows[name])
                                for name in names])
             biases = [_taken(self.weights[f"{name}.bias"], rows[name]) for name in names] if parameter.biased else []
             projections[id(weight)] = names
@@ -121,8 +124,8 @@ class Layer:
         return block.layer.weights(**fields), projections
 
     def project(self, names: Sequence[str], x: Tensor) -> Tensor:
-        """Return the projections `names` of x [T, K], concatenated. Either all of them are int8 or none."""
-        weight = _stacked([self.int8.get(name, self.weights[f"{name}.weight"]) for name in names])
+        """Return the projections `names` of x [T, K], concatenated. Either all of them are rounded or none."""
+        weight = _stacked([self.rounded.get(name, self.weights[f"{name}.weight"]) for name in names])
         biases = [self.weights[f"{name}.bias"] for name in names if f"{name}.bias" in self.weights]
         return self.product(names, x, weight, _stacked(biases) if biases else None)
 
@@ -132,9 +135,8 @@ class Layer:
             squares = x.square()
             beside = squares.mean(dim=1, keepdim=True).clamp(min=1e-30)
             self.power[names[0]] = self.power.get(names[0], 0) + (squares / beside).sum(dim=0)
-        if names[0] in self.int8:
-            quantized = quantize(x, DYNAMIC)
-            x = dequantized(quantized.values, quantized.scale[:, None])
+        if names[0] in self.rounded:
+            x = self.rounding.inputs(x)
         return F.linear(x, weight, bias)
 
     def fold(self, mapping: SmoothMapping, factors: Tensor) -> None:
@@ -233,23 +235,6 @@ def _taken(tensor: Tensor, rows: Span | Rows) -> Tensor:
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize weight [N, K] float32 to values int8 [N, K] and scale [N, 1] of `dtype`.
-
-    A row's scale is its maximum magnitude / 127, rounded up so that nothing is clipped; 1 for a row of zeros.
-    """
-    exact = weight.abs().amax(dim=1, keepdim=True) / 127
-    scale = exact.to(dtype)
-    scale = torch.where(scale < exact, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (weight / scale).round().to(torch.int8), scale
-
-
-def dequantized(values: Tensor, scale: Tensor) -> Tensor:
-    """Return values * scale in float32."""
-    return values.float() * scale
 
 
 def _log(sizes: Tensor) -> Tensor:

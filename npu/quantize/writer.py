@@ -22,7 +22,8 @@ from torch import Tensor
 
 from npuserve.npu.quantize.source import FLOATS, TensorSpec
 
-NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8"}
+NAMES = {dtype: name for name, dtype in FLOATS.items()} | {
+    torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 """safetensors' names of the dtypes that are written."""
 
 SINGLE = "model.safetensors"

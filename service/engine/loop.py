@@ -36,9 +36,11 @@ from npuserve.service.engine.outbox import Outbox
 from npuserve.service.engine.pipeline import Runner, StepPipeline
 from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.profiles import Profiles
+from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import QueueFull, ServeError
 from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.explanations import ExplainReply, ExplainRequest
 from npuserve.service.ipc.kv_events import ReadKvEvents, SubscribeKvEvents, UnsubscribeKvEvents
 from npuserve.service.ipc.messages import (
     Abort,
@@ -102,6 +104,7 @@ class Engine:
     profiler: makes profiles; None refuses them.
     on_idle: called about every HEARTBEAT_SECONDS while nothing runs; None for nothing.
     pooler: of an embedding model or a reranker; None for a model that generates text.
+    history: gets the times of the runner's kernels; None without them.
     """
 
     def __init__(
@@ -121,22 +124,25 @@ class Engine:
         profiler: Profiler | None = None,
         on_idle: Callable[[], None] | None = None,
         pooler: Pooler | None = None,
+        history: RequestHistory | None = None,
     ):
         self._scheduler = scheduler
         self._runner = runner
         self._socket = socket
         self.model = model
         self._epoch = epoch
+        self._history = history or RequestHistory()
         self.structured_output = StructuredOutputManager(
-            build_compiler, socket.wake, model.vocabulary_size, MASK_WAIT_SECONDS)
+            build_compiler, socket.wake, model.vocabulary_size, MASK_WAIT_SECONDS, self._history.observe_masks)
         self._pipeline = StepPipeline(
             scheduler, runner, 2 if double_buffering else 1, time.monotonic, self.structured_output)
         self._heartbeat = heartbeat or Heartbeat(is_enabled=False)
-        self._metrics = EngineMetrics(scheduler)
+        self._metrics = EngineMetrics(scheduler, self._history)
         self._crashes = crashes or CrashTracker()
         self._kv_events = kv_events
         self.profiles = Profiles(profiler, epoch)
-        self.registry = RequestRegistry(scheduler, records or Records(0), self._crashes, self.structured_output)
+        self.registry = RequestRegistry(
+            scheduler, records or Records(0), self._crashes, self.structured_output, self._history)
         self._outbox = Outbox(self.registry, self._metrics, epoch, self._send, pooler)
         self._frontends: set[bytes] = set()
         self._restoring = frontends  # front ends that have not sent all their records
@@ -318,6 +324,10 @@ class Engine:
                 self._send(frontend, Reply(self._epoch, call, len(calls)))
             case FlushPrefixCache(call=call):
                 self._send(frontend, Reply(self._epoch, call, self._scheduler.flush_prefix_cache()))
+            case ExplainRequest(call=call, request_id=request_id, client=client):
+                self._metrics.count_steps()
+                explanations = self._history.explain(self.registry.live.values(), request_id, client, time.monotonic())
+                self._send(frontend, ExplainReply(self._epoch, call, explanations))
             case SubscribeKvEvents() | ReadKvEvents() | UnsubscribeKvEvents():
                 if self._kv_events:
                     self._kv_events.handle(frontend, message, self._send)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from npuserve.npu.step import Step, StepResult
 from npuserve.service import metrics
+from npuserve.service.engine.request_history import Calls, RequestHistory
 from npuserve.service.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -44,15 +46,16 @@ BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields
 class EngineMetrics:
     """Exporter of the scheduler's counts and of the steps' durations. Owns only the last reported values."""
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
+        self._history = history or RequestHistory()
         self._reported: tuple[float, ...] = (0,) * 8
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
         self._updated = 0.0  # last update of the load
-        # Steps since the last page: (step, its result, launched, collected, whether more work was left).
-        self._steps: list[tuple[Step, StepResult, float, float, bool]] = []
+        # Steps since the last page: (step, its result, launched, collected, whether more work was left, its kernels).
+        self._steps: list[tuple[Step, StepResult, float, float, bool, Mapping[str, Calls] | None]] = []
         self._ended = 0.0  # end of the last step on the device, as the host estimates it
         self._busy = False
         self._generated = 0
@@ -93,7 +96,8 @@ class EngineMetrics:
         """Record an applied step. tokens: number of its tokens for requests that have not ended."""
         # Counted with the next page, all at once: here cold caches would multiply the cost of each line.
         busy = self._scheduler.has_work
-        self._steps.append((step, result, launched, collected, busy))
+        kernels = self._history.take_kernels() if result.timed else None
+        self._steps.append((step, result, launched, collected, busy, kernels))
         self._tokens += tokens
         if not busy:
             self._update(collected)
@@ -168,16 +172,21 @@ class EngineMetrics:
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts
+        self.count_steps()
+        metrics.flush()
+
+    def count_steps(self) -> None:
+        """Count the steps since the last call, and add them to the history."""
         decoded = dict.fromkeys(DECODE_MODES, 0)
         for step in self._steps:
             self._count(decoded, *step)
         self._steps.clear()
         for mode, tokens in decoded.items():
             DECODE_TOKENS[mode].inc(tokens)
-        metrics.flush()
 
     def _count(
-        self, decoded: dict[str, int], step: Step, result: StepResult, launched: float, collected: float, busy: bool
+        self, decoded: dict[str, int], step: Step, result: StepResult, launched: float, collected: float, busy: bool,
+        kernels: Mapping[str, Calls] | None
     ) -> None:
         """Count a step. decoded: tokens of decode rows by mode, to which its own are added."""
         phase = step.phase
@@ -188,6 +197,7 @@ class EngineMetrics:
             HOST_GAP.observe(began - self._ended)
         self._ended = min(began + result.device_seconds, collected)
         self._busy = busy  # a gap counts only if there is work
+        self._history.add(step, phase != "decode", began, collected, kernels)
         STEP_SECONDS[phase, "captured" if result.captured else "eager"].observe(collected - began)
         STEP_TOKENS[phase].observe(step.num_tokens)
         if result.timed:

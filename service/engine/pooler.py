@@ -45,12 +45,12 @@ class Pooler:
         """Return the values of a request; see messages.Output."""
         if self._difference is not None:
             odds = float(self._difference.astype(np.float64) @ hidden)
-            made = np.array([_sigmoid(odds)])
+            values = np.array([_sigmoid(odds)])
         else:
-            made = hidden[: params.dimensions]
+            values = hidden[: params.dimensions]
             if params.is_normalized:
-                made = made / max(float(np.linalg.norm(made)), 1e-12)
-        return made.astype(_FLOAT).tobytes()
+                values = values / max(float(np.linalg.norm(values)), 1e-12)
+        return values.astype(_FLOAT).tobytes()
 
 
 def _sigmoid(odds: float) -> float:

@@ -31,12 +31,13 @@ from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
 from npuserve.service.engine.pooler import Pooler
+from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.processes import child, process_control
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import LeadRunner
-from npuserve.service.ranks.load import load_model
+from npuserve.service.ranks.load import load_model, publish_kernel
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.drafting import Drafting
@@ -141,13 +142,19 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     if args.config.tensor_parallel_size > 1:
         ModelConfig.from_folder(args.folder).sharded(Shard(0, args.config.tensor_parallel_size))  # before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
-    runner = load_model(args.config, args.folder, memory=memory, kernels=args.kernels,
+    history = RequestHistory()
+
+    def observe(kernel: str, phase: str, backend: str, seconds: float) -> None:
+        history.observe_kernel(kernel, seconds)
+        publish_kernel(kernel, phase, backend, seconds)
+
+    runner = load_model(args.config, args.folder, observe, memory=memory, kernels=args.kernels,
                         capture=args.capture or None, group=ranks.group if ranks else None)
     if runner.backend.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
-    return build_engine(args, runner, publisher, began, ranks), ranks
+    return build_engine(args, runner, publisher, began, ranks, history), ranks
 
 
 def build_engine(
@@ -156,6 +163,7 @@ def build_engine(
     publisher: KvEventPublisher | None,
     began: float,
     ranks: RankProcesses | None = None,
+    history: RequestHistory | None = None,
 ) -> Engine:
     """Build the engine over a runner, bind its socket, and report it to the supervisor as ready.
 
@@ -199,7 +207,7 @@ def build_engine(
                     crashes=crashes, kv_events=kv_events,
                     build_compiler=partial(build_compiler, Path(args.folder), runner.config.vocab_size),
                     profiler=profiler, on_idle=ranks.check if ranks else None,
-                    pooler=Pooler.of(runner.config, args.folder))
+                    pooler=Pooler.of(runner.config, args.folder), history=history)
     if publisher and kv_events:
         publisher.start(kv_events.first, socket.wake)
     seconds = time.monotonic() - began

@@ -8,11 +8,13 @@ The engine reports here all that happens to a request. The registry sends nothin
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import msgspec
 
 from npuserve.service.engine.crash_tracker import CrashRecord, CrashTracker
+from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.errors import DuplicateRequest, EngineKiller, InvalidField, StreamNotFound
 from npuserve.service.ipc.messages import Finish, Output, Record, Request, Resume
 from npuserve.service.scheduling.deadlines import DroppedRequest
@@ -50,7 +52,9 @@ class RequestRegistry:
         records: Records,
         crashes: CrashTracker,
         structured_output: StructuredOutputManager,
+        history: RequestHistory | None = None,
     ):
+        self.history = history or RequestHistory()
         self.records = records
         self.live: dict[Origin, Sequence] = {}
         self._calls: dict[Name, dict[int, Origin]] = {}  # the live samples of each call, by index
@@ -77,6 +81,7 @@ class RequestRegistry:
         grammar = self._structured_output.pending(request, request.progress.accepted)
         sequence, displaced = self._scheduler.add(request, origin, now, grammar.submit if grammar else None)
         self.live[origin] = sequence
+        sequence.timer.received = now
         if grammar:
             self._structured_output.watch(sequence.id, grammar)
             if crashes:
@@ -91,6 +96,7 @@ class RequestRegistry:
     def constrain(self, sequence: Sequence, matcher: AnswerMatcher) -> None:
         """Queue a request whose grammar is compiled."""
         self._scheduler.constrain(sequence, matcher)
+        sequence.timer.compiled = time.monotonic()
         crashes = self._quarantines.pop(sequence.id, None)
         if crashes and not sequence.is_paused:
             self._scheduler.isolate(sequence, crashes.crashes, crashes.quarantine_tokens)
@@ -192,6 +198,7 @@ class RequestRegistry:
 
     def _forget(self, sequence: Sequence, record: Record | None, now: float) -> None:
         del self.live[sequence.origin]
+        self.history.end(sequence, now)
         self._structured_output.cancel(sequence.id)
         self._quarantines.pop(sequence.id, None)
         samples = self._calls[_name(sequence.request)]

@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2
 from npuserve.npu.profile import DEFAULT_SECONDS, DEFAULT_STEPS
 from npuserve.service.config import MAX_DRAIN_SECONDS, ServerConfig, to_json
 from npuserve.service.errors import InvalidField, RequestNotFound
+from npuserve.service.ipc.explanations import Explanation
 from npuserve.service.processes import child
 from npuserve.service.requests.fields import check_profile_name, check_profile_seconds, check_profile_steps
 from npuserve.service.rpc.call import Context, call
@@ -60,6 +61,17 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
                 engine_epoch=self._engine.epoch)
         return response
 
+    async def ExplainRequest(
+        self, request: pb.ExplainRequestRequest, context: Context
+    ) -> pb.ExplainRequestResponse:
+        async with call(context, "ExplainRequest"):
+            if not request.request_id:
+                raise InvalidField("request_id", "must not be empty")
+            explanations = await self._engine.explain(request.request_id, request.client)
+            if not explanations:
+                raise RequestNotFound("request_id: no live request has this id, and none of the latest that ended")
+        return pb.ExplainRequestResponse(requests=map(_explanation, explanations))
+
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         async with call(context, "Drain", logging.INFO) as fields:
             seconds = self._config.drain_seconds
@@ -97,6 +109,21 @@ class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):
         response.duration.FromNanoseconds(int(profile.seconds * 1e9))
         response.step_time.FromNanoseconds(int(profile.step_seconds * 1e9))
         return response
+
+
+def _explanation(explanation: Explanation) -> pb.RequestExplanation:
+    message = pb.RequestExplanation(
+        request_id=explanation.request_id, client=explanation.client, index=explanation.index,
+        live=explanation.is_live, prompt_tokens=explanation.prompt_tokens, cached_tokens=explanation.cached_tokens,
+        generated_tokens=explanation.generated_tokens, steps=explanation.num_steps, complete=explanation.is_complete,
+        kernels=[pb.KernelComparison(kernel=row.kernel, calls=row.calls, mean_seconds=row.mean_seconds,
+                                     usual_seconds=row.usual_seconds) for row in explanation.kernels])
+    message.duration.FromNanoseconds(int(explanation.seconds * NANOS))
+    for delay in explanation.delays:
+        cause = pb.DelayCause.Value(f"DELAY_CAUSE_{delay.cause.upper()}")
+        row = message.delays.add(cause=cause, count=delay.steps, detail=delay.detail)
+        row.duration.FromNanoseconds(int(delay.seconds * NANOS))
+    return message
 
 
 def _seconds(field: str, duration: duration_pb2.Duration) -> float:

@@ -163,9 +163,11 @@ class Generation:
         checked = await self.prepare(
             context, "generate", message, validation.check, message, call.folder, call.info, call.name, arrival(),
             call.policy)
-        request = msgspec.structs.replace(call.owned(checked.request), options=response_options.pack(checked))
-        if token and request.samples == 1 and is_resumable(request):
-            request = msgspec.structs.replace(request, resume_token=token)
+        request = call.owned(checked.request)
+        if token and request.samples == 1:
+            resumable = msgspec.structs.replace(request, options=response_options.pack(checked), resume_token=token)
+            if is_resumable(resumable):
+                request = resumable
         fields["prompt_tokens"] = len(request.prompt_ids)
         if request.constraint:
             fields["constraint"] = request.constraint.kind

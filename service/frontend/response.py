@@ -114,18 +114,15 @@ class ResponseBuilder:
             self._last_id = ids[-1]
         if self._detokenizer is None:
             self._ready += len(ids)
-            self._skip_sent(0)
-            return finish
-        is_silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._checked.include_stop
-        self._push(self._detokenizer.push(ids[:-1] if is_silent else ids))
-        if finish:
-            self._push(self._detokenizer.finish())
-        if self._parser is None:
-            self._skip_sent(self._detokenizer.client_characters)
-            return finish
-        if finish or self.keep is not None:
-            self._add_parsed(self._parser.finish())
-        self._skip_sent(0)
+        else:
+            is_silent = finish is not None and finish.reason in ("eos", "stop_token") and not self._checked.include_stop
+            self._push(self._detokenizer.push(ids[:-1] if is_silent else ids))
+            if finish:
+                self._push(self._detokenizer.finish())
+            if self._parser and (finish or self.keep is not None):
+                self._add_parsed(self._parser.finish())
+        if self._skip_tokens:
+            self._skip_sent()
         return finish
 
     def prompt_messages(self) -> Iterator[pb.StreamGenerateResponse]:
@@ -218,14 +215,14 @@ class ResponseBuilder:
         self._parts.add(delta.parts)
         self._ready += delta.num_tokens
 
-    def _skip_sent(self, characters: int) -> None:
-        """Remove from the first outputs the tokens that the client has, and their text of this many characters."""
-        if not self._skip_tokens:
-            return
+    def _skip_sent(self) -> None:
+        """Remove from the first outputs the tokens that the client has, and their text unless it is parsed."""
         tokens = self._skip_tokens
         self._skip_tokens = 0
-        self._skip_characters = max(0, characters - len(self._text))
-        self._text = self._text[characters:]
+        if self._detokenizer and self._parser is None:
+            characters = self._detokenizer.client_characters
+            self._skip_characters = max(0, characters - len(self._text))
+            self._text = self._text[characters:]
         del self._ids[:tokens], self._logprobs[:tokens]
 
     def _take(self) -> pb.StreamGenerateResponse:

@@ -16,6 +16,7 @@ import msgspec
 from npuserve.npu.model.pooling import Task
 from npuserve.npu.step import SamplingParams, TokenLogprobs
 from npuserve.service.errors import WireError
+from npuserve.service.ipc.explanations import ExplainReply, ExplainRequest
 from npuserve.service.ipc.framing import LENGTH_BYTES, Wire
 from npuserve.service.ipc.kv_events import ToEngineKv, ToSubscriber
 from npuserve.service.ipc.profile_messages import ProfileReply, ToEngineProfile
@@ -341,8 +342,8 @@ class Resume(Wire, frozen=True):
     deadline: float | None
 
 
-ToEngine = (Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ToEngineKv
-            | ToEngineProfile)
+ToEngine = (Hello | Restore | Submit | Cancel | Pause | Unpause | Resume | Abort | FlushPrefixCache | ExplainRequest
+            | ToEngineKv | ToEngineProfile)
 
 # Engine to front end. Each carries the engine's epoch; messages of an earlier epoch are dropped.
 
@@ -390,7 +391,7 @@ class Reply(Wire, frozen=True):
     value: int
 
 
-ToFrontend = Ready | Outputs | Resumed | Reply | ProfileReply | ToSubscriber
+ToFrontend = Ready | Outputs | Resumed | Reply | ExplainReply | ProfileReply | ToSubscriber
 
 
 def encode(message: ToEngine | ToFrontend) -> bytes:

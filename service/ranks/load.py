@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from npuserve.npu.parallel import Group
 
 
+def publish_kernel(kernel: str, phase: str, backend: str, seconds: float) -> None:
+    """Publish the latency of a timed kernel call on the metrics page."""
+    metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)
+
+
 def load_model(
     config: ServerConfig,
     folder: str,
@@ -40,15 +45,12 @@ def load_model(
     from npuserve.npu.execution.load import load_runner
     from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS
 
-    def publish(kernel: str, phase: str, backend: str, seconds: float) -> None:
-        metrics.tally(metrics.kernel_latency_seconds, kernel, phase, backend).observe(seconds)
-
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
         block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, state_dtype=config.state_dtype,
         kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, kernel_sampling=config.kernel_sampling,
-        observe=observe or publish, threads=config.threads,
+        observe=observe or publish_kernel, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
         capture=capture or config.capture, capture_chunks=config.capture_chunks, cpu_binding=config.cpu_binding,
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,

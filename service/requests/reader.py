@@ -153,6 +153,10 @@ class RequestReader:
         self._ended.pop(read, None)
         self._messages.end(read, size)
         self._begin_waiting()
+        if self._timer and not (self._messages or self._waiting):  # nothing is left to measure
+            self._timer.cancel()
+            self._timer = None
+            self._blocked_since = None
 
     def _rank(self, owner: str) -> int:
         size = self._messages.last_size(owner)

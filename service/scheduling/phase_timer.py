@@ -8,7 +8,20 @@ The phases of a continued request begin with those in Request.progress.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from npuserve.service.ipc.messages import Timing
+
+MAX_WAITS = 64
+"""Waits of a request that are kept."""
+
+
+class Wait(NamedTuple):
+    """A phase in which a request did not run: in the queue, or paused for its reader (`is_pause`)."""
+
+    began: float
+    end: float
+    is_pause: bool
 
 
 class PhaseTimer:
@@ -16,12 +29,21 @@ class PhaseTimer:
 
     arrival: of the request.
     earlier: phases in earlier engines; None for a new request.
+    received: when the engine received the request.
+    compiled: when the grammar of its constraint was compiled; 0.0 without one.
+    waits: the first MAX_WAITS phases without a step. The first ends with the first step in this engine.
     """
 
-    __slots__ = ("_decode", "_device", "_end", "_prefill_chunks", "_queue", "_undivided")
+    __slots__ = (
+        "_decode", "_device", "_end", "_prefill_chunks", "_queue", "_undivided", "arrival", "compiled", "received",
+        "waits")
 
     def __init__(self, arrival: float, earlier: Timing | None):
         timing = earlier or Timing(0.0, [], 0.0, 0.0, 0.0, arrival)
+        self.arrival = arrival
+        self.received = arrival
+        self.compiled = 0.0
+        self.waits: list[Wait] = []
         self._end = timing.last_step_end  # of the last phase
         self._queue = timing.queue
         self._prefill_chunks = list(timing.prefill_chunks)
@@ -34,6 +56,11 @@ class PhaseTimer:
     def computing_seconds(self) -> float:
         """Seconds of the steps so far that had rows of the request."""
         return sum(self._prefill_chunks) + self._decode
+
+    @property
+    def end(self) -> float:
+        """End of the last phase."""
+        return self._end
 
     @property
     def timing(self) -> Timing:
@@ -52,8 +79,10 @@ class PhaseTimer:
             last_step_end=self._end,
         )
 
-    def end_queue(self, now: float) -> None:
-        """End a phase in which the request waited: in the queue, or for its reader."""
+    def end_queue(self, now: float, is_pause: bool = False) -> None:
+        """End a phase in which the request waited: in the queue, or for its reader (`is_pause`)."""
+        if len(self.waits) < MAX_WAITS:
+            self.waits.append(Wait(self._end, now, is_pause))
         self._queue += now - self._end
         self._end = now
 

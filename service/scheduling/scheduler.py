@@ -712,7 +712,7 @@ class Scheduler:
         parting = len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * size
         sequence.checkpoint_positions = [
             position for position in checkpoint_positions(
-                sequence.request.prompt_ids, sequence.num_computed_tokens, parting, size, self.slots.interval,
+                sequence.request.prompt_ids, sequence.num_computed_tokens, parting, size, self.slots.spacing,
                 self._message_end_ids)
             if not self.slots.has(self._digest(sequence, position))]
 

@@ -102,6 +102,7 @@ class Sequence:
     num_prefill_tokens: tokens that were known at the last admission.
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
     num_shared_tokens: prompt tokens that another sample of the call computes for this one. 0 once it was admitted.
+    num_deferred: rows that were computed again, since their mask was late.
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
@@ -128,6 +129,7 @@ class Sequence:
         "matcher",
         "num_accepted",
         "num_computed_tokens",
+        "num_deferred",
         "num_drafted",
         "num_pending_tokens",
         "num_prefill_tokens",
@@ -180,6 +182,7 @@ class Sequence:
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
         self.num_steps_in_flight = 0
+        self.num_deferred = 0
         self.is_deferred = False
         self.has_drafts = False
         self.num_valid_samples = 0
@@ -334,7 +337,7 @@ class Sequence:
         """Run the request again with its blocks. The time of the pause counts as queue, unless a step is in flight."""
         self.state = State.RUNNING
         if not self.num_steps_in_flight:
-            self.timer.end_queue(now)
+            self.timer.end_queue(now, is_pause=True)
 
     def end(self) -> None:
         self.state = State.ENDED
@@ -347,6 +350,7 @@ class Sequence:
         A later step computes the last token again, and writes to its block, which is not shared: `Scheduler.apply` does
         not count this token. With a fixed state it computes the whole row again, from the state before it.
         """
+        self.num_deferred += 1
         self.num_pending_tokens -= 1
         self.num_computed_tokens = self.slots.retract() if self.slots else self.num_computed_tokens - 1
         self.is_deferred = True

@@ -22,16 +22,15 @@ Steps run in the order of their plans, so a slot may be given away at once, as a
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
+from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 
 NO_SLOT = -1
-
-CHECKPOINT_INTERVAL = 2048
-"""Distance in tokens of checkpoints in the middle of a prompt. A state of Qwen3.5 takes the memory of 1,600 (0.8B) to
-2,300 tokens (27B) of keys and values in bfloat16."""
 
 
 @dataclass(slots=True)
@@ -135,14 +134,14 @@ class StateSlots:
     """Allocator of `num_slots` slots. A call takes constant time, unless it evicts: then it looks at all of them.
 
     blocks: a checkpoint whose block these no longer hold is evicted first; None to treat all alike.
-    interval: distance in tokens of checkpoints in the middle of a prompt.
+    spacing: of checkpoints.
     """
 
     def __init__(
-        self, num_slots: int, blocks: BlockManager | None = None, interval: int = CHECKPOINT_INTERVAL
+        self, num_slots: int, blocks: BlockManager | None = None, spacing: Spacing = DEFAULT_SPACING
     ) -> None:
         self.num_slots = num_slots
-        self.interval = interval
+        self.spacing = spacing
         self._blocks = blocks
         self._free = list(range(num_slots - 1, -1, -1))
         self._checkpoints: dict[bytes, _Checkpoint] = {}
@@ -185,18 +184,19 @@ class StateSlots:
             table.spare = self._free.pop()
         return True
 
-    def _provide(self, count: int) -> bool:
-        """Evict checkpoints until `count` slots are free. Return False, and change nothing, if that is impossible."""
+    def _provide(self, count: int, priority: float = math.inf) -> bool:
+        """Evict checkpoints until `count` slots are free. Return False, and change nothing, if that is impossible.
+
+        priority: highest of a victim.
+        """
         missing = count - len(self._free)
         if missing <= 0:
             return True
-        evictable = self._evictable()
-        if len(evictable) < missing:
+        victims = heapq.nsmallest(missing, self._evictable(), key=self._priority)
+        if len(victims) < missing or self._priority(victims[-1]) > priority:
             return False
-        for _ in range(missing):
-            victim = min(evictable, key=self._priority)
+        for victim in victims:
             self._clock = max(self._clock, self._priority(victim))
-            evictable.remove(victim)
             self._evict(victim)
         return True
 
@@ -256,10 +256,11 @@ class StateSlots:
     def take(self, table: SlotTable, position: int, *, is_expected: bool = True) -> None:
         """Keep the state that the row planned last leaves at `position`; the next row continues it in another slot.
 
-        Nothing if no slot is free, nor one of a checkpoint, and if no other request can find it.
+        Nothing if no other request can find it, or if it is worth less than the checkpoint that it would replace.
         is_expected: see TakenState.
         """
-        if table.is_shared and table.source == NO_SLOT and self._provide(1):
+        worth = position - table.last_position if is_expected else 0
+        if table.is_shared and table.source == NO_SLOT and self._provide(1, self._clock + worth):
             table.taken.append(TakenState(position, table.current, is_expected))
             table.last_position = position
             table.source = table.current

@@ -131,7 +131,7 @@ class StepBuilder:
         if positions and positions[0] <= end:
             return positions[0], True, True
         boundary = end // self._block_size * self._block_size
-        if end < planned and boundary > start and boundary - sequence.slots.last_position >= self._slots.interval:
+        if end < planned and boundary > start and boundary - sequence.slots.last_position >= self._slots.spacing.middle:
             return boundary, True, False
         return end, False, False
 

@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,7 @@ from npuserve.service import logs, metrics
 from npuserve.service.errors import ServeError, Unavailable, from_wire
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_connection import EngineConnection
+from npuserve.service.ipc.explanations import ExplainReply, ExplainRequest, Explanation
 from npuserve.service.ipc.kv_events import KvEvents, KvEventsLost, KvSubscribed
 from npuserve.service.ipc.messages import Abort, FlushPrefixCache, Load, ModelInfo, Outputs, Record, Request
 from npuserve.service.ipc.profile_messages import ProfileReply
@@ -113,7 +114,7 @@ class EngineClient:
         self._limit = StreamLimit(self._streams)
         self._resuming: dict[int, PendingResume] = {}
         self._records = Records(resume_seconds)
-        self._calls: dict[int, asyncio.Future[int]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_load = Load()
         self._unanswered: dict[int, float] = {}  # key of a request -> when it was sent, time.monotonic() seconds
         self._keys = itertools.count(1)
@@ -209,11 +210,16 @@ class EngineClient:
 
         client, service: client and service of the call, see `Abort`.
         """
-        return await self._call(Abort(next(self._keys), request_id, client, service))
+        return int(await self._call(Abort(next(self._keys), request_id, client, service)))
 
     async def flush_prefix_cache(self) -> int:
         """Flush the prefix cache and return the number of freed blocks."""
-        return await self._call(FlushPrefixCache(next(self._keys)))
+        return int(await self._call(FlushPrefixCache(next(self._keys))))
+
+    async def explain(self, request_id: str, client: str = "") -> list[Explanation]:
+        """Explain the requests of this id, live or ended; see `ExplainRequest`."""
+        explanations: list[Explanation] = await self._call(ExplainRequest(next(self._keys), request_id, client))
+        return explanations
 
     def send(self, message: messages.ToEngine) -> bool:
         """Send a message without waiting. Return False if no engine is connected."""
@@ -241,9 +247,10 @@ class EngineClient:
         self._limit.add(key, client, info)
         return key
 
-    async def _call(self, message: Abort | FlushPrefixCache) -> int:
+    async def _call(self, message: Abort | FlushPrefixCache | ExplainRequest) -> Any:
+        """Return the reply of the engine: a number, or explanations."""
         self.require()
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[message.call] = reply
         try:
             self.send(message)
@@ -320,7 +327,7 @@ class EngineClient:
                 self._set_state("ready")
             case messages.Resumed(key=key, record=record):
                 self._on_resumed(key, record)
-            case messages.Reply(call=call, value=value):
+            case messages.Reply(call=call, value=value) | ExplainReply(call=call, explanations=value):
                 reply = self._calls.get(call)
                 if reply and not reply.done():
                     reply.set_result(value)

@@ -127,6 +127,7 @@ class StructuredOutputManager:
     wake: called in another thread when `poll` or `prepare` has something to do; None for none.
     vocabulary_size: number of the model's token ids; 0 if no request has a constraint.
     mask_seconds: wait of a short step for its masks; infinite to wait for all.
+    on_wait: called with the end of each wait for masks, in time.monotonic() seconds, and its seconds; None for none.
     """
 
     def __init__(
@@ -135,7 +136,9 @@ class StructuredOutputManager:
         wake: Callable[[], None] | None = None,
         vocabulary_size: int = 0,
         mask_seconds: float = math.inf,
+        on_wait: Callable[[float, float], None] | None = None,
     ):
+        self._on_wait = on_wait
         self._build = build
         self._wake = wake
         self._masks = MaskThreads(vocabulary_size, wake)
@@ -195,10 +198,13 @@ class StructuredOutputManager:
 
         step_seconds: expected duration of the step that the masks are for.
         """
-        began = time.perf_counter()
+        began = time.monotonic()
         waits = min(max(1.0, step_seconds / (2 * MASK_WAIT_SECONDS)), MAX_MASK_WAITS)
         self._masks.prepare(matchers, waits * self._mask_seconds)
-        MASK_SECONDS.observe(time.perf_counter() - began)
+        end = time.monotonic()
+        MASK_SECONDS.observe(end - began)
+        if self._on_wait:
+            self._on_wait(end, end - began)
 
     def wait_for_masks(self) -> None:
         """Wait until no mask is late."""

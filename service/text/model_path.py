@@ -18,6 +18,9 @@ from npuserve.service.config import ConfigError
 from npuserve.service.processes import child
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model", "*.tiktoken"]
+HUB_OTHER_FILES = ["*/*.[!j]*", "*/*token*", "*/*/*"]
+"""Patterns of the files that are needed, and of those that are not: of folders only small files are, such as
+1_Pooling/config.json of an embedding model. In both `*` matches slashes too."""
 
 
 def resolve(model: str) -> Path:
@@ -118,7 +121,7 @@ def _download(model: str) -> Path:
         raise ConfigError(f"model: {model} is no folder here{hint} and cannot be downloaded from the hub: the home "
                           "directory is unknown; set HF_HOME to a folder for downloads")
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHER_FILES))
     except hub.GatedRepoError as error:
         raise ConfigError(f"model: {model} is gated; accept its terms on the hub and set HF_TOKEN") from error
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:

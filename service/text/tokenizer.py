@@ -67,7 +67,8 @@ class Tokenizer:
     def special_ids_around(self) -> tuple[list[int], list[int]]:
         """Ids that `encode` adds before and after a text."""
         text = "a"
-        bare, ids = self.encode(text, add_special_tokens=False), self.encode(text)
+        bare = self.encode(text, add_special_tokens=False)
+        ids = self.encode(text)
         begin = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
         return ids[:begin], ids[begin + len(bare) :]
 

@@ -15,9 +15,10 @@ from npuserve.cli import compare as module
 from npuserve.cli import main as cli
 from npuserve.kernels import native
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from tests.support.hybrids import saved_as_published
 from tests.support.models import edit_config, random_model, saved
+from tests.support.pooling import embeds
 
 Capture = pytest.CaptureFixture[str]
 
@@ -133,3 +134,9 @@ def test_compare_lets_linear_attention_run_token_by_token(tmp_path: Path) -> Non
     by_token = module._their_logits(tmp_path, torch.float32, [ids])[0]
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is chunked
     assert by_token.shape == (70, 120)
+
+
+def test_compare_of_a_model_without_answers_is_refused_by_name(tmp_path: Path, capsys: Capture) -> None:
+    embeds(dense(tmp_path))
+    assert cli.main(["check", str(tmp_path), "--compare", "--device", "cpu"]) == 2
+    assert "compare: answers are compared, and the model is an embedding model or a reranker" in capsys.readouterr().err

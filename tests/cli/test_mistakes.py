@@ -29,10 +29,9 @@ from tests.support.command import npuserve
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 8, "hidden_size": 64, "intermediate_size": 64,
           "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 MODELS = {
-    "awq": {"quantization_config": {"quant_method": "awq", "bits": 4}},
-    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 8}},
     "bnb": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    "w4a16": {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {
+    "w4a8": {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {
         "targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": {"num_bits": 8}}},
         "format": "pack-quantized"}},
     "mistral": {"architectures": ["MistralForCausalLM"]},
@@ -106,7 +105,7 @@ FLAGS_OF_OTHERS = [
     ("serve --enforce-eager", 2, "here it is --capture off;"),
     ("serve --trust-remote-code", 2, "there is none here: code of a checkpoint is never run;"),
     ("serve --enable-lora", 2, "there is none here: merge the adapter into its model"),
-    ("serve --quantization awq", 2, "npuserve quantize makes W8A8;"),
+    ("serve --quantization awq", 2, "npuserve quantize makes W8A8 and W4A16;"),
     ("serve --api-key secret", 2, "here it is --api-keys: a file of keys, which npuserve keys add FILE NAME writes;"),
     ("serve --enable_prefix_caching", 2, "here it is --prefix-cache, on by default; --no-prefix-cache turns it off"),
     ("serve --model-id Qwen/Qwen3-0.6B", 2, "here it is MODEL without a flag"),
@@ -215,16 +214,14 @@ INPUTS = [
     ("check empty", 1, "empty/config.json: no such file; a model folder holds config.json and *.safetensors"),
     ("quantize pickled out --calibration none", 2,
      "pytorch_model.bin is pickled, which can run code as it is read: convert it to safetensors"),
-    ("check awq", 1,
-     "another method (awq); supported: compressed-tensors, fp8. Serve the model that this one was made from"),
-    ("check gptq", 1, "another method (gptq)"),
-    ("check bnb", 1, "another method (bitsandbytes)"),
-    ("check w4a16", 1, "format: 'pack-quantized' is not supported; supported: int-quantized, float-quantized"),
+    ("check gptq", 1, "quantization_config: bits: 8 is not supported; supported: 4"),
+    ("check bnb", 1, "another method (bitsandbytes); supported: compressed-tensors, fp8, awq, gptq. Serve the model"),
+    ("check w4a8", 1, "quantized inputs of weights of 4 bits (W4A8) are not supported; supported: null"),
     ("check mistral", 1, "'MistralForCausalLM'] is not supported; serve a model of one of these: Qwen3ForCausalLM"),
     ("check gemma", 1, "'Gemma3ForConditionalGeneration'] is not supported; serve a model of one of these"),
     ("check experts", 1, "Qwen3MoeForCausalLM is not supported: its layers are mixtures of experts; serve"),
     ("quantize mistral out", 2, "is not supported; serve a model of one of these"),
-    ("quantize awq out", 2, "Serve the model that this one was made from"),
+    ("quantize bnb out", 2, "Serve the model that this one was made from"),
     ("collect --output absent/a.tar.gz", 2, "output: absent/a.tar.gz: No such file or directory"),
     ("check --least-share 0.5", 2, "least_share: needs --accept"),
 ]

@@ -30,7 +30,7 @@ def test_quantize_built_in_model_has_int8_layers(tmp_path, capsys):
     assert main(["quantize", "", str(out), *QUICK]) == 0
     output = capsys.readouterr().out
     layers = ModelConfig.from_folder(storyteller.FOLDER).num_layers
-    assert output.startswith(f"{out}: {7 * layers} of {7 * layers} linear layers in int8, ")
+    assert output.startswith(f"{out}: {7 * layers} of {7 * layers} linear layers in w8a8, ")
     assert "smoothed after input_layernorm: strength " in output
     assert ModelConfig.from_folder(out).quantization
     assert {path.name for path in storyteller.FOLDER.iterdir()} == {path.name for path in out.iterdir()}
@@ -95,7 +95,7 @@ def test_quantize_invalid_argument_is_one_sentence(tmp_path, monkeypatch, capsys
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("option", ["--smoothing=1.5", "--smoothing=much", "--samples=0", "--scheme=w4a16"])
+@pytest.mark.parametrize("option", ["--smoothing=1.5", "--smoothing=much", "--samples=0", "--scheme=w4a8"])
 def test_quantize_option_out_of_range_is_refused(option, capsys):
     with pytest.raises(SystemExit):
         main(["quantize", "", "out", option])

@@ -22,7 +22,9 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_hea
 """Sizes that two ranks can divide."""
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "two ranks"])
+@pytest.fixture(scope="module", params=[
+    pytest.param(1, id="alone", marks=pytest.mark.full),  # test_families.py kills the engine of another such model
+    pytest.param(2, id="two ranks")])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         tuple[Server, PreTrainedModel]]:
     model = random_hybrid(0, **HEADS)

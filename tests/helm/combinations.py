@@ -18,7 +18,7 @@ GROUPS: Object = {
 
 COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "one replica, no cache, no spread": ((), {
-        "replicas": 1, "topologySpread": {"whenUnsatisfiable": "none"}, "podDisruptionBudget": {"enabled": False},
+        "replicaCount": 1, "topologySpread": {"whenUnsatisfiable": "none"}, "podDisruptionBudget": {"enabled": False},
         "headless": {"enabled": False}, "networkPolicy": {"enabled": False}, "serviceAccount": {"create": False},
         "metrics": {"scrape": "none"}, "nameOverride": "llm"}),
     "all settings": ((), {"config": {
@@ -52,7 +52,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "init, claim created": (("cuda",), {"model": {"init": {
         "create": True, "size": "200Gi", "storageClass": "cephfs", "accessMode": "ReadWriteMany"}}}),
     "init, claim of one replica": (("cuda",), {
-        "replicas": 1, "model": {"init": {"create": True, "accessMode": "ReadWriteOnce"}}}),
+        "replicaCount": 1, "model": {"init": {"create": True, "accessMode": "ReadWriteOnce"}}}),
     "no affinity": ((), {"service": {"sessionAffinitySeconds": 0}}),
     "OpenShift": (("ascend",), {"openshift": True, "global": {"imageRegistry": "registry.example.com:5000/llm"}}),
     "DoNotSchedule on labelled nodes": (("ascend",), {
@@ -77,7 +77,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md",
             "grafanaUrl": "https://grafana.example.com"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
-    "pod monitor and route": (("ascend",), {"metrics": {
+    "pod monitor and route": (("ascend",), {"accept": {"enabled": True}, "metrics": {
         "scrape": "podMonitor", "scrapeTimeout": "10s",
         "relabelings": [{"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}],
         "metricRelabelings": [{"sourceLabels": ["__name__"], "regex": "npuserve_.*_created", "action": "drop"}]},
@@ -136,7 +136,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "tls": {"secretName": "llm-tls", "clientCaSecretName": "llm-ca"}, "config": {"admin_certificates": "ops, ci"}}),
     "cache on a claim, shared": ((), {"cache": {"type": "pvc", "size": "100Gi", "storageClass": "cephfs"}}),
     "cache on a claim, one replica": ((), {
-        "replicas": 1, "strategy": {"type": "Recreate"}, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
+        "replicaCount": 1, "strategy": {"type": "Recreate"}, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
     "cache on a claim of one's own": ((), {"cache": {"type": "pvc", "claimName": "caches"}}),
     "mutual TLS": (("cpu",), {
         "tls": {"secretName": "cert", "clientCaSecretName": "clients"},
@@ -152,7 +152,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
     "all that a pod may have more": (("ascend",), {
         "commonLabels": {"team": "llm"}, "podLabels": {"tier": "gold"}, "podAnnotations": {"note": "true"},
         "image": {"repository": "registry.example.com:5000/llm/npuserve", "digest": "sha256:" + "0" * 64,
-                  "pullPolicy": "Always", "pullSecrets": ["registry"]},
+                  "pullPolicy": "Always"}, "imagePullSecrets": [{"name": "registry"}],
         "serviceAccount": {"name": "llm", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/llm"}},
         "nodeSelector": {"accelerator": "huawei-Ascend910"}, "priorityClassName": "serving",
         "tolerations": [{"key": "dedicated", "operator": "Equal", "value": "llm", "effect": "NoSchedule"}],
@@ -203,3 +203,12 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
                                                 "cache": {"type": "pvc"}}),
 }
 """Name -> (presets, values on top of the presets)."""
+
+NEWER: dict[str, tuple[str, tuple[str, ...], Object]] = {
+    "image volume": ("1.33", (), {"model": {
+        "source": "image", "image": {"reference": "registry.example.com/qwen3-8b:1", "path": "qwen3"}}}),
+    "claimed devices": ("1.34", ("cuda",), {
+        "accelerator": {"claimTemplate": "gpu"}, "accept": {"enabled": True},
+        "service": {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}}),
+}
+"""Combinations of values that need a version of Kubernetes: version, presets, values."""

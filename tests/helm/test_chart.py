@@ -39,7 +39,7 @@ from tests.helm.chart import (
     validator,
     workload,
 )
-from tests.helm.combinations import COMBINATIONS, GROUPS
+from tests.helm.combinations import COMBINATIONS, GROUPS, NEWER
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,7 +70,7 @@ def versions() -> list[str]:
 NUMBERS: Object = {
     "tls": {"secretName": "123"}, "apiKeys": {"secretName": "1e3", "key": "123"},
     "serviceAccount": {"create": False, "name": "123"}, "priorityClassName": "true", "runtimeClassName": "123",
-    "schedulerName": "1.5", "image": {"pullSecrets": ["123"]},
+    "schedulerName": "1.5", "imagePullSecrets": [{"name": "123"}],
     "cache": {"type": "pvc", "claimName": "123"}, "model": {"source": "pvc", "pvc": {"claimName": "0x1"}},
     "headless": {"enabled": True}, "metrics": {"scrape": "serviceMonitor"}}
 """Names that YAML reads as numbers or booleans without quotes."""
@@ -119,6 +119,34 @@ def test_combination_is_valid_for_kubernetes_and_the_server(
     assert loaded.served_name == values.get("model", {}).get("servedName", loaded.served_name)
 
 
+@pytest.mark.parametrize("name", NEWER)
+def test_combination_that_needs_a_newer_kubernetes_is_valid_there_and_refused_before(name: str):
+    version, presets, values = NEWER[name]
+    objects = render(values, presets, kubernetes=f"{version}.0")
+    assert not problems(objects, version)
+    major, minor = version.split(".")
+    done = template(values, presets, kubernetes=f"{major}.{int(minor) - 1}.0")
+    assert done.returncode != 0
+    assert f"needs Kubernetes {version} or newer" in done.stderr
+
+
+def test_image_volume_holds_the_model_that_is_served():
+    _, presets, values = NEWER["image volume"]
+    objects = render(values, presets, kubernetes="1.33.0")
+    (volume,) = [volume for volume in pod(objects)["volumes"] if volume["name"] == "models"]
+    assert volume["image"] == {"reference": "registry.example.com/qwen3-8b:1", "pullPolicy": "IfNotPresent"}
+    assert toml(objects)["model"] == "/models/qwen3"
+
+
+def test_claimed_devices_replace_the_resource_of_the_device_plugin():
+    _, presets, values = NEWER["claimed devices"]
+    spec = pod(render(values, presets, kubernetes="1.34.0"))
+    assert spec["resourceClaims"] == [{"name": "devices", "resourceClaimTemplateName": "gpu"}]
+    for container in (*spec["initContainers"][:1], *spec["containers"]):
+        assert container["resources"]["claims"] == [{"name": "devices"}]
+        assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
+
+
 def test_validation_finds_errors(versions: list[str]):
     objects = render({"metrics": {"scrape": "podMonitor"}})
     deployment, monitor = find(objects, "Deployment"), find(objects, "PodMonitor")
@@ -141,7 +169,7 @@ def test_every_value_is_set_by_some_combination():
     files = {name: yaml.safe_load(file.read_text()) for name, file in (
         ("", CHART / "values.yaml"), *((preset, CHART / f"values-{preset}.yaml") for preset in PRESETS))}
     made = [leaves(merged(*(files[preset] for preset in presets), values))
-            for presets, values in COMBINATIONS.values()]
+            for presets, values in [*COMBINATIONS.values(), *(newer[1:] for newer in NEWER.values())]]
     unset = {path for path in leaves(files[""]) if not any(name == path or name.startswith(f"{path}.")
                                                            for name in set().union(*made))}
     assert unset == set()
@@ -197,7 +225,7 @@ def test_a_new_configuration_makes_new_pods():
         pods: Object = find(render(values), "Deployment")["spec"]["template"]
         return pods
 
-    assert template_of({}) == template_of({"replicas": 3})
+    assert template_of({}) == template_of({"replicaCount": 3})
     assert template_of({}) != template_of({"config": {"max_queue": 8}})
 
 

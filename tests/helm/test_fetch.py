@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.text.model_path import HUB_FILES
+from npuserve.service.text.model_path import HUB_FILES, HUB_OTHER_FILES
 from tests.helm.chart import Object, needs_helm, pod, render
 
 pytestmark = needs_helm
@@ -238,4 +238,4 @@ def test_fetch_downloads_the_files_that_the_server_reads(monkeypatch: pytest.Mon
     assert taken["revision"] == REVISION
     assert taken["local_dir"] == "$(MODEL_DIR)"
     assert taken["allow_patterns"] == HUB_FILES
-    assert taken["ignore_patterns"] == ["*/*"]
+    assert taken["ignore_patterns"] == HUB_OTHER_FILES

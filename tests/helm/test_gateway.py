@@ -229,7 +229,7 @@ def test_gateway_extra_arguments_come_last():
 @pytest.mark.parametrize("registry", ["", "registry.example.com:5000/llm"])
 def test_gateway_image_is_its_own(registry: str):
     prefix = f"{registry}/" if registry else ""
-    values = {"global": {"imageRegistry": registry}, "image": {"tag": "9", "pullSecrets": ["pull"]}}
+    values = {"global": {"imageRegistry": registry}, "image": {"tag": "9"}, "imagePullSecrets": [{"name": "pull"}]}
     spec = gateway_pod(render({**values, **smg()}))
     version = find(render(smg()), "Deployment", NAME)["metadata"]["labels"]["app.kubernetes.io/version"]
     assert spec["containers"][0]["image"] == f"{prefix}npuserve-gateway:{version}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
 
+from npuserve.cli import check
 from npuserve.npu.cann import processors
 from tests.helm.chart import Object, find, merged, needs_helm, pod, render, workload
 from tests.helm.combinations import COMBINATIONS
@@ -110,3 +112,27 @@ def test_cache_on_a_claim_takes_no_disk_of_the_node():
 ])
 def test_resources_and_users_that_kubernetes_accepts_are_rendered(values: Object):
     render(values)
+
+
+@pytest.mark.parametrize(("preset", "device"), [("cpu", "cpu"), ("ascend", "npu"), ("cuda", "cuda")])
+def test_accept_checks_the_device_before_the_server_and_the_download(preset: str, device: str) -> None:
+    assert "accept" not in str(workload(render({}, (preset,))))
+    pod = workload(render({"accept": {"enabled": True}}, (preset,)))["spec"]["template"]["spec"]
+    accept, *others = pod["initContainers"]
+    (server,) = pod["containers"]
+    assert accept["args"] == ["check", "--device", device, "--accept", "--sizes", "quick"]
+    assert (accept["name"], accept["image"], accept["resources"]) == ("accept", server["image"], server["resources"])
+    assert accept["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert [container["name"] for container in others] in ([], ["model"])
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    assert parser.parse_args(accept["args"][1:]).sizes == "quick"
+
+
+def test_accept_mounts_no_secrets() -> None:
+    values = {"accept": {"enabled": True}, "tls": {"secretName": "tls"}, "apiKeys": {"secretName": "keys"},
+              "helmTest": {"apiKeySecretName": "test"}}
+    pod = workload(render(values))["spec"]["template"]["spec"]
+    mounts = {container["name"]: {mount["name"] for mount in container["volumeMounts"]}
+              for container in (*pod["initContainers"], *pod["containers"])}
+    assert mounts["npuserve"] - mounts["accept"] == {"tls", "api-keys"}

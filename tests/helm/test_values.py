@@ -41,8 +41,10 @@ INVALID: list[tuple[str, Object]] = [
     ("ports.metrics", {"ports": {"metrics": 65536}}),
     ("ports.health", {"ports": {"health": 0}}),
     ("config.hang_seconds", {"config": {"hang_seconds": 0}}),
-    ("replicas", {"replicas": -1}),
-    ("replicas", {"replicas": "two"}),
+    ("replicaCount", {"replicaCount": -1}),
+    ("replicaCount", {"replicaCount": "two"}),
+    ("service.externalTrafficPolicy", {"service": {"externalTrafficPolicy": "local"}}),
+    ("model.image.reference", {"model": {"image": {"reference": "https://registry/x"}}}),
     ("resources.request", {"resources": {"request": {"cpu": 1}}}),
     ("termination.drainSeconds", {"termination": {"drainSeconds": -1}}),
     ("termination.preStopSeconds", {"termination": {"preStopSeconds": "15s"}}),
@@ -147,7 +149,7 @@ MALFORMED: list[tuple[str, Object]] = [
     ("topology.exclusiveKey", {"topology": {"exclusiveKey": "a b"}}),
     ("topology.hccl.socketInterface", {"topology": {"hccl": {"socketInterface": "eth0 eth1"}}}),
     ("tls.secretName", {"tls": {"secretName": "LLM_TLS"}}),
-    ("image.pullSecrets.0", {"image": {"pullSecrets": [""]}}),
+    ("imagePullSecrets.0.name", {"imagePullSecrets": [{"name": ""}]}),
     ("image.tag", {"image": {"tag": "a b"}}),
     ("podLabels.a", {"podLabels": {"a": "-"}}),
     ("model.hub.revision", {"model": {"hub": {"revision": "a b"}}}),
@@ -228,6 +230,18 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
         "podSecurityContext": {"runAsNonRoot": False}, "securityContext": {"runAsUser": 0, "runAsNonRoot": True}}),
     ("model.init.create: creates a claim, and", {"model": {
         "source": "init", "hub": {"name": "a/b"}, "init": {"create": True, "claimName": "models"}}}),
+    ("replicas: is replicaCount now; rename it", {"replicas": 3}),
+    ("image.pullSecrets: is imagePullSecrets now, a list of maps such as {name: registry}", {
+        "image": {"pullSecrets": ["registry"]}}),
+    ("service.externalTrafficPolicy: a service of type ClusterIP has no external traffic", {
+        "service": {"externalTrafficPolicy": "Local"}}),
+    ("model.image.reference: is empty", {"model": {"source": "image"}}),
+    ("model.image.reference: is set, but model.source builtin", {"model": {"image": {"reference": "r/m:1"}}}),
+    ("model.source: image needs Kubernetes 1.33", {"model": {"source": "image", "image": {"reference": "r/m:1"}}}),
+    ("accelerator.claimTemplate: needs Kubernetes 1.34", {
+        "accelerator": {"kind": "cuda", "claimTemplate": "gpu"}}),
+    ("accelerator.claimTemplate: the claim names the devices", {
+        "accelerator": {"kind": "cuda", "claimTemplate": "gpu", "extraResources": {"a.com/b": 1}}}),
     ("state: removed: a stream ends with its server. Remove state;", {"state": {"type": "pvc"}}),
     ("config.state_folder: removed: a stream ends with its server.", {"config": {"state_folder": "/s"}}),
     ("topologySpread.whenUnsatisfiable: DoNotSchedule", {
@@ -243,7 +257,7 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("service.sessionAffinitySeconds: 3600 would keep", {
         "service": {"sessionAffinitySeconds": 3600}, "autoscaling": {"kind": "hpa"}}),
     ("cache.accessMode: ReadWriteOnce", {"cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
-    ("strategy.type Recreate", {"replicas": 1, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
+    ("strategy.type Recreate", {"replicaCount": 1, "cache": {"type": "pvc", "accessMode": "ReadWriteOnce"}}),
     ("extraEnv: NPUSERVE_PORT", {"extraEnv": [{"name": "NPUSERVE_PORT", "value": "1"}]}),
     ("extraEnv: HF_HOME", {"extraEnv": [{"name": "HF_HOME", "value": "/x"}]}),
     ("podLabels: app.kubernetes.io/name is the chart's own", {"podLabels": {"app.kubernetes.io/name": "x"}}),

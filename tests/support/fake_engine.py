@@ -22,6 +22,7 @@ from npuserve.npu.step import TokenLogprobs
 from npuserve.service.errors import WireError
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.explanations import Delay, ExplainReply, ExplainRequest, Explanation, KernelComparison
 from npuserve.service.ipc.messages import (
     Abort,
     Cancel,
@@ -100,6 +101,7 @@ class FakeEngine:
     hold: answers wait until it is set.
     records: streams that can be resumed, by resume token.
     profile, no_profile: reply to StopProfile.
+    explanation: of the only request that ExplainRequest finds.
     received: all messages, in order.
     """
 
@@ -115,6 +117,10 @@ class FakeEngine:
         self.records: dict[str, Record] = {}
         self.profile: ProfileSummary | None = None
         self.no_profile: WireError | None = None
+        self.explanation = Explanation(
+            "slow", "alice", 0, False, 1.5, 12, 4, 7, 20, True,
+            [Delay("queue", 1.0, 0, "8 requests ran meanwhile"), Delay("decode", 0.5, 20)],
+            [KernelComparison("linear", 40, 25e-6, 12.5e-6)])
         self.hold = asyncio.Event()
         self.hold.set()
         self.received: list[messages.ToEngine] = []
@@ -192,6 +198,9 @@ class FakeEngine:
                     self._end(*origin)
                     await self._output(origin[0], Output(origin[1], finish=self._finish(*origin, "aborted", 0)))
                 await self.send(frontend, Reply(self.epoch, call, int(bool(origins))))
+            case ExplainRequest(call=call, request_id=request_id):
+                known = [self.explanation] if self.explanation.request_id == request_id else []
+                await self.send(frontend, ExplainReply(self.epoch, call, known))
             case FlushPrefixCache(call=call):
                 await self.send(frontend, Reply(self.epoch, call, 11))
             case StartProfile(call=call, name=name):

@@ -45,17 +45,17 @@ def masks_of(runner: Runner, mask_seconds: float) -> StructuredOutputManager:
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
-    drafting: Drafting | None = None,
+    num_slots: int | None = None, message_end_ids: frozenset[int] = frozenset(), drafting: Drafting | None = None,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. mask_seconds, drafting: as in the server."""
+    matcher: of a constrained request, after its output. num_slots: None for all of them. Others: as in a server."""
     blocks = BlockManager(pool, runner.block_size)
+    slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
     scheduler = Scheduler(
         blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
-        min_forced=min_forced, slots=StateSlots.of(runner.num_slots, blocks), drafting=drafting)
-    answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
-    tick = pending = 0
+        min_forced=min_forced, slots=slots, message_end_ids=message_end_ids, drafting=drafting)
+    answers, live, tick, pending = [Answer() for _ in all_asks], dict[int, Sequence](), 0, 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
 
     def collect() -> None:
@@ -72,7 +72,7 @@ def serve(
 
     cancels, ids = defaultdict[int, list[int]](list), dict[int, int]()
     order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
-    for tick in range(2000):
+    for tick in range(2000 + 20 * len(all_asks)):
         while order and all_asks[order[0]].tick <= tick:
             index = order.pop(0)
             request = Request(**{"request_id": f"r{index}", "arrival": float(index)} | all_asks[index].fields)  # type: ignore[arg-type]

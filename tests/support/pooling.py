@@ -35,3 +35,39 @@ def ranks(folder: Path, true_id: int, false_id: int | None, instruction: str | N
     write(folder, "config_sentence_transformers.json",
           {"prompts": prompts, "default_prompt_name": "default" if prompts else None})
     return folder
+
+
+TEMPLATE = """{% for m in messages if m.role == 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}
+{% for m in messages if m.role == 'query' %}Query: {{ m.content }}{% endfor %}
+{% for m in messages if m.role == 'document' %}Document: {{ m.content }}{% endfor %}<|im_end|>"""
+"""Chat template of a reranker."""
+
+
+def pair_text(query: str, document: str, instruction: str) -> str:
+    """Return what TEMPLATE renders."""
+    return f"<|im_start|>{instruction}<|im_end|>Query: {query}Document: {document}<|im_end|>"
+
+
+def saved_embedder(model: Any, folder: Path) -> Path:
+    """Save a decoder as an embedding model like Qwen3-Embedding, whose tokenizer appends the end-of-text token."""
+    from tokenizers import processors
+
+    from tests.support import tokenizers
+
+    trained = tokenizers.train()
+    end = "<|endoftext|>"
+    trained.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, trained.token_to_id(end))])
+    model.model.save_pretrained(folder)
+    tokenizers.save(folder, trained, {"tokenizer_class": "Qwen2Tokenizer"})
+    return embeds(folder, prompts={"query": "Find: "})
+
+
+def saved_reranker(model: Any, folder: Path, instruction: str) -> Path:
+    """Save a model as a reranker like Qwen3-Reranker. Its true and false tokens are 7 and 3."""
+    from tests.support import tokenizers
+
+    model.save_pretrained(folder)
+    tokenizers.save(folder, tokenizers.train(), {"tokenizer_class": "Qwen2Tokenizer"})
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return ranks(folder, 7, 3, instruction)

@@ -105,8 +105,14 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 
 {{- with .Values.accelerator }}
-{{- if and (eq .kind "cpu") (or .resourceName .extraResources .hostDriver) }}
-{{- include "npuserve.refuse" "accelerator.resourceName, extraResources and hostDriver are of a device, and accelerator.kind is cpu; set it to ascend or cuda, or remove them" }}
+{{- if and (eq .kind "cpu") (or .resourceName .extraResources .hostDriver .claimTemplate) }}
+{{- include "npuserve.refuse" "accelerator.resourceName, extraResources, hostDriver and claimTemplate are of a device, and accelerator.kind is cpu; set it to ascend or cuda, or remove them" }}
+{{- end }}
+{{- if and .claimTemplate .extraResources }}
+{{- include "npuserve.refuse" "accelerator.claimTemplate: the claim names the devices, so that accelerator.extraResources has no effect; remove it, or the claim" }}
+{{- end }}
+{{- if and .claimTemplate (not (semverCompare ">=1.34.0-0" $.Capabilities.KubeVersion.Version)) }}
+{{- include "npuserve.refuse" "accelerator.claimTemplate: needs Kubernetes 1.34 or newer; use the device plugin's resource (accelerator.resourceName)" }}
 {{- end }}
 {{- if and .hostDriver (ne .kind "ascend") }}
 {{- include "npuserve.refuse" (printf "accelerator.hostDriver: only accelerator.kind ascend has it, not %s; remove it" .kind) }}
@@ -165,8 +171,8 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 {{- range $name, $claim := $claims }}
 {{- if eq $claim.accessMode "ReadWriteOnce" }}
-{{- if or (ne $.Values.autoscaling.kind "none") (gt (int64 $.Values.replicas) 1) }}
-{{- include "npuserve.refuse" (printf "%s.accessMode: ReadWriteOnce serves one replica; set ReadWriteMany or replicas 1, or leave the claim out" $name) }}
+{{- if or (ne $.Values.autoscaling.kind "none") (gt (int64 $.Values.replicaCount) 1) }}
+{{- include "npuserve.refuse" (printf "%s.accessMode: ReadWriteOnce serves one replica; set ReadWriteMany or replicaCount 1, or leave the claim out" $name) }}
 {{- end }}
 {{- if and (eq (include "npuserve.workload" $) "Deployment") (eq $.Values.strategy.type "RollingUpdate") (not (has (toString $.Values.strategy.maxSurge) (list "0" "0%"))) }}
 {{- include "npuserve.refuse" (printf "%s.accessMode: with ReadWriteOnce a new pod can wait for the old one's volume for ever; set strategy.type Recreate" $name) }}
@@ -177,6 +183,12 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- include "npuserve.refuse" "model.init.create: creates a claim, and model.init.claimName names one that exists; remove one of them" }}
 {{- end }}
 
+{{- if hasKey .Values "replicas" }}
+{{- include "npuserve.refuse" "replicas: is replicaCount now; rename it" }}
+{{- end }}
+{{- if hasKey .Values.image "pullSecrets" }}
+{{- include "npuserve.refuse" "image.pullSecrets: is imagePullSecrets now, a list of maps such as {name: registry}; rename it" }}
+{{- end }}
 {{- if hasKey .Values "state" }}
 {{- include "npuserve.refuse" "state: removed: a stream ends with its server. Remove state; clients send such a request again." }}
 {{- end }}
@@ -205,6 +217,9 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- if and (ne $.Values.service.type "LoadBalancer") (get $.Values.service $name) }}
 {{- include "npuserve.refuse" (printf "service.%s: is for service.type LoadBalancer, not %s; set that type, or remove it" $name $.Values.service.type) }}
 {{- end }}
+{{- end }}
+{{- if and .externalTrafficPolicy (eq .type "ClusterIP") }}
+{{- include "npuserve.refuse" "service.externalTrafficPolicy: a service of type ClusterIP has no external traffic; set service.type NodePort or LoadBalancer, or remove it" }}
 {{- end }}
 {{- if and .nodePort (eq .type "ClusterIP") }}
 {{- include "npuserve.refuse" "service.nodePort: a service of type ClusterIP has none; set service.type NodePort or LoadBalancer, or remove it" }}
@@ -236,6 +251,18 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 {{- if and (ne .source "pvc") (or .pvc.claimName .pvc.path) }}
 {{- include "npuserve.refuse" (printf "model.pvc: claimName or path is set, but model.source %s serves %s; set model.source pvc to serve the claim's folder, or remove them" .source $served) }}
+{{- end }}
+{{- if and (ne .source "image") .image.reference }}
+{{- include "npuserve.refuse" (printf "model.image.reference: is set, but model.source %s serves %s; set model.source image to serve the image's files, or remove it" .source $served) }}
+{{- end }}
+{{- if and (eq .source "image") (not .image.reference) }}
+{{- include "npuserve.refuse" "model.image.reference: is empty; model.source image needs an image that holds the model, such as registry.example.com/qwen3-8b@sha256:…" }}
+{{- end }}
+{{- if and (eq .source "image") (not (semverCompare ">=1.33.0-0" $.Capabilities.KubeVersion.Version)) }}
+{{- include "npuserve.refuse" "model.source: image needs Kubernetes 1.33 or newer, which mounts images as volumes; set model.source init or pvc" }}
+{{- end }}
+{{- if and $.Values.production (eq .source "image") (not (contains "@sha256:" .image.reference)) }}
+{{- include "npuserve.refuse" (printf "production needs model.image.reference with a digest (@sha256:…), since the tag of %s can be moved to another image" .image.reference) }}
 {{- end }}
 {{- range $name := list "command" "claimName" "create" }}
 {{- if and (ne $.Values.model.source "init") (get $.Values.model.init $name) }}

@@ -61,11 +61,9 @@ enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "npuserve.grace" . }}
 securityContext:
   {{- include "npuserve.podSecurityContext" . | nindent 2 }}
-{{- with .Values.image.pullSecrets }}
+{{- with .Values.imagePullSecrets }}
 imagePullSecrets:
-  {{- range . }}
-  - name: {{ . | quote }}
-  {{- end }}
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.gateway.smg }}
 containers:

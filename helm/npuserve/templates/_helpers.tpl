@@ -115,7 +115,9 @@ name: {{ include "npuserve.fullname" . | quote }}
 
 {{- define "npuserve.resources" -}}
 {{- $resources := deepCopy .Values.resources }}
-{{- if ne .Values.accelerator.kind "cpu" }}
+{{- if .Values.accelerator.claimTemplate }}
+{{- $_ := set $resources "claims" (list (dict "name" "devices")) }}
+{{- else if ne .Values.accelerator.kind "cpu" }}
 {{- $limits := default dict $resources.limits }}
 {{- $_ := set $limits (include "npuserve.resourceName" .) .Values.accelerator.count }}
 {{- $_ := set $resources "limits" (merge $limits .Values.accelerator.extraResources) }}
@@ -151,6 +153,8 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- with .Values.model }}
 {{- if eq .source "hub" }}
 {{- .hub.name }}
+{{- else if eq .source "image" }}
+{{- list "/models" .image.path | join "/" | trimSuffix "/" }}
 {{- else if eq .source "pvc" }}
 {{- list "/models" .pvc.path | join "/" | trimSuffix "/" }}
 {{- else if eq .source "init" }}
@@ -190,6 +194,10 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- end }}
 {{- end }}
 
+{{- define "npuserve.device" -}}
+{{- get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind }}
+{{- end }}
+
 {{/* The server's settings as TOML. */}}
 {{- define "npuserve.toml" -}}
 {{- $settings := deepCopy .Values.config }}
@@ -197,7 +205,7 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- $_ := set $settings "port" .Values.ports.grpc }}
 {{- $_ := set $settings "metrics_port" .Values.ports.metrics }}
 {{- $_ := set $settings "health_port" .Values.ports.health }}
-{{- $_ := set $settings "device" (get (dict "cpu" "cpu" "ascend" "npu" "cuda" "cuda") .Values.accelerator.kind) }}
+{{- $_ := set $settings "device" (include "npuserve.device" .) }}
 {{- $_ := set $settings "drain_seconds" .Values.termination.drainSeconds }}
 {{- with include "npuserve.model" . }}
 {{- $_ := set $settings "model" . }}

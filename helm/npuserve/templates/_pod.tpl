@@ -7,16 +7,17 @@ enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "npuserve.grace" . }}
 securityContext:
   {{- include "npuserve.podSecurityContext" . | nindent 2 }}
-{{- with .Values.image.pullSecrets }}
+{{- with .Values.imagePullSecrets }}
 imagePullSecrets:
-  {{- range . }}
-  - name: {{ quote . }}
-  {{- end }}
+  {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if or .Values.extraInitContainers (eq .Values.model.source "init") }}
+{{- if or .Values.extraInitContainers .Values.accept.enabled (eq .Values.model.source "init") }}
 initContainers:
   {{- with .Values.extraInitContainers }}
   {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- if .Values.accept.enabled }}
+  {{- include "npuserve.accept" . | nindent 2 }}
   {{- end }}
   {{- if eq .Values.model.source "init" }}
   {{- include "npuserve.fetch" . | nindent 2 }}
@@ -48,26 +49,17 @@ containers:
       {{- with include "npuserve.hubVariables" . | trim }}
       {{- . | nindent 6 }}
       {{- end }}
-      {{- else if has .Values.model.source (list "pvc" "init") }}
+      {{- else if has .Values.model.source (list "pvc" "init" "image") }}
       - name: HF_HUB_OFFLINE
         value: "1"
       {{- end }}
-      {{- if eq .Values.accelerator.kind "ascend" }}
-      - name: ASCEND_CACHE_PATH
-        value: /var/cache/npuserve/ascend
-      - name: ASCEND_PROCESS_LOG_PATH
-        value: /var/cache/npuserve/ascend-log
-      {{- end }}
+      {{- include "npuserve.deviceVariables" . | nindent 6 }}
       {{- if eq "zmq" (toString .Values.config.kv_events) }}
       # The topic of KV events names the pod by its address.
       - name: POD_IP
         valueFrom:
           fieldRef:
             fieldPath: status.podIP
-      {{- end }}
-      {{- if ne .Values.accelerator.kind "cpu" }}
-      - name: TRITON_CACHE_DIR
-        value: /var/cache/npuserve/triton
       {{- end }}
       {{- with .Values.extraEnv }}
       {{- toYaml . | nindent 6 }}
@@ -115,6 +107,11 @@ containers:
   {{- end }}
 volumes:
   {{- include "npuserve.volumes" . | nindent 2 }}
+{{- with .Values.accelerator.claimTemplate }}
+resourceClaims:
+  - name: devices
+    resourceClaimTemplateName: {{ quote . }}
+{{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -162,6 +159,41 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
+{{/* Variables of the device's software. */}}
+{{- define "npuserve.deviceVariables" -}}
+{{- if eq .Values.accelerator.kind "ascend" }}
+- name: ASCEND_CACHE_PATH
+  value: /var/cache/npuserve/ascend
+- name: ASCEND_PROCESS_LOG_PATH
+  value: /var/cache/npuserve/ascend-log
+{{- end }}
+{{- if ne .Values.accelerator.kind "cpu" }}
+- name: TRITON_CACHE_DIR
+  value: /var/cache/npuserve/triton
+{{- end }}
+{{- end }}
+
+{{/* The init container that runs the acceptance check. The end of its report becomes the pod's termination message. */}}
+{{- define "npuserve.accept" -}}
+- name: accept
+  image: {{ include "npuserve.image" . | quote }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  args: [check, --device, {{ include "npuserve.device" . }}, --accept, --sizes, quick]
+  env:
+    {{- include "npuserve.homes" . | nindent 4 }}
+    {{- include "npuserve.deviceVariables" . | nindent 4 }}
+    {{- with .Values.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  terminationMessagePolicy: FallbackToLogsOnError
+  resources:
+    {{- include "npuserve.resources" . | nindent 4 }}
+  securityContext:
+    {{- toYaml .Values.securityContext | nindent 4 }}
+  volumeMounts:
+    {{- include "npuserve.mounts" (set (omit . "worker") "worker" true) | nindent 4 }}
+{{- end }}
+
 {{/* The init container that puts the model's files into $MODEL_DIR. */}}
 {{- define "npuserve.fetch" -}}
 - name: model
@@ -188,7 +220,9 @@ topologySpreadConstraints:
     {{- range list "*.json" "*.safetensors" "*.jinja" "merges.txt" "vocab.txt" "*.model" "*.tiktoken" }}
     - {{ printf "--include=%s" . | quote }}
     {{- end }}
-    - --exclude=*/*
+    - --exclude=*/*.[!j]*
+    - --exclude=*/*token*
+    - --exclude=*/*/*
     {{- end }}
     {{- end }}
   env:
@@ -234,7 +268,7 @@ topologySpreadConstraints:
   mountPath: /var/cache/npuserve
 - name: shm
   mountPath: /dev/shm
-{{- if has .Values.model.source (list "pvc" "init") }}
+{{- if has .Values.model.source (list "pvc" "init" "image") }}
 - name: models
   mountPath: /models
   readOnly: true
@@ -299,6 +333,11 @@ topologySpreadConstraints:
     {{- if eq .source "pvc" }}
     readOnly: true
     {{- end }}
+{{- else if eq .source "image" }}
+- name: models
+  image:
+    reference: {{ .image.reference | quote }}
+    pullPolicy: {{ $.Values.image.pullPolicy }}
 {{- else if eq .source "init" }}
 - name: models
   emptyDir:

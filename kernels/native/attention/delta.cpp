@@ -123,6 +123,7 @@ struct GatedDeltaRule {
 
         each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum)
                                                   __attribute__((always_inline)) {
+            if (next) __builtin_prefetch(next + i / 2 * stride + c, 0, 2);
             return fma(set1(k[i]), get_n<Float32>(state + i * stride + c, n), sum);
         });
         const T *v = values(s, token, head) + first;
@@ -133,7 +134,7 @@ struct GatedDeltaRule {
         F decay = set1(made.decay);
         each_row(dim, columns, padded, sums, [&](int64_t i, int64_t c, int64_t n, F sum)
                                                   __attribute__((always_inline)) {
-            if (next) __builtin_prefetch(next + i * stride + c, 0, 2);
+            if (next) __builtin_prefetch(next + (dim + i) / 2 * stride + c, 0, 2);
             F x = fma(set1(k[i]), load(delta + c), decay * get_n<Float32>(state + i * stride + c, n));
             put_n<Float32>(state + i * stride + c, x, n);
             return fma(set1(q[i]), x, sum);

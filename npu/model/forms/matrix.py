@@ -104,7 +104,8 @@ class StoredMatrix:
         dtypes: accepted dtypes.
         """
         targets: Targets = {}
-        first, columns = 0, self.columns
+        first = 0
+        columns = self.columns
         for name, rows in self.parts.items():
             targets[f"{name}.weight"] = target_of_rows(
                 partial(put_after, write, first), rows, ((rows.whole, columns.whole),),

@@ -119,7 +119,8 @@ class _Static:
         put_scales(self.weight.scale, row, piece / self.inputs.scales[index])
 
     def _check_bias(self) -> None:
-        columns, sums = self.matrix.columns, self.weight.sums
+        columns = self.matrix.columns
+        sums = self.weight.sums
         if self.matrix.biased or columns.size < columns.whole or sums is None:
             return  # the file has the bias; other ranks have the rest of the sums
         first = 0

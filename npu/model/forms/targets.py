@@ -10,8 +10,11 @@ from torch import Tensor
 
 from npuserve.npu.model.layers.shard import Rows, Span
 
-FLOATS, INT8, INTEGERS = ("F32", "F16", "BF16", "F64"), ("I8",), ("I8", "I16", "I32", "I64")
-FLOAT8S, INT32 = ("F8_E4M3",), ("I32",)
+FLOATS = ("F32", "F16", "BF16", "F64")
+INT8 = ("I8",)
+INTEGERS = ("I8", "I16", "I32", "I64")
+FLOAT8S = ("F8_E4M3",)
+INT32 = ("I32",)
 """Names of dtypes in safetensors."""
 
 Put = Callable[[int, Tensor], None]
@@ -64,16 +67,17 @@ def put_ranges(put: Put, ranges: tuple[tuple[int, int], ...], row: int, piece: T
     """Put the rows of a piece that lie in `ranges`, which are stacked at the target."""
     begin = 0
     for first, size in ranges:
-        low, high = max(first, row), min(first + size, row + len(piece))
+        low = max(first, row)
+        high = min(first + size, row + len(piece))
         if low < high:
             put(begin + low - first, piece[low - row : high - row])
         begin += size
 
 
-def put_both(one: Put, other: Put, row: int, piece: Tensor) -> None:
+def put_both(first: Put, second: Put, row: int, piece: Tensor) -> None:
     """Put rows that two targets take."""
-    one(row, piece)
-    other(row, piece)
+    first(row, piece)
+    second(row, piece)
 
 
 def put_after(put: Put, first: int, row: int, piece: Tensor) -> None:

@@ -256,10 +256,10 @@ def _put_no_bias(_: int, piece: Tensor) -> None:
 
 def _in_our_order(words: Tensor) -> Tensor:
     """Return words whose number i is at bit 4 i with it at bit SHIFTS[i]."""
-    made = words & 15
+    ordered = words & 15
     for i in range(1, WORD_CODES):
-        made |= (words >> 4 * i & 15) << SHIFTS[i]
-    return made
+        ordered |= (words >> 4 * i & 15) << SHIFTS[i]
+    return ordered
 
 
 def _unpacked(words: Tensor, order: tuple[int, ...] = IN_ORDER) -> Tensor:
@@ -269,7 +269,9 @@ def _unpacked(words: Tensor, order: tuple[int, ...] = IN_ORDER) -> Tensor:
 
 def compressed_tensors(part: Part) -> Targets:
     """Return the targets of a module in the format `pack-quantized`."""
-    n, k, groups = part.rows.whole, part.columns.whole, part.groups
+    n = part.rows.whole
+    k = part.columns.whole
+    groups = part.groups
     words = Span(*(size // WORD_CODES for size in part.columns))
 
     def put_zero(row: int, piece: Tensor) -> None:
@@ -296,7 +298,8 @@ def compressed_tensors(part: Part) -> Targets:
 
 def awq(part: Part) -> Targets:
     """Return the targets of a module of AWQ (GEMM)."""
-    n, k = part.rows.whole, part.columns
+    n = part.rows.whole
+    k = part.columns
 
     def put_words(row: int, piece: Tensor) -> None:
         codes = part.taken(_unpacked(piece, AWQ_ORDER))
@@ -309,7 +312,8 @@ def awq(part: Part) -> Targets:
 
 def gptq(part: Part, zero: int = 1) -> Targets:
     """Return the targets of a module of GPTQ. zero: what the stored zero points lack."""
-    n, k = part.rows.whole, part.columns
+    n = part.rows.whole
+    k = part.columns
     words = Span(*(size // WORD_CODES for size in k))
 
     def put_words(row: int, piece: Tensor) -> None:
@@ -343,7 +347,8 @@ def _of_groups(part: Part, order: tuple[int, ...], zero: int) -> Targets:
     order: place of a zero point in its word.
     zero: what the stored zero points lack.
     """
-    n, groups = part.rows.whole, part.groups
+    n = part.rows.whole
+    groups = part.groups
 
     def put_scale(group: int, piece: Tensor) -> None:
         part.put_scale(0, part.taken(piece), group)

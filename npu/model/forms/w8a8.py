@@ -75,7 +75,8 @@ class _Numbers8(StoredForm):
         return backend.weight_bytes(rows, inputs, self.number_dtype) + of_inputs + rows * self.row_bytes(inputs)
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
-        inputs, scheme = self.dynamic_inputs(backend), self.scheme
+        inputs = self.dynamic_inputs(backend)
+        scheme = self.scheme
         if scheme.dynamic:
             weight = self.empty_weight(matrix, inputs, dtype, backend)
             return AllocatedWeight(weight, self.targets(matrix, weight))
@@ -182,7 +183,8 @@ def _scale_targets(parts: Mapping[str, Span | Rows], scheme: W8A8, weight: Quant
     targets: Targets = {}
     first = 0
     for name, rows in parts.items():
-        part, n = slice(first, first + rows.size), rows.whole
+        part = slice(first, first + rows.size)
+        n = rows.whole
         shapes, taken = (((n,), (n, 1)), rows) if scheme.per_channel else (SINGLE, None)
 
         def into(numbers: Tensor, part: slice = part) -> Tensor:
@@ -198,7 +200,8 @@ def _scale_targets(parts: Mapping[str, Span | Rows], scheme: W8A8, weight: Quant
 
 def _block_scale_targets(matrix: StoredMatrix, scheme: W8A8, weight: QuantizedWeight) -> Targets:
     targets: Targets = {}
-    first, columns = 0, matrix.columns
+    first = 0
+    columns = matrix.columns
     for name, rows in matrix.parts.items():
         into = weight.scale[first : first + rows.size]
         ranges = rows.ranges if isinstance(rows, Rows) else ((rows.first, rows.size),)
@@ -249,13 +252,14 @@ class StaticInputs:
         """
         assert self.scheme.scale is not None
         agree = len(set(zip(self.scales.tolist(), self.zeros.tolist(), strict=True))) == 1
-        scale, zero = self.scales[:1], self.zeros[:1]
+        scale = self.scales[:1]
+        zero = self.zeros[:1]
         if not agree and self.scheme.zero is None:
             scale = self.scales.amax().reshape(1)
         elif not agree:
-            least, most = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
-            scale = ((most.amax() - least.amin()) / 255).reshape(1)
-            zero = (-128 - least.amin() / scale).round().int()
+            lows, highs = ((self.scales * (edge - self.zeros)) for edge in (-128, 127))
+            scale = ((highs.amax() - lows.amin()) / 255).reshape(1)
+            zero = (-128 - lows.amin() / scale).round().int()
         self.scheme.scale.copy_(scale)
         if self.scheme.zero is not None:
             self.scheme.zero.copy_(zero)

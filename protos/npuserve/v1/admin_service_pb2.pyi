@@ -45,6 +45,63 @@ PROFILE_ENDING_STOPPED: ProfileEnding.ValueType  # 3
 """StopProfile ended it."""
 Global___ProfileEnding: _TypeAlias = ProfileEnding  # noqa: Y015
 
+class _DelayCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DelayCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DelayCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DELAY_CAUSE_UNSPECIFIED: _DelayCause.ValueType  # 0
+    DELAY_CAUSE_PREPARATION: _DelayCause.ValueType  # 1
+    """Until the engine received it: its message, chat template and tokenizer."""
+    DELAY_CAUSE_GRAMMAR: _DelayCause.ValueType  # 2
+    """Until the grammar of its constraint was compiled."""
+    DELAY_CAUSE_QUEUE: _DelayCause.ValueType  # 3
+    """Then until its first step."""
+    DELAY_CAUSE_PREEMPTION: _DelayCause.ValueType  # 4
+    """Without KV blocks or a place in the batch, which others had, until it was computed again."""
+    DELAY_CAUSE_SLOW_READER: _DelayCause.ValueType  # 5
+    """Paused, since its client did not read."""
+    DELAY_CAUSE_PREFILL: _DelayCause.ValueType  # 6
+    """Steps that computed chunks of its own prompt, also again after a preemption."""
+    DELAY_CAUSE_NEIGHBOUR_PREFILL: _DelayCause.ValueType  # 7
+    """What chunks of other prompts added to its decode steps."""
+    DELAY_CAUSE_MASKS: _DelayCause.ValueType  # 8
+    """What token masks added to its decode steps: waits for them, and rows computed again."""
+    DELAY_CAUSE_HOST: _DelayCause.ValueType  # 9
+    """What waits of the device for the host added to its decode steps."""
+    DELAY_CAUSE_SLOW_STEPS: _DelayCause.ValueType  # 10
+    """What its decode steps took longer than such steps usually do. The detail names a slow kernel."""
+    DELAY_CAUSE_DECODE: _DelayCause.ValueType  # 11
+    """Its decode steps otherwise."""
+
+class DelayCause(_DelayCause, metaclass=_DelayCauseEnumTypeWrapper): ...
+
+DELAY_CAUSE_UNSPECIFIED: DelayCause.ValueType  # 0
+DELAY_CAUSE_PREPARATION: DelayCause.ValueType  # 1
+"""Until the engine received it: its message, chat template and tokenizer."""
+DELAY_CAUSE_GRAMMAR: DelayCause.ValueType  # 2
+"""Until the grammar of its constraint was compiled."""
+DELAY_CAUSE_QUEUE: DelayCause.ValueType  # 3
+"""Then until its first step."""
+DELAY_CAUSE_PREEMPTION: DelayCause.ValueType  # 4
+"""Without KV blocks or a place in the batch, which others had, until it was computed again."""
+DELAY_CAUSE_SLOW_READER: DelayCause.ValueType  # 5
+"""Paused, since its client did not read."""
+DELAY_CAUSE_PREFILL: DelayCause.ValueType  # 6
+"""Steps that computed chunks of its own prompt, also again after a preemption."""
+DELAY_CAUSE_NEIGHBOUR_PREFILL: DelayCause.ValueType  # 7
+"""What chunks of other prompts added to its decode steps."""
+DELAY_CAUSE_MASKS: DelayCause.ValueType  # 8
+"""What token masks added to its decode steps: waits for them, and rows computed again."""
+DELAY_CAUSE_HOST: DelayCause.ValueType  # 9
+"""What waits of the device for the host added to its decode steps."""
+DELAY_CAUSE_SLOW_STEPS: DelayCause.ValueType  # 10
+"""What its decode steps took longer than such steps usually do. The detail names a slow kernel."""
+DELAY_CAUSE_DECODE: DelayCause.ValueType  # 11
+"""Its decode steps otherwise."""
+Global___DelayCause: _TypeAlias = DelayCause  # noqa: Y015
+
 @_typing.final
 class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -329,6 +386,180 @@ class ProfiledKernel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProfiledKernel: _TypeAlias = ProfiledKernel  # noqa: Y015
+
+@_typing.final
+class ExplainRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The client's, or the server's as in the answer and the log."""
+    client: _builtins.str
+    """As in AbortRequest. Empty: the requests of all clients with this id."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequestRequest: _TypeAlias = ExplainRequestRequest  # noqa: Y015
+
+@_typing.final
+class ExplainRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestExplanation]:
+        """Each sample of each call with this id, the latest call first."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RequestExplanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequestResponse: _TypeAlias = ExplainRequestResponse  # noqa: Y015
+
+@_typing.final
+class RequestExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    DELAYS_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    client: _builtins.str
+    index: _builtins.int
+    """Number of the sample of its call."""
+    live: _builtins.bool
+    """The request has not ended. The times are those until now."""
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    """Prompt tokens found in the prefix cache."""
+    generated_tokens: _builtins.int
+    steps: _builtins.int
+    """Steps from its first one on, without those while it was preempted or paused."""
+    complete: _builtins.bool
+    """Whether all its steps are known. If not, the first ones are no longer, and their time is missing in `delays`."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time from its arrival to its end."""
+
+    @_builtins.property
+    def delays(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestDelay]:
+        """The longest first. Their times add up to `duration`, apart from the moments after the last step."""
+
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedCompositeFieldContainer[Global___KernelComparison]:
+        """Kernels of the timed steps among its steps (the server's setting kernel_sampling), the longest first."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        client: _builtins.str = ...,
+        index: _builtins.int = ...,
+        live: _builtins.bool = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        complete: _builtins.bool = ...,
+        delays: _abc.Iterable[Global___RequestDelay] | None = ...,
+        kernels: _abc.Iterable[Global___KernelComparison] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "client", b"client", "complete", b"complete", "delays", b"delays", "duration", b"duration", "generated_tokens", b"generated_tokens", "index", b"index", "kernels", b"kernels", "live", b"live", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestExplanation: _TypeAlias = RequestExplanation  # noqa: Y015
+
+@_typing.final
+class RequestDelay(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    cause: Global___DelayCause.ValueType
+    count: _builtins.int
+    """Steps, preemptions or pauses in which it showed."""
+    detail: _builtins.str
+    """Figures in words, for a person."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        cause: Global___DelayCause.ValueType = ...,
+        duration: _duration_pb2.Duration | None = ...,
+        count: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "count", b"count", "detail", b"detail", "duration", b"duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestDelay: _TypeAlias = RequestDelay  # noqa: Y015
+
+@_typing.final
+class KernelComparison(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KERNEL_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    MEAN_SECONDS_FIELD_NUMBER: _builtins.int
+    USUAL_SECONDS_FIELD_NUMBER: _builtins.int
+    kernel: _builtins.str
+    calls: _builtins.int
+    """Calls in the timed steps."""
+    mean_seconds: _builtins.float
+    """Mean seconds of these calls."""
+    usual_seconds: _builtins.float
+    """Mean seconds of its calls in the other timed steps that are known; 0 if there are none."""
+    def __init__(
+        self,
+        *,
+        kernel: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        mean_seconds: _builtins.float = ...,
+        usual_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "kernel", b"kernel", "mean_seconds", b"mean_seconds", "usual_seconds", b"usual_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KernelComparison: _TypeAlias = KernelComparison  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):

@@ -61,6 +61,11 @@ class AdminServiceStub:
                 request_serializer=npuserve_dot_v1_dot_admin__service__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=npuserve_dot_v1_dot_admin__service__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/npuserve.v1.AdminService/ExplainRequest',
+                request_serializer=npuserve_dot_v1_dot_admin__service__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=npuserve_dot_v1_dot_admin__service__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/npuserve.v1.AdminService/GetServerInfo',
                 request_serializer=npuserve_dot_v1_dot_admin__service__pb2.GetServerInfoRequest.SerializeToString,
@@ -113,6 +118,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRequest(self, request, context):
+        """Says where the time of a request went, live or among the latest that ended. NOT_FOUND if none with this id is known: it
+        was refused, too many have ended since, or the engine has been started again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Returns version, uptime and configuration.
         """
@@ -147,6 +160,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=npuserve_dot_v1_dot_admin__service__pb2.StopProfileRequest.FromString,
                     response_serializer=npuserve_dot_v1_dot_admin__service__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=npuserve_dot_v1_dot_admin__service__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=npuserve_dot_v1_dot_admin__service__pb2.ExplainRequestResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -291,6 +309,33 @@ class AdminService:
             '/npuserve.v1.AdminService/StopProfile',
             npuserve_dot_v1_dot_admin__service__pb2.StopProfileRequest.SerializeToString,
             npuserve_dot_v1_dot_admin__service__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npuserve.v1.AdminService/ExplainRequest',
+            npuserve_dot_v1_dot_admin__service__pb2.ExplainRequestRequest.SerializeToString,
+            npuserve_dot_v1_dot_admin__service__pb2.ExplainRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -89,6 +89,8 @@ class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Qu
     """int8 weights, and activations quantized to int8."""
     QUANTIZATION_SCHEME_W8A8_FP8: _QuantizationScheme.ValueType  # 3
     """float8 (e4m3) weights, and activations quantized to float8."""
+    QUANTIZATION_SCHEME_W4A16: _QuantizationScheme.ValueType  # 4
+    """Weights of 4 bits in groups, activations of floats."""
 
 class QuantizationScheme(_QuantizationScheme, metaclass=_QuantizationSchemeEnumTypeWrapper): ...
 
@@ -99,6 +101,8 @@ QUANTIZATION_SCHEME_W8A8: QuantizationScheme.ValueType  # 2
 """int8 weights, and activations quantized to int8."""
 QUANTIZATION_SCHEME_W8A8_FP8: QuantizationScheme.ValueType  # 3
 """float8 (e4m3) weights, and activations quantized to float8."""
+QUANTIZATION_SCHEME_W4A16: QuantizationScheme.ValueType  # 4
+"""Weights of 4 bits in groups, activations of floats."""
 Global___QuantizationScheme: _TypeAlias = QuantizationScheme  # noqa: Y015
 
 class _DeviceBackend:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import ROUND_DOWN, Decimal
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from itertools import combinations
@@ -26,7 +26,6 @@ _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 """Types that exclude each other: an integer, also one written as 1.0, is no fraction. "number" is both."""
 
-_BOUNDS = ((1, ("maximum", "exclusiveMaximum")), (-1, ("minimum", "exclusiveMinimum")))
 _APPLICATORS = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
 """Keywords between which the library reads the other keywords as schemas of their own."""
 
@@ -137,48 +136,6 @@ def _decimal(number: float) -> tuple[int, int]:
     while 10 ** decimals % denominator:
         decimals += 1
     return numerator * 10 ** decimals // denominator, decimals
-
-
-def allow_short_numbers(out: dict[str, Any]) -> None:
-    """Allow numbers with fewer decimals than 'multipleOf' or a bound. The library requires zeros there."""
-    _allow_short_multiples(out)
-    _allow_short_of_bounds(out)
-
-
-def _allow_short_multiples(out: dict[str, Any]) -> None:
-    """Allow multiples with fewer decimals than 'multipleOf', such as 0.5 for 0.25. The library requires 0.50 there.
-
-    A multiple of 0.25 with one decimal is a multiple of both 0.25 and 0.1. The library computes their common divisor.
-    """
-    coefficient, decimals = _decimal(out.get("multipleOf", 1))
-    units = [10 ** n for n in range(1, decimals) if 10 ** n <= coefficient and coefficient * 10 ** n < 1 << 32]
-    if not units or out.get("type") == "integer":
-        return
-    number = {"type": "number", "multipleOf": out.pop("multipleOf")}
-    short = [{**number, "allOf": [{"multipleOf": unit / 10 ** decimals}]} for unit in units]
-    other = {"type": ["null", "boolean", "string", "array", "object"]}
-    out.setdefault("allOf", []).append({"anyOf": [other, number, *short]})
-
-
-def _allow_short_of_bounds(out: dict[str, Any]) -> None:
-    """Allow numbers that a bound continues by more decimals, such as 0.9 for 0.99. The library requires 0.90 there."""
-    if "number" not in out.get("type", "number"):
-        return
-    bounds = [(sign, out[keyword]) for sign, keywords in _BOUNDS for keyword in keywords if keyword in out]
-    excluded = [out[keyword] for _, (_, keyword) in _BOUNDS if keyword in out]
-    short = sorted({cut for sign, bound in bounds if sign * bound > 0 for cut in _cuts(bound) if cut not in excluded
-                    and all(side * (limit - cut) >= 0 for side, limit in bounds)})
-    if short:
-        points = [{"type": "number", "minimum": cut, "maximum": cut} for cut in short]
-        out.setdefault("allOf", []).append({"anyOf": [{"type": sorted(_SCALARS | {"array", "object"})}, *points]})
-
-
-def _cuts(bound: float) -> Iterator[float]:
-    """Yield the number with fewer decimals, down to one, except 0."""
-    number = Decimal(repr(float(bound)))
-    for decimals in range(1, _decimal(abs(bound))[1]):
-        if cut := float(number.quantize(Decimal(1).scaleb(-decimals), ROUND_DOWN)):
-            yield cut
 
 
 def inside_bound(value: float, sign: int, others: Sequence[float]) -> float:

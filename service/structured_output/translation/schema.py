@@ -20,7 +20,6 @@ from urllib.parse import unquote, urldefrag, urljoin
 from npuserve.service.structured_output.translation import formats, pattern
 from npuserve.service.structured_output.translation.analysis import (
     MIN_BOUND,
-    allow_short_numbers,
     declare_matched_names,
     divisor_fault,
     grouped,
@@ -179,7 +178,6 @@ class _Schema:
         self._items(schema, base, path, depth, out)
         _bounds(schema, path, out, self._bounds)
         _check_properties(out, path)
-        allow_short_numbers(out)
         self._pattern_names(schema, path, out)
         if "propertyNames" in schema:
             self._names(schema["propertyNames"], base, f"{path}/propertyNames", out)

@@ -22,7 +22,7 @@ from npuserve.npu import storyteller
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import Row
 from tests.kernels.variants import ISAS
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)

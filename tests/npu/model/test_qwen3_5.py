@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from transformers import PreTrainedModel, Qwen3_5TextConfig
 
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.memory_plan import STATE_SHARE, predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
 from tests.support.hybrids import (
@@ -86,6 +87,54 @@ def test_numbers_do_not_depend_on_the_batch(
     for answer, expected in zip(answers, alone, strict=True):
         assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
     assert scheduler.prefix_hits > 0
+
+
+def conversations(count: int, seed: int) -> list[Ask]:
+    """Return requests of which most continue an earlier prompt, whole or a part, and some are cancelled.
+
+    Token 2 ends messages. A request arrives every four ticks.
+    """
+    draw = random.Random(seed)
+    known: list[list[int]] = [[*draw.choices(range(3, VOCABULARY), k=33), 2]]
+    asks = []
+    for index in range(count):
+        before = draw.choice(known[-12:]) if draw.random() < 0.8 else known[0]
+        cut = len(before) if draw.random() < 0.7 else draw.randint(1, len(before))
+        prompt = [*before[:cut], *draw.choices(range(3, VOCABULARY), k=draw.randint(1, 40)), 2]
+        prompt += draw.choices(range(3, VOCABULARY), k=draw.randint(0, 4))
+        if len(prompt) > 180:
+            prompt = [*known[0], *prompt[-30:]]
+        known.append(prompt)
+        made = ask(prompt, draw.choice([1, 2, 17, 60]), 4 * index)
+        asks.append(replace(made, cancel=draw.randint(1, 20) if draw.random() < 0.1 else None))
+    return asks
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_requests_under_eviction_pressure_equal_those_without_prefix_cache(
+    served: tuple[Runner, PreTrainedModel], count: int
+) -> None:
+    runner, _ = served
+    if not runner.deterministic:
+        pytest.skip("the native kernels are not built")
+    asks = conversations(count, 11)
+    settings: dict[str, Any] = {"depth": 2, "pool": 24, "seats": 6, "budget": 48, "num_slots": 14,
+                                "message_end_ids": frozenset([2])}
+    answers, scheduler = serve(runner, asks, **settings)
+    bypassed, other = serve(
+        runner, [replace(each, fields={**each.fields, "bypass_prefix_cache": True}) for each in asks], **settings)
+    assert other.prefix_hits == 0
+    for answer, expected in zip(answers, bypassed, strict=True):
+        shared = min(len(answer.tokens), len(expected.tokens))
+        assert answer.tokens[:shared] == expected.tokens[:shared]
+        assert answer.logprobs[:shared] == expected.logprobs[:shared]
+        if "cancelled" not in (answer.reason, expected.reason):
+            assert (answer.reason, len(answer.tokens)) == (expected.reason, len(expected.tokens))
+    misses = scheduler.take_misses()
+    assert scheduler.prefix_hits > scheduler.prefix_queries // 4
+    assert scheduler.preemptions > 0
+    assert misses["no_block"] > 0
+    assert misses["no_state"] > 0
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
@@ -241,7 +290,18 @@ def test_context_whose_blocks_do_not_fit_beside_the_states_names_the_least_memor
         predict(config, backend, kv_cache_memory=least * 3 // 4, **needed)
     if max_num_seqs > 1:
         single = least_of(error, r"or ([\d,.]+) MiB with max_num_seqs 1$")
-        assert predict(config, backend, kv_cache_memory=single, max_model_len=4096, max_num_seqs=1).num_slots == 2
+        assert predict(config, backend, kv_cache_memory=single, max_model_len=4096, max_num_seqs=1).num_slots >= 2
+
+
+def test_memory_beyond_two_slots_for_each_request_has_more_checkpoints_that_leave_max_model_len_its_blocks() -> None:
+    config, backend = ModelConfig.from_dict(config_of(max_position_embeddings=1 << 20)), CpuBackend()
+    memory = 64 << 20
+    plan = predict(config, backend, kv_cache_memory=memory, max_num_seqs=2)
+    assert plan.num_slots > 4
+    assert plan.fixed_state == pytest.approx(STATE_SHARE * memory, rel=0.05)
+    full = plan.num_blocks * plan.block_size
+    longer = predict(config, backend, kv_cache_memory=memory, max_num_seqs=2, max_model_len=full + 1024)
+    assert 4 <= longer.num_slots < plan.num_slots
 
 
 def test_context_that_the_free_memory_does_not_hold_names_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

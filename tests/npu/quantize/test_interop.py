@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from tests.npu.model import test_w8a8
 from tests.npu.model.test_w8a8 import FLIPS, far, logits, oracles
-from tests.npu.quantize.test_w8a8 import outlying, sequences
+from tests.npu.quantize.test_checkpoint import outlying, sequences
 from tests.support.models import saved
 from tests.support.quantized import loaded
 

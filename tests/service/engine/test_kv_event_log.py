@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,9 @@ from hypothesis import strategies as st
 from npuserve.service.engine.kv_event_log import KvEventLog, to_hash
 from npuserve.service.ipc.kv_events import Event, encode_batch
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
+from npuserve.service.scheduling.checkpoints import Spacing
+from tests.service.scheduling.reference import VOCABULARY
+from tests.service.scheduling.stepwise import SchedulerHarness
 from tests.service.scheduling.test_block_manager import hold
 from tests.support.kv_model import CacheModel
 
@@ -130,6 +135,42 @@ def test_snapshot_lists_the_parents_that_a_second_request_computed() -> None:
     assert model.prefixes() == {(1, 2), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (9, 9), (9, 9, 8, 8), (9, 9, 8, 8, 7, 7)}
     assert blocks.find_prefix(BlockTable(), [1, 2, 3, 4, 5, 6, 7]) == second.block_ids
     blocks.check_integrity([second, other])
+
+
+def test_log_of_a_model_with_fixed_state_is_the_cache_while_checkpoints_are_evicted() -> None:
+    harness = SchedulerHarness(num_blocks=24, num_slots=4, max_num_seqs=2, spacing=Spacing(4, 8))
+    log = KvEventLog(harness.block_size)
+    log.start()
+    harness.blocks._events = log
+    model, draw, cached = CacheModel(), random.Random(3), 0
+    known = [[1] * 9]
+    for _ in range(40):
+        before = draw.choice(known[-4:])
+        known.append([*before[: draw.randint(1, 30)], *draw.choices(range(VOCABULARY), k=6)])
+        sequence = harness.add(known[-1], 9)
+        harness.finish()
+        harness.check_answer(sequence)
+        assert sequence.cached_tokens <= len(longest_prefix(model, known[-1]))
+        cached += sequence.cached_tokens
+        while changes := log.take(5):
+            model.apply(encode_batch((1e10, changes, 0)))
+        assert model.blocks.keys() == {to_hash(digest) for digest in harness.blocks._by_digest}
+    misses = harness.scheduler.take_misses()
+    assert cached > 0
+    assert misses["no_state"] > 0
+    assert harness.scheduler.slots
+    harness.scheduler.flush_prefix_cache()
+    assert harness.scheduler.slots.num_checkpoints == 0
+    model.apply(encode_batch((1e10, log.take(5), 0)))
+    assert not model.blocks
+
+
+def longest_prefix(model: CacheModel, tokens: list[int]) -> tuple[int, ...]:
+    """Return the longest prefix of whole blocks of 4 tokens that a router expects in the cache."""
+    prefixes, length = model.prefixes(), 0
+    while length + 4 <= len(tokens) and tuple(tokens[: length + 4]) in prefixes:
+        length += 4
+    return tuple(tokens[:length])
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)

@@ -17,6 +17,7 @@ from npuserve.service.engine.loop import Engine
 from npuserve.service.ipc import framing
 from npuserve.service.ipc import messages as m
 from npuserve.service.ipc.engine_socket import EngineSocket
+from npuserve.service.ipc.explanations import ExplainReply, ExplainRequest
 from npuserve.service.scheduling.block_manager import AUDIT_BLOCKS, BlockManager, IntegrityError
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.support.counting_runner import FakeRunner
@@ -381,3 +382,26 @@ def test_logprobs_are_sent_on_request(tmp_path: Path) -> None:
         peer.until_end(1, 2)
         assert [r.token_id for o in peer.outputs[1] for r in o.logprobs or []] == [6, 7]
         assert not any(o.logprobs for o in peer.outputs[2])
+
+
+def test_explain_says_what_a_request_waited_for(tmp_path: Path) -> None:
+    """Four requests take all places for 30 steps; the fifth waits, and then runs alone."""
+    with running(tmp_path, delay=0.01) as engine:
+        peer = Peer(engine.address)
+        for key in range(1, 5):
+            peer.submit(key, [5], 30, client="c")
+        peer.until_tokens(4, 1)
+        peer.submit(5, [5], 3, client="c")
+        peer.until_end(1, 2, 3, 4, 5)
+        peer.send(ExplainRequest(9, "r5"))
+        while not isinstance(reply := peer.receive(), ExplainReply):
+            peer.keep(reply)
+        (late,) = reply.explanations
+        peer.send(ExplainRequest(10, "unknown"))
+        while not isinstance(reply := peer.receive(), ExplainReply):
+            peer.keep(reply)
+        assert reply == ExplainReply(7, 10, [])
+    assert late.delays[0].cause == "queue"
+    assert late.delays[0].seconds > late.seconds / 2
+    assert late.generated_tokens == 3
+    assert not late.is_live

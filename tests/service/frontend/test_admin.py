@@ -8,17 +8,19 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import grpc.aio
 import msgspec
 import pytest
 
+from npuserve.cli.explain import MEANINGS
 from npuserve.npu.profile import KernelRow, ProfileSummary
 from npuserve.service.config import ServerConfig
 from npuserve.service.errors import Unavailable
 from npuserve.service.frontend.process import FrontendArgs
+from npuserve.service.ipc.explanations import Cause, ExplainRequest
 from npuserve.service.ipc.kv_events import UnsubscribeKvEvents
 from npuserve.service.ipc.profile_messages import StartProfile, StopProfile
 from npuserve.v1 import admin_service_pb2
@@ -47,6 +49,29 @@ async def test_admin_calls_return_documented_results(folder: Path) -> None:
         assert info.uptime.ToNanoseconds() > 0
         assert json.loads(info.config_json)["model"] == str(folder)
         assert set(json.loads(info.config_json)) == set(ServerConfig.__struct_fields__)
+
+
+async def test_admin_explain_returns_where_the_time_of_a_request_went(folder: Path) -> None:
+    async with running(folder, administrator=True) as server:
+        response = await server.admin.ExplainRequest(
+            admin_service_pb2.ExplainRequestRequest(request_id="slow", client="alice"))
+        assert server.engine.got(ExplainRequest)[0].client == "alice"
+        (found,) = response.requests
+        assert (found.request_id, found.duration.ToMilliseconds(), found.steps) == ("slow", 1500, 20)
+        assert [(admin_service_pb2.DelayCause.Name(delay.cause), delay.duration.ToMilliseconds(), delay.detail)
+                for delay in found.delays] == [
+            ("DELAY_CAUSE_QUEUE", 1000, "8 requests ran meanwhile"), ("DELAY_CAUSE_DECODE", 500, "")]
+        assert found.kernels[0].kernel == "linear"
+        for name, code in (("other", grpc.StatusCode.NOT_FOUND), ("", grpc.StatusCode.INVALID_ARGUMENT)):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await server.admin.ExplainRequest(admin_service_pb2.ExplainRequestRequest(request_id=name))
+            assert failed.value.code() == code
+
+
+@pytest.mark.parametrize("cause", get_args(Cause))
+def test_admin_explain_has_a_name_for_each_cause(cause: str) -> None:
+    assert f"DELAY_CAUSE_{cause.upper()}" in list(admin_service_pb2.DelayCause.keys())
+    assert cause in MEANINGS
 
 
 async def test_admin_uptime_is_that_of_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,18 @@ async def test_read_of_distant_clients_begins_after_a_measurement() -> None:
     await asyncio.gather(*(task for _, task in calls))
 
 
+async def test_read_that_is_the_last_leaves_no_measurement() -> None:
+    readers = Readers()
+    (first, first_read), (last, last_read) = readers.call("a"), readers.call("b")
+    await until(lambda: len(readers.started) == 2)
+    first.arrive()
+    await first_read
+    assert readers.reader._timer
+    last.arrive()
+    await last_read
+    assert readers.reader._timer is None
+
+
 @pytest.mark.usefixtures("no_measurements")
 async def test_read_is_round_robin_over_the_clients() -> None:
     readers = Readers()

@@ -13,6 +13,7 @@ from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 from npuserve.service.scheduling.deadlines import DroppedRequest
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
@@ -32,7 +33,7 @@ class SchedulerHarness:
     min_forced: see Scheduler.
     mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
     drafts: kind of the drafts; see oracle_drafts.py.
-    num_slots, interval: of StateSlots; 0 slots for a model without fixed state.
+    num_slots, spacing: of StateSlots; 0 slots for a model without fixed state.
     message_end_ids: see Scheduler.
     """
 
@@ -49,7 +50,7 @@ class SchedulerHarness:
     mask_seconds: float = math.inf
     drafts: Kind = "off"
     num_slots: int = 0
-    interval: int = 16
+    spacing: Spacing = DEFAULT_SPACING
     message_end_ids: frozenset[int] = frozenset()
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -68,7 +69,7 @@ class SchedulerHarness:
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
             min_forced=self.min_forced, message_end_ids=self.message_end_ids,
-            slots=StateSlots(self.num_slots, self.blocks, self.interval) if self.num_slots else None,
+            slots=StateSlots(self.num_slots, self.blocks, self.spacing) if self.num_slots else None,
             drafting=drafting_of(
                 self.drafts if not self.num_slots else "off", lambda sequence: answer_alone(sequence.request)[0],
                 VOCABULARY),

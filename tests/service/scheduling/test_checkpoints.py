@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from npuserve.service.scheduling.checkpoints import checkpoint_positions
+from npuserve.service.scheduling.checkpoints import Spacing, checkpoint_positions
 
 END = 9
 
 
 def positions(
-    length: int, ends: tuple[int, ...] = (), start: int = 0, parting: int = 0, interval: int = 1000
+    length: int, ends: tuple[int, ...] = (), start: int = 0, parting: int = 0, middle: int = 1000
 ) -> list[int]:
     """Return the positions with blocks of 4 tokens. ends: numbers of tokens after which a message ends."""
     prompt = [1] * length
     for end in ends:
         prompt[end - 1] = END
-    return checkpoint_positions(prompt, start, parting, 4, interval, frozenset([END]))
+    return checkpoint_positions(prompt, start, parting, 4, Spacing(8, middle), frozenset([END]))
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1, []), (8, []), (9, [8]), (12, [8]), (13, [12]), (103, [100])])
@@ -32,10 +32,10 @@ def test_end_of_the_prompt_shortly_after_the_last_message_is_left_out() -> None:
     assert positions(103, (22, 97)) == [20, 96]
 
 
-def test_messages_in_the_middle_have_one_for_each_interval() -> None:
-    assert positions(103, (22, 40, 59, 80), interval=20) == [20, 40, 80, 100]
-    assert positions(103, (22, 40, 59, 80), interval=18) == [20, 40, 80, 100]
-    assert positions(103, (22, 41, 61, 80), interval=20) == [20, 40, 60, 80, 100]
+def test_messages_in_the_middle_have_one_for_each_distance() -> None:
+    assert positions(103, (22, 40, 59, 80), middle=20) == [20, 40, 80, 100]
+    assert positions(103, (22, 40, 59, 80), middle=18) == [20, 40, 80, 100]
+    assert positions(103, (22, 41, 61, 80), middle=20) == [20, 40, 60, 80, 100]
 
 
 def test_parting_of_an_earlier_prompt_has_one() -> None:

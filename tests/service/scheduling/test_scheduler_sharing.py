@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import SamplingParams
 from npuserve.service.scheduling.block_manager import IntegrityError
+from npuserve.service.scheduling.checkpoints import Spacing
 from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.structured_output.constraint import Constraint
 from tests.service.scheduling.reference import answer_alone
@@ -219,6 +220,7 @@ def test_check_integrity_finds_a_leak() -> None:
 STEMS = ([1, 2, 3, 4, 5, 6, 0, 1, 2, 3], [1, 2, 3, 4, 6, 6, 6], [0] * 12)
 MAX_TOKENS = 24
 CONSTRAINTS = tuple(Constraint("regex", text) for text in ("1 5", "2 30", "forced 3 30", "forced 2 9"))
+SPACINGS = Spacing(1, 1), Spacing(2, 4), Spacing(4, 100)
 LARGEST = 12 + 2 + MAX_TOKENS - 1  # tokens in the KV cache
 
 
@@ -257,18 +259,17 @@ def requests(draw: st.DrawFn) -> Ask:
     budget=st.sampled_from([16, 32, 8, 5, 1]), depth=st.sampled_from([1, 2, 2]),
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
     aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]),
-    num_slots=st.sampled_from([0, 0, 2, 5, 12, 40]), interval=st.sampled_from([1, 4, 100]),
-    drafts=st.sampled_from(KINDS),
+    num_slots=st.sampled_from([0, 0, 2, 5, 12, 40]), spacing=st.sampled_from(SPACINGS), drafts=st.sampled_from(KINDS),
 )
 def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
-    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int, num_slots: int, interval: int,
+    depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int, num_slots: int, spacing: Spacing,
     drafts: Kind,
 ) -> None:
     """Token 1 ends messages. The device checks that each row continues the state of the tokens before it."""
     harness = SchedulerHarness(
         num_blocks=-(-pool // block_size), block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, depth=depth,
-        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced, num_slots=num_slots, interval=interval,
+        prefix_cache=prefix_cache, aging=aging, min_forced=min_forced, num_slots=num_slots, spacing=spacing,
         message_end_ids=frozenset([1]), drafts=drafts,
     )
     all_sequences: list[Sequence] = []

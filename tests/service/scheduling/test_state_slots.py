@@ -173,6 +173,20 @@ def test_checkpoint_taken_on_suspicion_is_evicted_before_others_until_its_first_
     assert slots.num_checkpoints == 1
 
 
+def test_state_worth_less_than_the_checkpoints_is_not_taken() -> None:
+    slots = StateSlots(3)
+    table = allocated(slots)
+    keep(slots, table, 100, b"a")
+    keep(slots, table, 200, b"b")
+    table.plan_row(200, is_retractable=False)
+    slots.take(table, 216)
+    slots.take(table, 400, is_expected=False)
+    assert not table.taken
+    slots.take(table, 300)
+    assert [state.position for state in table.taken] == [300]
+    assert findable(slots, [b"a", b"b"]) == [b"b"]
+
+
 def test_checkpoint_without_its_block_is_evicted_first() -> None:
     blocks = BlockManager(2, 4)
     slots = StateSlots(3, blocks)

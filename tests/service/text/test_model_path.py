@@ -62,6 +62,21 @@ def test_download_without_a_folder_for_it_names_hf_home(monkeypatch: pytest.Monk
         model_path._download("a/b")
 
 
+def test_download_takes_the_files_of_modules_and_no_other_weights() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    needed = [
+        "config.json", "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+        "tokenizer.json", "chat_template.jinja", "modules.json", "config_sentence_transformers.json",
+        "1_Pooling/config.json", "1_LogitScore/config.json", "additional_chat_templates/tool_use.jinja"]
+    others = ["README.md", "original/consolidated.safetensors", "onnx/model.onnx", "original/tokenizer.model",
+              "2_Dense/model.safetensors", "other/model.safetensors.index.json", "onnx/tokenizer.json",
+              "a/b/config.json"]
+    kept = filter_repo_objects(
+        needed + others, allow_patterns=model_path.HUB_FILES, ignore_patterns=model_path.HUB_OTHER_FILES)
+    assert list(kept) == needed
+
+
 def test_resolve_of_a_hub_name_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hub's client, offline: first the model is missing, then it is in the cache."""
     cache = tmp_path / "cache"

@@ -203,25 +203,19 @@ def test_properties_of_an_answer_have_the_order_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), [
-    ({"multipleOf": 0.25}, ["0.5", "0.50", "-1.5", "0.75", "1", "1.0", '"a"', "[0.1]"], ["0.1", "0.2", "0.55", "1.1"]),
-    ({**NUMBER, "multipleOf": 0.125}, ["0.5", "0.25", "0.125", "0.250", "2"], ["0.3", "0.15", "0.120", "null"]),
-    ({**NUMBER, "multipleOf": 1.25}, ["2.5", "1.25", "5", "10.0"], ["1.5", "2", "3.5"]),
-    ({**NUMBER, "multipleOf": 0.075}, ["0.15", "0.3", "0.075", "3"], ["0.07", "0.5", "1"]),
-    ({"enum": [0.5, 0.75, 1], "multipleOf": 0.25}, ["0.5", "0.75", "1"], ["0.25"]),
-    ({**NUMBER, "minimum": 0.5, "maximum": 0.6, "multipleOf": 0.25}, ["0.5"], ["0.25", "0.6"]),
-    ({**NUMBER, "multipleOf": 0.05}, ["0.5", "0.05", "0.50"], ["0.51"]),
-    ({**NUMBER, "minimum": 0, "maximum": 0.99}, ["0.9", "0.90", "0.99", "0"], ["1", "0.991", "-0.5"]),
-    ({**NUMBER, "maximum": 12.345}, ["12.3", "12.34", "12.340", "12.345", "12"], ["12.35", "12.4", "12.346"]),
-    ({"exclusiveMinimum": -7.75}, ["-7.7", "-7.749", '"a"', "[-8.5]"], ["-7.75", "-7.8"]),
+    ({"multipleOf": 0.25}, ["0.50", "-1.50", "0.75", "1", '"a"', "[0.1]"], ["0.10", "0.20", "0.55", "1.10"]),
+    ({**NUMBER, "multipleOf": 0.125}, ["0.500", "0.125", "2"], ["0.300", "0.120", "null"]),
+    ({**NUMBER, "multipleOf": 0.075}, ["0.150", "0.300", "0.075", "3"], ["0.070", "0.500", "1"]),
+    ({**NUMBER, "minimum": 0.5, "maximum": 0.6, "multipleOf": 0.25}, ["0.50"], ["0.25", "0.60"]),
+    ({**NUMBER, "minimum": 0, "maximum": 0.99}, ["0.90", "0.99", "0"], ["1", "0.991", "-0.5"]),
+    ({**NUMBER, "maximum": 12.345}, ["12.300", "12.345", "12"], ["12.35", "12.4", "12.346"]),
+    ({"exclusiveMinimum": -7.75}, ["-7.70", "-7.749", '"a"', "[-8.5]"], ["-7.75", "-7.8"]),
     ({"type": ["number", "null"], "exclusiveMaximum": 0.7}, ["0.6", "null"], ["0.7", '"a"']),
-    ({**NUMBER, "allOf": [{"maximum": 7.75}, {"minimum": 7.71}]}, ["7.75", "7.72"], ["7.7"]),
-    ({**NUMBER, "minimum": 0.9, "maximum": 0.99}, ["0.9", "0.90", "0.95"], ["0.8", "1"]),
-    ({"exclusiveMinimum": -0.55, "maximum": -0.5}, ["-0.5", "-0.54"], ["-0.55", "-0.4"]),
+    ({**NUMBER, "allOf": [{"maximum": 7.75}, {"minimum": 7.71}]}, ["7.75", "7.72"], ["7.7", "7.70"]),
     ({"exclusiveMinimum": 0.9, "maximum": 0.99}, ["0.95"], ["0.9", "0.90"]),
-    ({**NUMBER, "maximum": 7.75, "multipleOf": 0.05}, ["7.7", "7.75", "7"], ["7.72"]),
-    ({"enum": [0.9, 0.5], "maximum": 0.99}, ["0.9", "0.5"], ["0.8"]),
+    ({**NUMBER, "maximum": 7.75, "multipleOf": 0.05}, ["7.70", "7.75", "7"], ["7.72"]),
 ])
-def test_numbers_may_have_fewer_decimals_than_the_schema(schema: Any, good: list[str], bad: list[str]) -> None:
+def test_numbers_have_the_decimals_of_a_bound_or_of_a_divisor(schema: Any, good: list[str], bad: list[str]) -> None:
     for text in good + bad:
         assert accepts(matcher("json_schema", schema), text) is (text in good), text
 

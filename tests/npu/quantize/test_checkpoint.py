@@ -17,12 +17,14 @@ from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.formats import quantization_of
-from npuserve.npu.quantize.layer import Layer, to_int8
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
+from npuserve.npu.quantize.layer import Layer
+from npuserve.npu.quantize.rounding import Int8Rounding, to_int8
 from npuserve.npu.quantize.smoothing import smooth
-from npuserve.npu.quantize.w8a8 import quantize_checkpoint
 from tests.npu.model.test_float8 import BLOCKS, LARGE_HYBRID, METHOD_FP8, saved_blocks, take_converted
 from tests.support.hybrids import random_hybrid
 from tests.support.models import FAMILIES, edit_config, random_model, saved
+from tests.support.pooling import embeds
 
 BF16 = torch.bfloat16
 
@@ -40,12 +42,12 @@ def layer_of(model, config: ModelConfig, index: int, dtype: torch.dtype) -> Laye
     weights = {name.removeprefix(prefix): tensor.detach().float() for name, tensor in model.state_dict().items()
                if name.startswith(prefix)}
     table = cos_sin_table(config.rope, config.attention.head_dim, 64)
-    return Layer(config, index, weights, dict.fromkeys(weights, dtype), table)
+    return Layer(config, index, weights, dict.fromkeys(weights, dtype), table, Int8Rounding())
 
 
-def outlying(kind: str, dtype: torch.dtype = BF16):
+def outlying(kind: str, dtype: torch.dtype = BF16, **sizes):
     """Return a model whose linear inputs have outlier columns, as large models do."""
-    model = random_model(kind)
+    model = random_model(kind, **sizes)
     with torch.no_grad():
         for layer in model.model.layers:
             for norm, linears in (
@@ -177,7 +179,7 @@ def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     written = quantize_checkpoint(folder, tmp_path / "out", sequences(), strength=0.5)
     out = tmp_path / "out"
-    assert (written.int8, written.linears) == (21, 21)
+    assert (written.quantized, written.linears) == (21, 21)
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
     kept = {path.name for path in folder.iterdir()} - {"pytorch_model.bin"}
     assert {path.name for path in out.iterdir()} == kept
@@ -244,7 +246,7 @@ def test_quantize_checkpoint_keeps_ignored_layers(tmp_path):
     folder = saved(model, tmp_path / "model")
     ignore = ["model.layers.1.mlp.down_proj", r"re:model\.layers\.2\."]
     written = quantize_checkpoint(folder, tmp_path / "out", sequences(), ignore=ignore)
-    assert (written.int8, written.linears) == (7 + 6, 21)
+    assert (written.quantized, written.linears) == (7 + 6, 21)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     state = model.state_dict()
     assert torch.equal(tensors["lm_head.weight"], state["lm_head.weight"])
@@ -310,7 +312,7 @@ def test_quantize_checkpoint_leaves_out_tensors_that_are_ignored(tmp_path):
 def test_quantize_checkpoint_of_quantized_model_is_refused(tmp_path):
     folder = saved(random_model("llama"), tmp_path / "model")
     quantize_checkpoint(folder, tmp_path / "out")
-    with pytest.raises(ModelError, match="is quantized to int8 already"):
+    with pytest.raises(ModelError, match="is quantized to w8a8 already"):
         quantize_checkpoint(tmp_path / "out", tmp_path / "twice")
 
 
@@ -382,3 +384,8 @@ def test_quantized_checkpoint_of_one_file_with_an_index_has_an_index(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     quantize_checkpoint(folder, tmp_path / "out")
     assert [path.name for path in weight_files(tmp_path / "out")] == [name]
+
+
+def test_quantize_of_a_model_that_pools_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is an embedding model or a reranker"):
+        quantize_checkpoint(embeds(saved(random_model("qwen3"), tmp_path / "model")), tmp_path / "out")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,10 +28,11 @@ from npuserve.npu.model.layers.shard import WHOLE
 from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import linears, matrices
+from npuserve.npu.quantization import modelslim
 from npuserve.npu.quantization.assignment import LINEAR, Quantization
 from npuserve.npu.quantization.formats import QUANTIZATION_KEYS
-from npuserve.npu.quantization.w8a8 import W8A8
-from npuserve.npu.quantize.layer import Layer, to_int8
+from npuserve.npu.quantize.layer import Layer
+from npuserve.npu.quantize.rounding import Int8Rounding, Rounding
 from npuserve.npu.quantize.smoothing import smooth
 from npuserve.npu.quantize.source import Source, TensorSpec
 from npuserve.npu.quantize.writer import Writer, replaced_folder, write_json
@@ -40,16 +41,21 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx
 """Suffixes of files that are not copied, since they contain the weights in floats."""
 
 
+INT8 = Int8Rounding()
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizationResult:
     """Result of a quantization.
 
-    int8: number of int8 linear layers of the decoder; linears: number of all.
+    scheme: name of the scheme.
+    quantized: number of quantized linear layers of the decoder; linears: number of all.
     source_bytes, nbytes: bytes of the tensors before and after.
     strengths: result of `smooth` for each layer.
     """
 
-    int8: int
+    scheme: str
+    quantized: int
     linears: int
     source_bytes: int
     nbytes: int
@@ -61,6 +67,7 @@ def quantize_checkpoint(
     out: Path,
     sequences: Sequence[Sequence[int]] = (),
     *,
+    rounding: Rounding = INT8,
     ignore: Sequence[str] = (),
     strength: float | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -68,6 +75,7 @@ def quantize_checkpoint(
     """Quantize the model in `folder` to the folder `out`, which is replaced when the result is complete.
 
     sequences: token ids of the calibration texts, at least one in each; empty for no smoothing.
+    rounding: numbers that the weights are rounded to.
     ignore: names of layers to skip, or "re:" and a regular expression.
     strength: strength of the smoothing, in [0, 1]; None searches it.
     progress: called with (layers done, all layers).
@@ -75,10 +83,14 @@ def quantize_checkpoint(
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
     config = ModelConfig.from_folder(folder, float8=False)
+    if config.pooling:
+        raise ModelError(f"{folder}: is an embedding model or a reranker (modules.json), which is not quantized")
     if config.schemes:
-        raise ModelError(f"{folder}: is quantized to int8 already; supported are bfloat16, float16, float32 or float8")
-    quantization = Quantization((((LINEAR,), W8A8()),), ("lm_head", *_float_modules(config), *ignore))
-    everything, int8 = _linears(config, quantization, ignore)
+        raise ModelError(f"{folder}: is quantized to {config.quantization_name} already; supported are bfloat16, "
+                         "float16, float32 or float8")
+    kept = "lm_head", *_float_modules(config), *ignore
+    everything, inputs = _linears(config, Quantization((((LINEAR,), rounding.scheme),), kept), ignore)
+    quantization = Quantization(rounding.groups(inputs), kept)
     largest = max(map(max, sequences), default=0)
     if largest >= config.vocab_size:
         raise ModelError(f"{folder}: the tokenizer makes token id {largest} of the calibration text, "
@@ -86,7 +98,7 @@ def quantize_checkpoint(
     report_ignored_head(folder, config)
     float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.form.converted.items()}
     source = Source(folder, frozenset(check_weights(folder, config)), float8, getattr(torch, config.dtype))
-    specs = _specs(source, int8)
+    specs = _specs(source, inputs, rounding)
     strengths = []
     with replaced_folder(out) as folder_out:
         with Writer(folder_out, specs) as writer:
@@ -98,37 +110,42 @@ def quantize_checkpoint(
             cos_sin = cos_sin_table(config.rope, config.attention.head_dim, max(map(len, sequences), default=0))
             for index in range(config.num_layers):
                 progress(index, config.num_layers)
-                strengths.append(_layer(config, index, source, writer, int8, hidden, cos_sin, strength))
+                strengths.append(_layer(config, index, source, writer, rounding, inputs, hidden, cos_sin, strength))
             progress(config.num_layers, config.num_layers)
         _copy_others(folder, folder_out)
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for section in (written, written.get("text_config") or {}):
             for key in QUANTIZATION_KEYS:
                 section.pop(key, None)
-        write_json(folder_out / "config.json", written | {"quantization_config": quantization.to_json()})
+        if rounding.is_modelslim:
+            write_json(folder_out / "quant_model_description.json", modelslim.description(specs))
+        else:
+            written |= {"quantization_config": quantization.to_json()}
+        write_json(folder_out / "config.json", written)
     nbytes = sum(spec.nbytes for spec in specs.values())
-    return QuantizationResult(len(int8), len(everything), source.nbytes, nbytes, tuple(strengths))
+    return QuantizationResult(rounding.name, len(inputs), len(everything), source.nbytes, nbytes, tuple(strengths))
 
 
 def _layer(
-    config: ModelConfig, index: int, source: Source, writer: Writer, int8: frozenset[str], hidden: list[Tensor],
-    cos_sin: Tensor, strength: float | None,
+    config: ModelConfig, index: int, source: Source, writer: Writer, rounding: Rounding, names: Collection[str],
+    hidden: list[Tensor], cos_sin: Tensor, strength: float | None,
 ) -> dict[str, float]:
     prefix = f"{config.prefix}layers.{index}."
     short = {name.removeprefix(prefix): spec for name, spec in source.specs.items() if name.startswith(prefix)}
     weights = {name: source.read(prefix + name) for name in short}
     strengths: dict[str, float] = {}
+    power: dict[str, Tensor] = {}
     if hidden:
-        layer = Layer(config, index, weights, {name: spec.dtype for name, spec in short.items()}, cos_sin)
-        strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in int8}, strength)
-        weights = layer.weights
+        layer = Layer(config, index, weights, {name: spec.dtype for name, spec in short.items()}, cos_sin, rounding)
+        strengths = smooth(layer, hidden, {name.removeprefix(prefix) for name in names}, strength)
+        weights, power = layer.weights, layer.input_power
     for name, weight in weights.items():
         whole = prefix + name
         dtype = short[name].dtype
-        if whole.removesuffix(".weight") in int8:
-            values, scale = to_int8(weight, dtype)
-            writer.write(whole, values)
-            writer.write(f"{whole}_scale", scale)
+        module = name.removesuffix(".weight")
+        if prefix + module in names and module != name:
+            for part, tensor in rounding.tensors(weight, dtype, power.get(module)).items():
+                writer.write(f"{prefix}{module}.{part}", tensor)
         else:
             writer.write(whole, weight.to(dtype))
     return strengths
@@ -143,8 +160,8 @@ def _float_modules(config: ModelConfig) -> list[str]:
 
 def _linears(
     config: ModelConfig, quantization: Quantization, ignore: Sequence[str]
-) -> tuple[frozenset[str], frozenset[str]]:
-    """Return all linear layers of the decoder, and those to be quantized."""
+) -> tuple[frozenset[str], dict[str, int]]:
+    """Return all linear layers of the decoder, and the inputs of those to be quantized."""
     for pattern in ignore:
         if pattern.startswith("re:"):
             try:
@@ -159,19 +176,19 @@ def _linears(
         alone = Quantization(quantization.groups, (pattern,))
         if all(alone.of(name) for name in (*everything, "lm_head")):
             raise ModelError(f"ignore: {pattern!r} names no linear layer; they are named like {min(everything)}")
-    int8 = frozenset(name for linear in stored if not linear.form.is_float for name in linear.parts)
-    if not int8:
+    inputs = {name: linear.inputs for linear in stored if not linear.form.is_float for name in linear.parts}
+    if not inputs:
         raise ModelError("ignore: names all linear layers, so that there is nothing to quantize")
-    return everything, int8
+    return everything, inputs
 
 
-def _specs(source: Source, int8: frozenset[str]) -> dict[str, TensorSpec]:
+def _specs(source: Source, names: Collection[str], rounding: Rounding) -> dict[str, TensorSpec]:
     """Return the specs of the tensors to be written, in the same files as in the source."""
     specs: dict[str, TensorSpec] = {}
     for name, spec in source.specs.items():
-        if name.removesuffix(".weight") in int8:
-            specs[name] = replace(spec, dtype=torch.int8)
-            specs[f"{name}_scale"] = replace(spec, shape=(spec.shape[0], 1))
+        module = name.removesuffix(".weight")
+        if module in names and module != name:
+            specs |= {f"{module}.{part}": of_part for part, of_part in rounding.specs(spec).items()}
         else:
             specs[name] = spec
     return specs

@@ -1,0 +1,175 @@
+"""Exactness of a hybrid (Qwen3.5) through gRPC: ids and log-probabilities as alone, bit for bit, in any company.
+
+The answers alone are computed by one server for each kind of model, without prefix hits. Each other server has another
+token budget, and a cache that is too small for all requests at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from npuserve.kernels import native
+from npuserve.npu.quantize.w8a8 import quantize_checkpoint
+from npuserve.v1 import generate_pb2 as pb
+from tests.e2e.processes import engine_of, until
+from tests.e2e.server import Server, request, serving
+from tests.support.hybrids import VOCABULARY, random_hybrid
+from tests.support.models import greedy, saved
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not native.available(), reason="the native kernels are not built")]
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "intermediate_size": 64}
+"""Sizes that two ranks can divide."""
+TOKENS = 32
+MESSAGE_END = 2
+"""eos_token_id of the model."""
+FLAGS = ("--dtype", "float32", "--block-size", "16", "--max-num-seqs", "32")
+
+Numbers = list[tuple[int, float, tuple[float, ...]]]
+"""Token, its log-probability, and those of the two most likely tokens, at each position of an answer."""
+
+
+def chats() -> list[list[int]]:
+    """Return 32 prompts: chats with one system prompt of which some continue others, and unrelated prompts."""
+    draw = random.Random(5)
+
+    def message(length: int) -> list[int]:
+        return [*draw.choices(range(3, VOCABULARY), k=length), MESSAGE_END]
+
+    system = message(37)
+    prompts = []
+    for _ in range(8):
+        chat = [*system, *message(draw.randint(5, 40))]
+        prompts += [chat, [*chat, *message(draw.randint(5, 30)), *message(draw.randint(20, 40))]]
+    return prompts + [message(draw.choice([1, 15, 16, 17, 31, 32, 33, 90, 120])) for _ in range(16)]
+
+
+PROMPTS = chats()
+
+in_any_company = pytest.mark.parametrize(("kind", "budget"), [
+    *(("one rank", budget) for budget in (1, 7, 32, 512)), ("two ranks", 32), ("w8a8", 32)],
+    indirect=True, scope="module")
+"""Kinds of models, and tokens of a step of the server."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, how it is served, and its answers alone. model: the reference of greedy ids; None for W8A8."""
+
+    folder: Path
+    ranks: int
+    model: PreTrainedModel | None
+    alone: list[Numbers] = field(default_factory=list)
+
+
+def numbers(positions: list[pb.PositionLogprobs]) -> Numbers:
+    return [(position.chosen.token_id, position.chosen.logprob, tuple(top.logprob for top in position.top))
+            for position in positions]
+
+
+def ask(prompt: list[int], **fields: object) -> pb.GenerateRequest:
+    return request(prompt, TOKENS, ignore_eos=True, logprobs=2, **fields)
+
+
+def answered(server: Server, prompt: list[int], **fields: object) -> Numbers:
+    return numbers(server.stub.Generate(ask(prompt, **fields), timeout=100).logprobs)
+
+
+def together(server: Server) -> list[Numbers]:
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(threads.map(partial(answered, server), PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    model = random_hybrid(0, **HEADS)
+    folder = saved(model, tmp_path_factory.mktemp("model"))
+    if request.param == "w8a8":
+        target = tmp_path_factory.mktemp("w8a8") / "model"
+        quantize_checkpoint(folder, target)
+        folder = target
+    made = Kind(folder, 1 + (request.param == "two ranks"), None if request.param == "w8a8" else model)
+    flags = "--tensor-parallel-size", str(made.ranks), "--kv-cache-memory", "16MiB"
+    with serving(str(folder), *FLAGS, *flags) as server:
+        made.alone.extend(answered(server, prompt, bypass_prefix_cache=True) for prompt in PROMPTS)
+    return made
+
+
+@pytest.fixture(scope="module", name="budget")
+def budget_parameter(request: pytest.FixtureRequest) -> int:
+    budget: int = request.param
+    return budget
+
+
+@pytest.fixture(scope="module")
+def served(kind: Kind, budget: int) -> Iterator[Server]:
+    memory = f"{1024 // kind.ranks}KiB"
+    with serving(str(kind.folder), *FLAGS, "--tensor-parallel-size", str(kind.ranks), "--kv-cache-memory", memory,
+                 "--max-num-batched-tokens", str(budget), "--max-model-len", "256") as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["one rank", "two ranks"], indirect=True, scope="module")
+def test_greedy_ids_alone_equal_transformers(kind: Kind) -> None:
+    assert kind.model
+    for prompt, alone in zip(PROMPTS, kind.alone, strict=True):
+        assert [token for token, *_ in alone] == greedy(kind.model, prompt, TOKENS)
+
+
+@in_any_company
+def test_answers_among_32_with_prefix_hits_and_preemption_equal_those_alone(
+    kind: Kind, served: Server, budget: int
+) -> None:
+    assert together(served) == kind.alone
+    assert together(served) == kind.alone
+    assert served.metric("npuserve_prefix_cache_hits_total") > 0
+    assert served.metric("npuserve_preemptions_total") > 0 or budget < 32  # few requests run at a time
+    assert served.metric("npuserve_state_slots", state="used") == 0
+
+
+@in_any_company
+def test_answers_from_the_prefix_cache_equal_those_computed(kind: Kind, served: Server) -> None:
+    cached = 0
+    for prompt, alone in zip(PROMPTS, kind.alone, strict=True):
+        for _ in range(2):
+            answer = served.stub.Generate(ask(prompt), timeout=100)
+            assert numbers(answer.logprobs) == alone
+        cached += answer.finish.usage.cached_tokens
+    assert cached > sum(map(len, PROMPTS)) // 2
+
+
+@in_any_company
+def test_samples_equal_requests_of_their_own(kind: Kind, served: Server) -> None:
+    for prompt in PROMPTS[::8]:
+        several = served.stub.Generate(ask(prompt, n=3, temperature=1.0, seed=7), timeout=100).samples
+        alone = [answered(served, prompt, temperature=1.0, seed=7 + index, bypass_prefix_cache=True)
+                 for index in range(3)]
+        assert [numbers(sample.logprobs) for sample in several] == alone
+
+
+@in_any_company
+def test_answers_while_the_engine_is_killed_equal_those_alone(kind: Kind, served: Server) -> None:
+    restarts = served.metric("npuserve_engine_restarts_total")
+
+    def streamed(index: int) -> Numbers:
+        received: Numbers = []
+        for part in served.stub.StreamGenerate(ask(PROMPTS[index]), timeout=100):
+            if index == 0 and part.logprobs and not received:
+                os.kill(engine_of(served), signal.SIGKILL)
+            received += numbers(part.logprobs)
+        return received
+
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        assert list(threads.map(streamed, range(len(PROMPTS)))) == kind.alone
+    until(lambda: served.metric("npuserve_engine_restarts_total") == restarts + 1, served)
