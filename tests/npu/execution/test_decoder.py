@@ -11,7 +11,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from npuserve.kernels.native import available
-from npuserve.kernels.registry import KernelSet
+from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
@@ -70,6 +70,28 @@ def test_decoder_whole_prompt_equals_transformers(tmp_path, kind, backend):
     ids = ids_of(50)
     [logits] = Bench(saved(model, tmp_path), backend).logits([Row(0, ids, 0, list(range(13)), True)])
     torch.testing.assert_close(logits, oracle(model, ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fused_layers_golden_function_equals_the_layers(tmp_path, monkeypatch, kind, dtype):
+    """The kernel `decoder_layers` has the order of the layers in its golden function once more."""
+    folder = saved(random_model(kind), tmp_path)
+    plain = Bench(folder, CpuBackend(native=False), dtype=dtype)
+    monkeypatch.setitem(
+        KERNELS["decoder_layers"].implementations, GOLDEN, Implementation(KERNELS["decoder_layers"].golden))
+    fused = Bench(folder, CpuBackend(native=False), dtype=dtype)
+    calls = []
+    golden = fused.model.kernels.decoder_layers
+    fused.model.kernels.decoder_layers = lambda *args: calls.append(args) or golden(*args)
+    for step in range(3):
+        rows = [Row(0, ids_of(1 if step else 5, step), 4 + step if step else 0, [0, 1], True),
+                Row(1, ids_of(1 if step else 6, step), 5 + step if step else 0, [2, 3], True)]
+        for one, other in zip(plain.logits(rows), fused.logits(rows), strict=True):
+            assert torch.equal(one, other)
+    assert len(calls) == 3
+    for one, other in zip(plain.cache.tensors, fused.cache.tensors, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("head_dim", "factor"), [(16, 0.5), (256, 0.25)])

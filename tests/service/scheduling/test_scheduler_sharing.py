@@ -259,7 +259,8 @@ def requests(draw: st.DrawFn) -> Ask:
     budget=st.sampled_from([16, 32, 8, 5, 1]), depth=st.sampled_from([1, 2, 2]),
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
     aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]),
-    num_slots=st.sampled_from([0, 0, 2, 5, 12, 40]), spacing=st.sampled_from(SPACINGS), drafts=st.sampled_from(KINDS),
+    num_slots=st.sampled_from([0, 0, 2, 5, 12, 40]), spacing=st.sampled_from(SPACINGS),
+    drafts=st.sampled_from(KINDS),
 )
 def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
