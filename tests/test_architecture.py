@@ -45,6 +45,8 @@ LARGE_FOLDERS = {
     "service": "what its folders share",
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
+    "service/engine": "one file per part of the loop",
+    "bench/reliability": "one file per fault, and what they share",
     "bench/gpu/gpu_parts": "one file per part of the run",
     "npu/execution": "one file per part of a step",
 }
