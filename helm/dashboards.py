@@ -90,6 +90,8 @@ LIFE = [
     Panel("Resident memory", {"{{instance}} {{process}}": total("resident_memory_bytes", "instance, process")}, "bytes",
           "Supervisor, engine and front ends of each server, without ranks of tensor parallelism and other processes "
           "that these start. The container's limit holds for all of them.", stack="normal"),
+    Panel("Free disk", {"{{instance}}": total("disk_free_bytes", "instance", how="min")}, "bytes",
+          "Space of TMPDIR, where metrics and sockets of the processes are.", thresholds={RED: 0, GREEN: 1048576}),
     Panel("Engine's last sign of life", {
         "{{instance}}": total("engine_heartbeat_age_seconds", "instance", how="max")}, "s",
         "Grows while an engine is down, loads its model, or is stuck.", thresholds={GREEN: 0, RED: 30}),
@@ -166,7 +168,7 @@ READY = (f"count (max by (namespace, pod, instance) ({of_namespace('npuserve_rea
 
 def latency_stat(title: str, histogram: str, latency: str, description: str) -> Panel:
     """Return the p95 of a latency in 5 minutes, and its share of the target, which has the colour."""
-    p95 = f"histogram_quantile(0.95, {rate_in_namespace(f'{histogram}_bucket', 'le')})"
+    p95 = f"(histogram_quantile(0.95, {rate_in_namespace(f'{histogram}_bucket', 'le')}) >= 0)"  # no NaN without calls
     target = of_namespace("npuserve_target_seconds", f'latency="{latency}"')
     return Panel(title, {"p95": p95, "of the target": f"{p95} / max ({target})"}, "percentunit", description, "stat", 3,
                  4, {GREEN: 0, ORANGE: 0.8, RED: 1}, plain={"p95": "s"}, empty="no calls", instant=True)

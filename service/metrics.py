@@ -154,6 +154,8 @@ requests_limit = _gauge(
 resident_memory_bytes = _gauge(
     "resident_memory_bytes", "Resident memory of each process; 0 while it is not running", "process")
 
+disk_free_bytes = _gauge("disk_free_bytes", "Free space of the disk of TMPDIR", mode="livemax")
+
 # All processes
 metrics_files_full_total = _counter(
     "metrics_files_full_total", "Times that a process found no disk space for its metrics, and kept them in memory")

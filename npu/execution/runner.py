@@ -436,7 +436,7 @@ class Runner:
         """Add what is wanted of a part besides its sampled ids: reports of its prompt tokens, and hidden states."""
         output.prompt += self._prompt_logprobs(hidden, work.prompt)
         if work.pooled:
-            output.pooled.append((work.pooled.requests, hidden.index_select(0, work.pooled.tokens).float()))
+            output.pooled.append((work.pooled.requests, hidden[work.pooled.tokens].float()))
 
     @torch.inference_mode()
     def _warm_up(self, max_samples: int, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from npuserve.npu.execution.pooler import Pooler
 from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.shard import Shard
@@ -30,7 +31,6 @@ from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
-from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo

@@ -676,7 +676,7 @@ class Scheduler:
         if self.slots is None:
             return prefix, b""
         digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
-        count, checkpoint = self.slots.longest(digests)
+        count, checkpoint = self.slots.longest(digests, has_spare=sequence.request.constraint is not None)
         return prefix[:count], checkpoint
 
     def _miss_reason(self, sequence: Sequence) -> str:

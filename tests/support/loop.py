@@ -6,13 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
-from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
@@ -45,17 +45,14 @@ def masks_of(runner: Runner, mask_seconds: float) -> StructuredOutputManager:
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
-    num_slots: int | None = None, message_end_ids: frozenset[int] = frozenset(), drafting: Drafting | None = None,
+    **settings: Any,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
-    matcher: of a request with a constraint, after its output. mask_seconds, drafting: as in the server.
-    num_slots: of fixed state; None for all that the runner has. message_end_ids: see Scheduler."""
-    blocks = BlockManager(pool, runner.block_size)
-    slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
-    scheduler = Scheduler(
-        blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
-        min_forced=min_forced, slots=slots, message_end_ids=message_end_ids, drafting=drafting)
+    matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager.
+    settings: further ones of `_scheduler_of` and Scheduler."""
+    scheduler = _scheduler_of(runner, pool, max_num_seqs=seats, max_num_batched_tokens=budget, min_forced=min_forced,
+                              **settings)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
@@ -104,6 +101,13 @@ def serve(
     check_ended(runner, scheduler)
     assert (pending > 0) <= (depth == 2)
     return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler
+
+
+def _scheduler_of(runner: Runner, num_blocks: int, num_slots: int | None = None, **settings: Any) -> Scheduler:
+    """Return a scheduler. num_slots: of fixed state; None for all that the runner has."""
+    blocks = BlockManager(num_blocks, runner.block_size)
+    slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
+    return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, **settings)
 
 
 def check_ended(runner: Runner, scheduler: Scheduler) -> None:
