@@ -45,9 +45,8 @@ LARGE_FOLDERS = {
     "service": "what its folders share",
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
-    "service/engine": "one file per part of the loop",
-    "bench/reliability": "one file per fault, and what they share",
     "bench/gpu/gpu_parts": "one file per part of the run",
+    "bench/reliability": "one file per question that it answers, and what they share",
     "npu/execution": "one file per part of a step",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""

@@ -171,10 +171,8 @@ def predict(
     length = _checked_length(config, max_model_len)
     available = backend.memory_available() - reserved
     weights = stored_bytes(config, resolved, backend)
-    rows = min(max_num_seqs, max_num_batched_tokens)
-    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, resolved.itemsize)
-    if prefill:  # hidden states of a chunk, copied from the host
-        activations += max_num_batched_tokens * config.hidden_size * resolved.itemsize
+    decode_rows = min(max_num_seqs, max_num_batched_tokens) if prefill else 0
+    activations = _device_activations(config, backend, decode_rows, max_num_batched_tokens, length, resolved.itemsize)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
     logits = _logits(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
     block = block_bytes(config, block_size, cached, backend)
@@ -182,9 +180,9 @@ def predict(
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
     per_request = -(-length // block_size)
-    memory = kv_cache_memory or min(free, max_num_seqs * per_request * block)
-    checkpoints = _checkpoint_bytes(memory, -(-max_model_len // block_size) * block)
-    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, checkpoints)
+    block_bytes_wanted = kv_cache_memory or min(free, max_num_seqs * per_request * block)
+    spared = _spared_bytes(block_bytes_wanted, -(-max_model_len // block_size) * block)
+    num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
@@ -225,9 +223,9 @@ STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
 `bench/engine/prefix_cache.py` measures what the checkpoints of a share find."""
 
 
-def _checkpoint_bytes(memory: int, least: int) -> int:
-    """Return the bytes of the cache's memory for checkpoints of fixed states. least: bytes of max_model_len tokens."""
-    return memory - max(least, int(memory * (1 - STATE_SHARE)))
+def _spared_bytes(wanted: int, min_block_bytes: int) -> int:
+    """Return what the blocks of a cache of `wanted` bytes, min_block_bytes at least, leave to fixed states."""
+    return wanted - max(min_block_bytes, int(wanted * (1 - STATE_SHARE)))
 
 
 def _slots(
@@ -388,6 +386,19 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     parts = max(layer.scratch_bytes(context, backend.threads) for layer in layers)
     panels = PANELS * LANES * max(matrix.inputs for matrix in linears) * itemsize
     return summed + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+
+
+def _device_activations(
+    config: ModelConfig, backend: Backend, decode_rows: int, tokens: int, context: int, itemsize: int
+) -> int:
+    """Return the bytes of the activations on the device of a step of `tokens` tokens.
+
+    decode_rows: rows of a step if the host computes the chunks, whose hidden states are copied to the device; 0 if the
+        device computes them.
+    """
+    if not decode_rows:
+        return _activations(config, backend, tokens, context, itemsize)
+    return _activations(config, backend, decode_rows, context, itemsize) + tokens * config.hidden_size * itemsize
 
 
 def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:

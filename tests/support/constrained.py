@@ -126,7 +126,8 @@ def answered(
     asks = [case.ask(0 if is_restored else place // 4, tokens)
             for place, (case, tokens) in enumerate(zip(chosen, held, strict=True))]
     found, scheduler = serve(
-        runner, asks, depth, pool, seats, budget, answer_matcher, min_forced, mask_seconds, drafting)
+        runner, asks, depth, pool, seats, budget, answer_matcher, min_forced, mask_seconds,
+        drafting=drafting)
     for answer, tokens in zip(found, held, strict=True):
         answer.tokens[:0] = tokens
     return found, scheduler
