@@ -14,8 +14,9 @@ Workloads:
     adverse   chat, with drafts that are right and wrong for 24 tokens in turn, and look probable
 
 All modes must give the same tokens, else the program ends with an error. Printed by workload, number of streams and
-mode: tokens a second after the first token of the last stream (median of the rounds), relative to `off` (median of the
-rounds' ratios), steps, tokens a step and stream, drafted and accepted tokens, and the share of time for drafting.
+mode: tokens a second after the first token of the last stream, the sum of the streams' own rates since some end early
+(median of the rounds), relative to `off` (median of the rounds' ratios), steps, tokens a step and stream, drafted and
+accepted tokens, and the share of time for drafting.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Prompts:
 
 @dataclass
 class Run:
-    """Answers of all streams. seconds, steps: after the first token of the last stream."""
+    """Answers of all streams. seconds, steps, rate: after the first token of the last stream."""
 
     tokens: dict[int, list[int]]
     seconds: float
@@ -89,10 +90,7 @@ class Run:
     drafted: int
     accepted: int
     drafting_seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.generated / self.seconds
+    rate: float
 
 
 class OracleDrafter(Drafter):
@@ -218,7 +216,9 @@ class Bench:
                 scheduler.constrain(sequences[-1], AnswerMatcher(request, compiled, self._vocabulary.end_ids))
         tokens: dict[int, list[int]] = defaultdict(list)
         began = 0.0
-        before = steps = 0
+        steps = 0
+        before: dict[int, int] = {}
+        ends: dict[int, float] = {}
         drafting_before = drafting.seconds
         while scheduler.has_work or pipeline:
             if (done := pipeline.advance()) is None:
@@ -226,16 +226,21 @@ class Bench:
             steps += 1
             for progress in done.progress:
                 assert progress.error is None, progress.error
-                tokens[progress.sequence.origin[1]] += progress.token_ids
+                stream = progress.sequence.origin[1]
+                tokens[stream] += progress.token_ids
+                if progress.reason:
+                    ends[stream] = time.perf_counter()
             if not began and len(tokens) == streams:
                 began = time.perf_counter()
-                before = sum(map(len, tokens.values()))
+                before = {stream: len(ids) for stream, ids in tokens.items() if stream not in ends}
                 steps = 0
                 drafting_before = drafting.seconds
         seconds = time.perf_counter() - began
         self._runner.launch(Step([], ended=scheduler.take_ended()))
-        return Run(tokens, seconds, steps, sum(map(len, tokens.values())) - before, drafting.drafted,
-                   drafting.accepted, drafting.seconds - drafting_before)
+        rate = sum((len(tokens[stream]) - count) / (ends[stream] - began) for stream, count in before.items())
+        generated = sum(len(tokens[stream]) - count for stream, count in before.items())
+        return Run(tokens, seconds, steps, generated, drafting.drafted, drafting.accepted,
+                   drafting.seconds - drafting_before, rate)
 
     def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
         """Run all modes in turn."""

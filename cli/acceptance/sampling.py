@@ -159,7 +159,7 @@ def expected_tokens(runner: Runner, prompt: list[int], answer: list[int], sampli
     new = []
     for place in range(len(answer)):
         blocks = list(range(place * width, (place + 1) * width))
-        rows.append(Row(place, prompt + answer[:place], 0, blocks, True, state_slot=place))
+        rows.append(Row(place, prompt + answer[:place], 0, blocks, 1, state_slot=place))
         asked = sampling if place == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
         new.append(NewRequest(place, prompt, answer[:place], asked))
     result = runner.collect(runner.launch(Step(rows, new)))
