@@ -148,6 +148,8 @@ def figures(window: Window) -> dict[str, Any]:
         "rejections": rate("npuserve_queue_rejections_total"), "preemptions": rate("npuserve_preemptions_total"),
         "prompt_tokens": rate("npuserve_prompt_tokens_total"),
         "generated_tokens": rate("npuserve_generation_tokens_total"),
+        "drafted_tokens": rate("npuserve_draft_tokens_total"),
+        "draft_acceptance": window.ratio("npuserve_accepted_draft_tokens_total", "npuserve_draft_tokens_total"),
         "prefix_hits": window.ratio("npuserve_prefix_cache_hits_total", "npuserve_prefix_cache_queries_total"),
         "latencies": {name: _spread(window, f"npuserve_{metric}_seconds") for name, metric in LATENCIES.items()},
         "steps": {phase: {
@@ -195,6 +197,7 @@ def view(now: dict[str, Any], target: str) -> Group:
         _cell("rejected", f"{now['rejections']:.2f}/s", now["rejections"] > 0),
         _cell("generated", f"{now['generated_tokens']:.0f} tok/s"),
         _cell("prompts", f"{now['prompt_tokens']:.0f} tok/s"),
+        _cell("drafted", f"{now['drafted_tokens']:.0f} tok/s, {_share(now['draft_acceptance'])} accepted"),
         _cell("preempted", f"{now['preemptions']:.2f}/s", now["preemptions"] > 0),
         _cell("restarts", f"{now['engine_restarts']:.0f}", now["engine_restarts"] > 0),
     ])

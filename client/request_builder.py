@@ -113,6 +113,8 @@ class Options(PromptOptions, SchedulingOptions, total=False):
     skip_special_tokens: bool
     return_token_ids: bool
     parse_output: bool
+    # scheduling of the answer
+    speculate: bool
 
 
 def build_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:

@@ -90,6 +90,8 @@ LIFE = [
     Panel("Resident memory", {"{{instance}} {{process}}": total("resident_memory_bytes", "instance, process")}, "bytes",
           "Supervisor, engine and front ends of each server, without ranks of tensor parallelism and other processes "
           "that these start. The container's limit holds for all of them.", stack="normal"),
+    Panel("Free disk", {"{{instance}}": total("disk_free_bytes", "instance", how="min")}, "bytes",
+          "Space of TMPDIR, where metrics and sockets of the processes are.", thresholds={RED: 0, GREEN: 1048576}),
     Panel("Engine's last sign of life", {
         "{{instance}}": total("engine_heartbeat_age_seconds", "instance", how="max")}, "s",
         "Grows while an engine is down, loads its model, or is stuck.", thresholds={GREEN: 0, RED: 30}),
@@ -166,7 +168,7 @@ READY = (f"count (max by (namespace, pod, instance) ({of_namespace('npuserve_rea
 
 def latency_stat(title: str, histogram: str, latency: str, description: str) -> Panel:
     """Return the p95 of a latency in 5 minutes, and its share of the target, which has the colour."""
-    p95 = f"histogram_quantile(0.95, {rate_in_namespace(f'{histogram}_bucket', 'le')})"
+    p95 = f"(histogram_quantile(0.95, {rate_in_namespace(f'{histogram}_bucket', 'le')}) >= 0)"  # no NaN without calls
     target = of_namespace("npuserve_target_seconds", f'latency="{latency}"')
     return Panel(title, {"p95": p95, "of the target": f"{p95} / max ({target})"}, "percentunit", description, "stat", 3,
                  4, {GREEN: 0, ORANGE: 0.8, RED: 1}, plain={"p95": "s"}, empty="no calls", instant=True)
@@ -298,6 +300,20 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
             "Tokens sampled under a mask, and tokens that a constraint forced and that no step sampled."),
         Panel("Failed constraints", {"{{when}}": rate("grammar_errors_total", "when")}, "reqps",
               "Requests that failed because of their constraint: at its compilation, or in the answer."),
+    ]),
+    Row("Speculative decoding", [
+        Panel("Drafts", {
+            "computed": rate("draft_tokens_total"), "accepted": rate("accepted_draft_tokens_total")}, "tokens/s",
+            "Draft tokens that steps computed, and those that became tokens of answers."),
+        Panel("Acceptance length", {
+            "mean": mean("acceptance_length_tokens"), "p90": quantile(0.9, "acceptance_length_tokens")}, "short",
+            "Accepted drafts of a row with drafts; the row yields one token more."),
+        Panel("Accepted drafts, spread", {"{{le}}": rate("acceptance_length_tokens_bucket", "le")}, "short",
+              "Rows with drafts by their accepted drafts.", "heatmap"),
+        Panel("Time for drafts", {"share of the time": rate("drafting_seconds_total")}, "percentunit",
+              "Share of the time that the engine's loop searches and chooses drafts."),
+        Panel("Tokens without drafts", {"{{reason}}": rate("undrafted_tokens_total", "reason")}, "tokens/s",
+              "Tokens of requests that cannot have drafts."),
     ]),
     Row("Gateways", [
         Panel("Calls of gateways", {"{{rpc}}": rate("requests_total", "rpc", OF_GATEWAYS)}, "reqps",

@@ -1,6 +1,7 @@
-"""Generator of helm/npuserve/README.md, whose table of values comes from the comments in values.yaml.
+"""Generator of the table of values in helm/npuserve/README.md, and of the descriptions in values.schema.json, which
+editors show. Both come from the comments in values.yaml.
 
-    python helm/readme.py [--check]      --check: write nothing, fail if the file is out of date
+    python helm/readme.py [--check]      --check: write nothing, fail if a file is out of date
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import yaml
 
 CHART = Path(__file__).parent / "npuserve"
 README = CHART / "README.md"
+SCHEMA = CHART / "values.schema.json"
+WIDTH = 120
 
 HEAD = """# npuserve
 
@@ -91,17 +94,50 @@ def readme() -> str:
     return HEAD + "".join(rows)
 
 
+def schema() -> str:
+    """Return the text of values.schema.json, with the comment on each value as its description."""
+    root: dict[str, Any] = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    for path, _, comment in documented((CHART / "values.yaml").read_text(encoding="utf-8")):
+        node: Any = root
+        for name in path.split("."):
+            node = node.get("properties", {}).get(name, {})
+        if node:
+            node.pop("description", None)
+            items = list(node.items())
+            node.clear()
+            node.update({"description": comment} if comment else {}, **dict(items))
+    return json_text(root, 0, 0) + "\n"
+
+
+def json_text(value: Any, indent: int, offset: int) -> str:
+    """Return JSON with each object or list on one line where it fits.
+
+    indent: of the line that it begins on. offset: characters before it on that line, with the comma behind it.
+    """
+    line = json.dumps(value, ensure_ascii=False)
+    if offset + len(line) <= WIDTH or not isinstance(value, dict | list):
+        return line
+    inner = " " * (indent + 2)
+    if isinstance(value, dict):
+        keys = {name: f"{inner}{json.dumps(name)}: " for name in value}
+        parts = [key + json_text(value[name], indent + 2, len(key) + 1) for name, key in keys.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{' ' * indent}}}"
+    parts = [inner + json_text(part, indent + 2, indent + 3) for part in value]
+    return "[\n" + ",\n".join(parts) + f"\n{' ' * indent}]"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="see the top of this file")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
     check = parser.parse_args().check
-    text = readme()
-    if README.exists() and README.read_text(encoding="utf-8") == text:
-        return 0
-    if check:
-        print(f"out of date: {README.name}; run python helm/readme.py", file=sys.stderr)
+    texts = {README: readme(), SCHEMA: schema()}
+    stale = {file: text for file, text in texts.items() if file.read_text(encoding="utf-8") != text}
+    if check and stale:
+        names = ", ".join(file.name for file in stale)
+        print(f"out of date: {names}; run python helm/readme.py", file=sys.stderr)
         return 1
-    README.write_text(text, encoding="utf-8")
+    for file, text in stale.items():
+        file.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -70,9 +70,10 @@ class Row(msgspec.Struct, frozen=True):
 
     token_ids: [PENDING] alone stands for the token that the request's row of the previous step samples.
     block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
-    samples: the step samples the next token. `token_ids` then end with the request's last token so far.
+    samples: number of last positions of the row after each of which the step samples a token; 0 for none. With n
+        samples, the last n - 1 tokens are drafts, which follow the request's last token so far.
     pools: the step returns the hidden state of the row's last token. The row does not sample.
-    is_constrained: the next token is sampled under a mask, which `Runner.sample` gets.
+    is_constrained: the tokens are sampled under masks, which `Runner.sample` gets.
     state_slot: slot of the request's fixed state; -1 if the model has none. A row that starts at 0 begins with a state
         of zeros. Other rows continue the state in the slot, so a position may not be computed twice.
     state_source: slot of the state that the row continues instead; it stays as it is. -1: `state_slot`.
@@ -84,7 +85,7 @@ class Row(msgspec.Struct, frozen=True):
     token_ids: list[int]
     start: int
     block_ids: list[int]
-    samples: bool
+    samples: int
     block_version: int = 0
     is_constrained: bool = False
     state_slot: int = -1
@@ -94,7 +95,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def is_decode(self) -> bool:
         """True if the row samples after its only token, which is not the first of the request."""
-        return len(self.token_ids) == 1 and self.samples and self.start > 0
+        return len(self.token_ids) == 1 and self.samples > 0 and self.start > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class StepResult:
     """Result of a step.
 
-    token_ids: sampled token by request_id, for every row that samples.
-    logprobs: report of the sampled token by request_id, if requested.
+    token_ids: sampled tokens by request_id, one for each position of a row that samples. The token after a position is
+        valid only if the row's tokens up to this position are the request's.
+    logprobs: reports of the sampled tokens by request_id, if requested.
     prompt_logprobs: reports of the prompt tokens that this step's chunk predicted, in order, by request_id.
     hidden: [H] float32, hidden state after the final norm by request_id, for every row that pools.
     device_seconds: compute time of the step on the device.
@@ -155,8 +157,8 @@ class StepResult:
     A chunk at positions [a, b) predicts the prompt tokens [a + 1, min(b + 1, prompt length)).
     """
 
-    token_ids: dict[int, int]
-    logprobs: dict[int, TokenLogprobs]
+    token_ids: dict[int, list[int]]
+    logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     device_seconds: float
     captured: bool = False

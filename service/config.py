@@ -111,6 +111,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_replay_endpoint: str = ""
     kv_events_buffer: int = 10000
     double_buffering: bool = True
+    speculate: Literal["off", "auto", "suffix"] = "off"
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
     max_connections: int = 1024

@@ -32,6 +32,7 @@ GAP = (.0005, .001, .002, .005, .01, .015, .02, .025, .03, .04, .05, .075, .1, .
 STEP = (.0005, .001, .002, .004, .006, .008, .01, .015, .02, .03, .04, .06, .08, .1, .15, .2, .3, .5, 1, 2, 5)
 KERNEL = tuple(1e-6 * m * 10**e for e in range(6) for m in (1, 2, 5))
 MASK = (.00001, .00002, .00005, .0001, .0002, .0005, .001, .002, .005, .01, .02, .05, .1)
+ACCEPTED = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -108,6 +109,13 @@ mask_seconds = _histogram("mask_seconds", "Wait of a step for the token masks of
 deferred_rows_total = _counter("deferred_rows_total", "Constrained rows computed again, since their mask was late")
 constrained_tokens_total = _counter("constrained_tokens_total", "Tokens sampled under a mask of allowed tokens")
 forced_tokens_total = _counter("forced_tokens_total", "Tokens that a constraint forced, and that no step sampled")
+draft_tokens_total = _counter("draft_tokens_total", "Draft tokens that steps computed")
+accepted_draft_tokens_total = _counter("accepted_draft_tokens_total", "Draft tokens that became tokens of an answer")
+acceptance_length_tokens = _histogram(
+    "acceptance_length_tokens", "Accepted drafts of a row with drafts", ACCEPTED)
+drafting_seconds_total = _counter("drafting_seconds_total", "Time of the engine's loop for drafts")
+undrafted_tokens_total = _counter(
+    "undrafted_tokens_total", "Tokens of requests that cannot have drafts, by reason", "reason")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")
 decode_tokens_total = _counter("decode_tokens_total", "Tokens of decode rows, by how they were computed", "mode")
 step_host_gap_seconds = _histogram("step_host_gap_seconds", "Device idle between steps, waiting for the host", STEP)
@@ -145,6 +153,8 @@ requests_limit = _gauge(
     mode="livemax")
 resident_memory_bytes = _gauge(
     "resident_memory_bytes", "Resident memory of each process; 0 while it is not running", "process")
+
+disk_free_bytes = _gauge("disk_free_bytes", "Free space of the disk of TMPDIR", mode="livemax")
 
 # All processes
 metrics_files_full_total = _counter(

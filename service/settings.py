@@ -60,6 +60,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "block_size": "tokens per block of the KV cache, a power of two; 0: the backend's choice",
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
                    "as auto, without the sampler; off: never",
+        "speculate": "compute drafts of answers, found in earlier text, beside the next token, for the same answers; "
+                     "auto: where it is measured to be faster; suffix: whenever one is found",
         "stream_interval": "tokens per stream message, except the first and last message",
     },
     "share the server between clients": {

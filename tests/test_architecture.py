@@ -46,6 +46,7 @@ LARGE_FOLDERS = {
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
+    "bench/reliability": "one file per question that it answers, and what they share",
     "npu/execution": "one file per part of a step",
 }
 """Folder of more than MAX_FILES files, its __init__.py not counted -> why it is not split."""
@@ -74,10 +75,12 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "gateway": {"", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests"},
         "frontend": {
             "", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests", "gateway"},
-        "scheduling": {"", "ipc", "structured_output"},
+        "speculation": set(),
+        "scheduling": {"", "ipc", "speculation", "structured_output"},
         "structured_output": {"", "processes", "text"},
-        "ranks": {"", "processes"},
-        "engine": {"", "ipc", "processes", "streams", "scheduling", "structured_output", "text", "ranks"},
+        "ranks": {"", "processes", "speculation"},
+        "engine": {
+            "", "ipc", "processes", "streams", "scheduling", "speculation", "structured_output", "text", "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {

@@ -69,14 +69,14 @@ def measure(rows: int, context: int, steps: int, sampling: SamplingParams) -> di
     first = scheduler.schedule(0.0).step  # all prompts at once: nobody computes them
     for new in first.new:
         runner._sampler.add(new)
-    scheduler.apply(first, StepResult({row.request_id: 5 for row in first.rows}, {}, {}, 0.0), 0.0)
+    scheduler.apply(first, StepResult({row.request_id: [5] for row in first.rows}, {}, {}, 0.0), 0.0)
     for _ in range(WARM_UP + steps):
         begun = time.perf_counter()
         step = scheduler.schedule(0.0).step
         planned = time.perf_counter()
         runner.launch(step)
         launched = time.perf_counter()
-        in_flight.append((step, StepResult({row.request_id: 5 for row in step.rows}, {}, {}, 0.0)))
+        in_flight.append((step, StepResult({row.request_id: [5] for row in step.rows}, {}, {}, 0.0)))
         spent["schedule"].append(planned - begun)
         spent["launch"].append(launched - planned)
         if len(in_flight) == 2:

@@ -121,7 +121,7 @@ class Simulation:
     def _apply(self) -> None:
         plan = self.in_flight.popleft()
         self.now += _seconds(plan)
-        result = StepResult({row.request_id: 5 for row in plan.step.rows if row.samples}, {}, {}, 0.0)
+        result = StepResult({row.request_id: [5] for row in plan.step.rows if row.samples}, {}, {}, 0.0)
         for progress in self.scheduler.apply(plan.step, result, self.now):
             stream = self.by_id[progress.sequence.id]
             if stream.last:

@@ -35,7 +35,7 @@ STEP_SECONDS = 0.02 * SCALE
 """A step samples one scaled token, which stands for SCALE tokens of 20 ms."""
 BUDGET = 2048
 """Scaled tokens of a step: 100,000 tokens of the trace a second, so that requests do not queue."""
-MAX_NUM_SEQS = 128
+MAX_NUM_SEQS = 64
 SPACING = Spacing(BLOCK, DEFAULT_SPACING.middle // SCALE)
 
 
@@ -98,7 +98,7 @@ def simulate(trace: Path, limit: int, tokens: int, num_slots: int) -> Share:
             in_flight.append(plan)
         if len(in_flight) == 2 or (in_flight and not plan.step.rows):
             step = in_flight.popleft().step
-            sampled = {row.request_id: 5 for row in step.rows if row.samples}
+            sampled = {row.request_id: [5] for row in step.rows if row.samples}
             scheduler.apply(step, StepResult(sampled, {}, {}, 0.0), now)
         elif not in_flight and waiting:
             now = max(now, waiting[0].seconds)
@@ -111,19 +111,19 @@ def simulate(trace: Path, limit: int, tokens: int, num_slots: int) -> Share:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="file of Mooncake's form")
-    parser.add_argument("--memory", type=int, nargs="+", default=[1000, 4000, 16000, 100000],
+    parser.add_argument("--memory", type=int, nargs="+", default=[1000, 4000, 16000],
                         help="of the cache, in thousands of tokens of keys and values (default: %(default)s)")
     parser.add_argument("--state-tokens", type=int, default=1600,
                         help="tokens of keys and values in the memory of a state (default: %(default)s, as in 0.8B)")
     parser.add_argument("--state-share", type=float, default=STATE_SHARE,
-                        help="share of the memory that states take (default: %(default)s)")
+                        help="least share of the memory that states take (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=0, help="of the trace; 0: all")
     args = parser.parse_args()
     print(f"{'1000 tokens':>11} {'attention':>9} {'same memory':>11} {'ratio':>5} {'same blocks':>11} {'ratio':>5}  "
           "misses with the same memory")
     for memory in args.memory:
         tokens = 1000 * memory
-        slots = int(tokens * args.state_share) // args.state_tokens
+        slots = max(2 * MAX_NUM_SEQS, int(tokens * args.state_share) // args.state_tokens)  # as in memory_plan.py
         states = slots * args.state_tokens
         attention, same_memory, same_blocks = (
             simulate(args.trace, args.requests, *sizes)

@@ -35,10 +35,10 @@ class Npuserve(harness.Generator):
         self.runner = load_model(config, config.model)
         self.budget = config.max_num_batched_tokens
         self.in_flight: deque[tuple[Step, LaunchedStep]] = deque()
+        blocks = BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False)
         self.scheduler = Scheduler(
-            BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False), max_num_seqs=ROWS,
-            max_num_batched_tokens=self.budget, max_queue=0, aging_seconds=config.priority_aging_seconds,
-            slots=StateSlots.of(self.runner.num_slots))
+            blocks, max_num_seqs=ROWS, max_num_batched_tokens=self.budget, max_queue=0,
+            aging_seconds=config.priority_aging_seconds, slots=StateSlots.of(self.runner.num_slots, blocks))
 
     def run(self, prompts: list[list[int]], steps: int, tick: Callable[[], None]) -> None:
         # The first rows decode during the prefill of the others.

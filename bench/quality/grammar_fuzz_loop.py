@@ -155,7 +155,7 @@ class RandomRunner(FakeRunner):
         bits = [bit for bit in range(32) if int(chosen[word]) >> bit & 1]
         token = 32 * word + self._random.choice(bits)
         self._known[request_id].tokens.append(token)
-        result.token_ids[request_id] = token
+        result.token_ids[request_id] = [token]
 
 
 def built(folder: str) -> Vocabulary:

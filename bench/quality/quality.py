@@ -1,12 +1,14 @@
-"""Loss of quality by int8: a model in several formats compared with float32, on texts not used for calibration.
+"""Loss of quality by int8 and 4 bits: formats of a model compared with float32, on texts not used for calibration.
 
-    python bench/quality/quality.py MODEL [--rounded FOLDER] [--balanced FOLDER] [--tokens 8192] [--json]
+    python bench/quality/quality.py MODEL [--rounded FOLDER] [--balanced FOLDER] [--int4-rounded FOLDER] [--int4 FOLDER]
+        [--tokens 8192] [--json]
 
 The texts are every other topic of Python's help, which `npuserve quantize` does not use, and sources of Python's
 standard library. Both are cut into sequences of --length tokens; the runner predicts each position on the CPU. Prints
 for each format the perplexity, also in float32, and the share of positions with float32's argmax. Also prints the mean
 KL divergence from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of
-`npuserve quantize` with and without --calibration none; they are made where not given.
+`npuserve quantize` with and without --calibration none, --int4-rounded and --int4 those of --scheme w4a16 with groups
+of 32; they are made where not given.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
+from npuserve.npu.quantize.rounding import Int4Rounding, Int8Rounding
 from npuserve.service.text.tokenizer_loader import load_tokenizer
 
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "enum", "functools", "inspect", "logging", "textwrap", "typing")
@@ -58,6 +61,9 @@ FORMATS = (
     Format("W8A8, int8 KV", "balanced", kv_cache="int8"),
     Format("W8A8, int8 LM head", "balanced", lm_head="int8"),
     Format("W8A8, int8 KV and LM head", "balanced", kv_cache="int8", lm_head="int8"),
+    Format("W4A16 rounded", "int4_rounded"),
+    Format("W4A16", "int4"),
+    Format("W4A16, int8 LM head", "int4", lm_head="int8"),
 )
 
 
@@ -146,6 +152,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounded", type=Path)
     parser.add_argument("--balanced", type=Path)
+    parser.add_argument("--int4-rounded", type=Path)
+    parser.add_argument("--int4", type=Path)
     names = [format.name for format in FORMATS]
     parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -155,12 +163,14 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        folders = {"model": args.model, "rounded": args.rounded, "balanced": args.balanced}
-        for kind in ("rounded", "balanced"):
+        folders = {"model": args.model, "rounded": args.rounded, "balanced": args.balanced,
+                   "int4_rounded": args.int4_rounded, "int4": args.int4}
+        for kind in {format.checkpoint for format in FORMATS if format.name in args.formats}:
             if folders[kind] is None:
                 folders[kind] = scratch / kind
-                quantize_checkpoint(args.model, folders[kind], () if kind == "rounded" else calibration_ids(
-                    args.model, "", SAMPLES, SAMPLE_TOKENS))
+                sequences = [] if "rounded" in kind else calibration_ids(args.model, "", SAMPLES, SAMPLE_TOKENS)
+                quantize_checkpoint(args.model, folders[kind], sequences,
+                                    rounding=Int4Rounding(32) if "int4" in kind else Int8Rounding())
         bench = Bench(folders, held_out(args.model, args.tokens, args.length), args.budget, scratch)
         bench.keep_exact()
         exact = {text: sums.report(sums) for text, sums in bench.exact.items()}

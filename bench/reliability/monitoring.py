@@ -122,7 +122,7 @@ def workload(args: argparse.Namespace, context: int) -> list[TimedRequest]:
         requests = read_trace(args.trace, 0, args.time_scale)
     else:
         requests = poisson(int(4 * args.seconds), 4.0, 200, 100, 0)
-    early = [one for one in requests if one.at < args.seconds]
+    early = [one for one in requests if one.arrival < args.seconds]
     requests = cut_to_context(early, args.max_prompt, args.max_output, context)[0]
     # Longer prompts begin with one of four instructions.
     return [replace(one, hashes=(number % 4, 4 + number), hash_tokens=INSTRUCTIONS)

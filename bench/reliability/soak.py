@@ -151,8 +151,8 @@ class Load:
     async def run(self, arrivals: Sequence[TimedRequest], seconds: float) -> None:
         """Send the arrivals for `seconds`, repeating a short trace; return when all requests have ended."""
         began, tasks, number = time.monotonic(), set[asyncio.Task[None]](), 0
-        span = arrivals[-1].at + 1.0
-        while (at := arrivals[number % len(arrivals)].at + number // len(arrivals) * span) < seconds:
+        span = arrivals[-1].arrival + 1.0
+        while (at := arrivals[number % len(arrivals)].arrival + number // len(arrivals) * span) < seconds:
             await asyncio.sleep(max(0.0, began + at - time.monotonic()))
             task = asyncio.create_task(self._one(number))
             tasks.add(task)

@@ -112,8 +112,8 @@ def fitting_scale(requests: Sequence[TimedRequest], context: int) -> float:
 
 def lasting(requests: Sequence[TimedRequest], seconds: float) -> list[TimedRequest]:
     """Return the requests with their times scaled, the first at 0 and the last at `seconds`."""
-    first, last = requests[0].at, requests[-1].at
-    return [replace(r, at=(r.at - first) * seconds / max(last - first, 1e-9)) for r in requests]
+    first, last = requests[0].arrival, requests[-1].arrival
+    return [replace(r, arrival=(r.arrival - first) * seconds / max(last - first, 1e-9)) for r in requests]
 
 
 def single_token_words(tokenizer: Tokenizer) -> list[str]:
@@ -156,7 +156,8 @@ def workload(
     drawn = Prompts(len(words), (), args.seed)
     prompts = [drawn.token_ids(place, request) for place, request in enumerate(fit)]
     requests = [
-        HttpRequest(request.at, completions.completion(model, "".join(words[i] for i in prompt), request.output_tokens))
+        HttpRequest(
+            request.arrival, completions.completion(model, "".join(words[i] for i in prompt), request.output_tokens))
         for request, prompt in zip(fit, prompts, strict=True)]
     return requests, {
         "requests": len(fit), "length_scale": scale, "cut": cut, "context": context, "words": len(words),

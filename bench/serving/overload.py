@@ -73,9 +73,9 @@ async def run(
 
 def arrivals(requests: Sequence[TimedRequest], rate: float, seconds: float) -> list[TimedRequest]:
     """Return the first requests of the trace, sped up to `rate` per second, for `seconds`. A short trace repeats."""
-    count, length = max(2, round(rate * seconds)), requests[-1].at
-    times = [requests[n % len(requests)].at + n // len(requests) * length for n in range(count)]
-    return [replace(requests[n % len(requests)], at=at * seconds / times[-1]) for n, at in enumerate(times)]
+    count, length = max(2, round(rate * seconds)), requests[-1].arrival
+    times = [requests[n % len(requests)].arrival + n // len(requests) * length for n in range(count)]
+    return [replace(requests[n % len(requests)], arrival=at * seconds / times[-1]) for n, at in enumerate(times)]
 
 
 def refusals(server: Serving, before: int) -> list[float]:

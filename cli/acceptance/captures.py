@@ -144,14 +144,14 @@ def _decode_rows(model: Model, backend: Backend, cache: StateStore, count: int) 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (count, MAX_PROMPT_TOKENS + 1), generator=generator).tolist()
     lengths = [1 + row % MAX_PROMPT_TOKENS for row in range(count)]
-    prompts = [Row(row, ids[row][: lengths[row]], 0, [row], True, state_slot=row) for row in range(count)]
+    prompts = [Row(row, ids[row][: lengths[row]], 0, [row], 1, state_slot=row) for row in range(count)]
 
     def prefill() -> None:
         model.hidden(make_batch(prompts, backend.block_size, backend, model.config.slots_of(count)), cache)
 
     backend.enqueue(prefill).wait()
     backend.synchronize()
-    return [Row(row, ids[row][-1:], lengths[row], [row], True, state_slot=row) for row in range(count)]
+    return [Row(row, ids[row][-1:], lengths[row], [row], 1, state_slot=row) for row in range(count)]
 
 
 def _compare(
@@ -223,8 +223,8 @@ def _chunk_rows(model: Model, tokens: int, per_row: int, context: int, start: in
     """Return a decode row, and a chunk of the other tokens."""
     ids = torch.randint(model.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
     blocks = list(range(2 * per_row))
-    return [Row(0, ids[:1], context - 1, blocks[:per_row], True, state_slot=0),
-            Row(1, ids[1:], start, blocks[per_row:], True, state_slot=1)]
+    return [Row(0, ids[:1], context - 1, blocks[:per_row], 1, state_slot=0),
+            Row(1, ids[1:], start, blocks[per_row:], 1, state_slot=1)]
 
 
 def _chunk_difference(

@@ -159,7 +159,7 @@ def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row:
         if part:
             end = done[place] + len(part)
             blocks = list(range(place * per_row, place * per_row + -(-end // size)))
-            rows.append(Row(place, part, done[place], blocks, False, state_slot=place))
+            rows.append(Row(place, part, done[place], blocks, 0, state_slot=place))
             budget -= len(part)
     return rows
 

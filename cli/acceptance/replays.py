@@ -245,7 +245,7 @@ class Replays:
             first = row * self._per_row
             token = (31 * row + context) % self._model.config.vocab_size
             blocks = list(range(first, first - (-context // self._size)))
-            rows.append(Row(row, [token], context - 1, blocks, True, state_slot=row))
+            rows.append(Row(row, [token], context - 1, blocks, 1, state_slot=row))
         staged = self._buffers.fill([(rows, self._captured.size(len(rows)))])
         staged.upload()
         return staged.parts[0]

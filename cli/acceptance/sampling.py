@@ -159,13 +159,13 @@ def expected_tokens(runner: Runner, prompt: list[int], answer: list[int], sampli
     new = []
     for place in range(len(answer)):
         blocks = list(range(place * width, (place + 1) * width))
-        rows.append(Row(place, prompt + answer[:place], 0, blocks, True, state_slot=place))
+        rows.append(Row(place, prompt + answer[:place], 0, blocks, 1, state_slot=place))
         asked = sampling if place == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
         new.append(NewRequest(place, prompt, answer[:place], asked))
     result = runner.collect(runner.launch(Step(rows, new)))
     runner.collect(runner.launch(Step([], ended=[row.request_id for row in rows])))
-    return Expected([result.token_ids[place] for place in range(len(answer))],
-                    [result.logprobs[place] for place in range(len(answer))] if sampling.logprobs is not None else [],
+    reports = [] if sampling.logprobs is None else [result.logprobs[place][0] for place in range(len(answer))]
+    return Expected([result.token_ids[place][0] for place in range(len(answer))], reports,
                     result.prompt_logprobs.get(0, []))
 
 

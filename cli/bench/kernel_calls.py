@@ -204,8 +204,8 @@ class Trace:
         ids = torch.randint(self.model.config.vocab_size, (self.rows, self.prompt + 1),
                             generator=torch.Generator().manual_seed(0)).tolist()
         block_ids = [list(range(row * blocks, (row + 1) * blocks)) for row in range(self.rows)]
-        yield "prompt", [Row(r, ids[r][:-1], 0, block_ids[r], True, state_slot=r) for r in range(self.rows)]
-        yield "decode", [Row(r, ids[r][-1:], self.prompt, block_ids[r], True, state_slot=r) for r in range(self.rows)]
+        yield "prompt", [Row(r, ids[r][:-1], 0, block_ids[r], 1, state_slot=r) for r in range(self.rows)]
+        yield "decode", [Row(r, ids[r][-1:], self.prompt, block_ids[r], 1, state_slot=r) for r in range(self.rows)]
 
     def _forward(self, kernels: KernelSet, batch: Batch, cache: StateStore) -> Tensor:
         model = dataclasses.replace(self.model, kernels=kernels)

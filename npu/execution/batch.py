@@ -42,7 +42,7 @@ class Batch:
     slot_mapping: [T] int64, block * block_size + offset.
     attention: queries and keys of each row.
     state_slots: [R] int64, slot of each row's fixed state; None if the model has none.
-    sample_tokens: [S] int64, index of the last token of each row that samples.
+    sample_tokens: [S] int64, index of each token after which one is sampled.
     """
 
     ids: Tensor
@@ -59,9 +59,9 @@ class Part:
 
     tokens: number of tokens.
     decodes: number of decode rows.
-    samples: (request_id, index of the next token in prompt + output) of the rows that sample.
+    samples: (request_id, index of the sampled token in prompt + output) of each token to sample.
     cu_seqlens, context_lens: host values of `padded` rows. The padding rows follow the step's own.
-    constrained: index in `samples` of each row whose token is sampled under a mask.
+    constrained: index in `samples` of each token that is sampled under a mask.
     """
 
     rows: Sequence[Row]
@@ -124,6 +124,7 @@ class BatchBuffers:
         tokens write; None if no batch is padded. Each has a slot of its own if the blocks have as many.
     vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
     num_slots: slots of fixed state, after which padding rows have one of their own; 0 if the model has no such state.
+    max_drafts: most drafts of a step; each is one more token to sample.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
     last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`. This padding
@@ -132,9 +133,10 @@ class BatchBuffers:
 
     def __init__(
         self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
-        backend: Backend, vocabulary: int = 0, num_slots: int = 0,
+        backend: Backend, vocabulary: int = 0, num_slots: int = 0, max_drafts: int = 0,
     ):
         self._limits = max_tokens, max_rows, max_blocks
+        self._max_samples = max_samples = max_rows + max_drafts
         self._block_size = block_size
         self._host_lengths = backend.host_lengths
         self._padding = padding_block or 0
@@ -146,7 +148,7 @@ class BatchBuffers:
         self._padding_slots = first + np.arange(tokens) % slots
         sections: dict[str, tuple[int, torch.dtype]] = {
             "ids": (tokens, torch.int64), "positions": (tokens, torch.int64), "slots": (tokens, torch.int64),
-            "sample_tokens": (rows, torch.int64), "contexts": (rows, torch.int32),
+            "sample_tokens": (rows + max_drafts, torch.int64), "contexts": (rows, torch.int32),
             "cu_seqlens": (rows + 2, torch.int32),
         }
         self._num_slots = num_slots
@@ -154,12 +156,12 @@ class BatchBuffers:
             sections["state_slots"] = (rows, torch.int64)
         self._vocabulary = vocabulary if backend.sampler_filters else 0
         if self._vocabulary:
-            sections |= {"penalty_slots": (max_rows, torch.int64), "top_k": (max_rows, torch.int32),
-                         "sampling": (NUM_FLOATS * max_rows, torch.float32)}
+            sections |= {"penalty_slots": (max_samples, torch.int64), "top_k": (max_samples, torch.int32),
+                         "sampling": (NUM_FLOATS * max_samples, torch.float32)}
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
         # Block tables on the device; the uploaded ones are narrower and are copied into it.
         self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
-        parameters = rows * _PARAMETER_BYTES + _MAX_PARAMETER_ARRAYS * _ALIGNMENT
+        parameters = (rows + max_drafts) * _PARAMETER_BYTES + _MAX_PARAMETER_ARRAYS * _ALIGNMENT
         prompt_ids = tokens * torch.int64.itemsize + rows * _ALIGNMENT  # of prompt_logprobs, an array for each row
         nbytes = self._fixed + self._tables.nbytes + parameters + prompt_ids
         self._device = backend.empty((nbytes,), torch.uint8)
@@ -181,7 +183,7 @@ class BatchBuffers:
         self._pad(self._at[0], 0, 0, rows)
         self._at[0]["slots"][:] = first + slots - 1 - np.arange(tokens) % (first + slots)
         if self._vocabulary:
-            self.host_sampling(max_rows).clear()
+            self.host_sampling(max_samples).clear()
         self._device[: self._fixed].copy_(self._hosts[0][: self._fixed])
 
     def decode(self, rows: int) -> Batch:
@@ -189,11 +191,11 @@ class BatchBuffers:
         return self._batch(0, rows, rows, rows, list(range(rows + 1)), [1] * rows, 0)
 
     def sample_tokens(self, rows: int) -> Tensor:
-        """Return the indexes of the last tokens of the first `rows` rows of `tokens` that sample, and padding."""
+        """Return the indexes of the first `rows` tokens of `tokens` after which one is sampled, and padding."""
         return self._on["sample_tokens"][:rows]
 
     def sampling(self, rows: int) -> SamplingInputs:
-        """Return the sampling parameters of the first `rows` rows, in memory that does not move."""
+        """Return the sampling parameters of the first `rows` samples, in memory that does not move."""
         floats = self._on["sampling"].view(NUM_FLOATS, -1)[:, :rows]
         return SamplingInputs(self._on["penalty_slots"][:rows], self._on["top_k"][:rows], *floats)
 
@@ -255,7 +257,7 @@ class BatchBuffers:
             arrays["state_slots"][rows : self._limits[1]] = self._num_slots
         if self._host_lengths:
             arrays["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
-            arrays["sample_tokens"][len(part.samples) : self._limits[1]] = 0
+            arrays["sample_tokens"][len(part.samples) : self._max_samples] = 0
             more = self._limits[1] - rows
             part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
             part.context_lens[rows:] = [tokens - part.tokens, *[0] * more]
@@ -299,9 +301,11 @@ class BatchBuffers:
         blocks = [-(-context // block_size) for context in contexts]
         total = ends[-1]
         width = max(blocks)
-        if any(n > limit for n, limit in zip((total, size, width), self._limits, strict=True)):
-            raise ValueError(f"a step of {total} tokens, {size} rows and {width} blocks a row, "
-                             f"while the buffers hold at most {', '.join(map(str, self._limits))}")
+        num_samples = sum(row.samples for row in rows)
+        limits = *self._limits, self._max_samples
+        if any(n > limit for n, limit in zip((total, size, width, num_samples), limits, strict=True)):
+            raise ValueError(f"a step of {total} tokens, {size} rows, {width} blocks a row and {num_samples} samples, "
+                             f"while the buffers hold at most {', '.join(map(str, limits))}")
         self._write_tables(rows, blocks, first)
 
         here = slice(first, first + total)
@@ -322,12 +326,13 @@ class BatchBuffers:
         arrays["contexts"][first : first + count] = contexts
         cu_seqlens = arrays["cu_seqlens"][first + (first > 0) :]
         cu_seqlens[: count + 1] = [0, *ends]
-        last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        last = [index for row, end in zip(rows, ends, strict=True) for index in range(end - row.samples, end)]
         arrays["sample_tokens"][first : first + len(last)] = last
         if size > count:
             self._pad(arrays, first, count, size)
-        samples = [(row.request_id, context) for row, context in zip(rows, contexts, strict=True) if row.samples]
-        constrained = [i for i, row in enumerate(row for row in rows if row.samples) if row.is_constrained]
+        samples = [(row.request_id, position) for row, context in zip(rows, contexts, strict=True)
+                   for position in range(context - row.samples + 1, context + 1)]
+        constrained = [i for i, row in enumerate(row for row in rows for _ in range(row.samples)) if row.is_constrained]
         return Part(
             rows, first, total, sum(row.is_decode for row in rows), samples, cu_seqlens[: size + 1].tolist(),
             arrays["contexts"][first : first + size].tolist(), constrained), width
@@ -397,7 +402,9 @@ def make_batch(rows: Sequence[Row], block_size: int, backend: Backend, num_slots
     """Return a batch of at least one row, of known tokens, in memory of its own. Call it within enqueued work."""
     tokens = sum(len(row.token_ids) for row in rows)
     blocks = max(-(-(row.start + len(row.token_ids)) // block_size) for row in rows)
-    buffers = BatchBuffers(tokens, len(rows), blocks, block_size, None, backend, num_slots=num_slots)
+    drafts = sum(row.samples - 1 for row in rows if row.samples)
+    buffers = BatchBuffers(
+        tokens, len(rows), blocks, block_size, None, backend, num_slots=num_slots, max_drafts=drafts)
     staged = buffers.fill([(rows, len(rows))])
     staged.upload()
     return buffers.batch(staged.parts[0])

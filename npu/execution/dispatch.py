@@ -29,7 +29,7 @@ steps. Within a captured step it costs little more than a decode row. Otherwise 
 launches its kernels one by one: that takes as long as two or three captured steps."""
 
 MAX_CHOSEN = 64
-"""Rows of which a captured step with chunks can choose a token. It always chooses as many, so more would be slower."""
+"""Tokens that a captured step with chunks can choose. It always chooses as many, so more would be slower."""
 
 
 class CapturableSteps:
@@ -37,14 +37,14 @@ class CapturableSteps:
 
     Each returns the hidden states. Those that choose tokens write their ids to the beginning of `Forward`'s `last`.
 
-    max_rows: rows of the largest step.
+    max_samples: tokens that the largest step samples.
     """
 
-    def __init__(self, forward: Forward, buffers: BatchBuffers, max_rows: int):
+    def __init__(self, forward: Forward, buffers: BatchBuffers, max_samples: int):
         self._forward = forward
         self._buffers = buffers
-        self.chosen = min(max_rows, MAX_CHOSEN)
-        """Rows of which a step of any rows chooses a token: the first that yield one, and padding."""
+        self.chosen = min(max_samples, MAX_CHOSEN)
+        """Tokens that a step of any rows chooses: those of the rows, and padding."""
 
     def decode(self, rows: int) -> Tensor:
         """Compute decode rows."""
@@ -67,13 +67,13 @@ class CapturableSteps:
         return self._forward.hidden(self._buffers.tokens(tokens))
 
     def chunks_argmax(self, tokens: int) -> Tensor:
-        """Compute a batch of any rows and choose the argmax tokens of its `chosen` rows."""
+        """Compute a batch of any rows and choose `chosen` argmax tokens."""
         hidden = self.chunks(tokens)
         self._forward.choose_argmax(self._chosen_of(hidden))
         return hidden
 
     def chunks_sampled(self, filters: Filters, tokens: int) -> Tensor:
-        """Compute a batch of any rows and sample its `chosen` rows by the buffers' parameters."""
+        """Compute a batch of any rows and sample `chosen` tokens by the buffers' parameters."""
         hidden = self.chunks(tokens)
         self._forward.choose_fixed(self._chosen_of(hidden), filters)
         return hidden
@@ -254,6 +254,11 @@ class Dispatch:
         """Least number of known tokens for which a chunk is faster than as many decode rows."""
         return MIN_FORCED_EAGER if self.decodes.hidden and not self.chunks.hidden else MIN_FORCED
 
+    @property
+    def computes_drafts(self) -> bool:
+        """Whether a row with drafts takes about as long as a decode row: both are captured, or neither is."""
+        return self.chunks.hidden is not None or self.decodes.hidden is None
+
     def sampled_rows(self, part: Part) -> int:
         """Return the rows of the captured sampler that can take the part; 0 if none can."""
         if not self.decodes.sampled or part.first:
@@ -331,4 +336,4 @@ def _all_decode(part: Part) -> bool:
 
 def is_decode(row: Row) -> bool:
     """Return True for a row of one token that samples: a decode row or a prompt's last token."""
-    return row.samples and len(row.token_ids) == 1
+    return row.samples > 0 and len(row.token_ids) == 1

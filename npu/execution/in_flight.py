@@ -113,10 +113,13 @@ class StepOutput:
         if MISSING in ids:
             raise LostStep("the device has dropped a step, after a failure that it did not report")
         result = StepResult(
-            dict(zip(launched.requests, ids, strict=True)), {}, {}, sum(s.read() for s in self.spans),
+            {}, {}, {}, sum(s.read() for s in self.spans),
             self.captured, self.captured_decodes, self.decoder_decodes, bool(self.timings))
+        for request_id, token_id in zip(launched.requests, ids, strict=True):
+            result.token_ids.setdefault(request_id, []).append(token_id)
         for requests, logprobs in self.reports:
-            result.logprobs.update(zip(requests, logprobs.reports(), strict=True))
+            for request_id, report in zip(requests, logprobs.reports(), strict=True):
+                result.logprobs.setdefault(request_id, []).append(report)
         for request_id, logprobs in self.prompt:
             result.prompt_logprobs.setdefault(request_id, []).extend(logprobs.reports())
         for requests, hidden in self.pooled:
@@ -128,7 +131,7 @@ class StepOutput:
 class LaunchedStep:
     """Launched step. `Runner.collect` takes it once.
 
-    requests: ids of the requests that get a token.
+    requests: request of each sampled token, in order.
     ids: their sampled ids [n] int64 on the host; MISSING before the device has written them.
     output: None if the step has no rows, or while part of its work is not queued.
     record: records the collected step for a profile, called with (device seconds, results); None without a profile.

@@ -63,13 +63,14 @@ def load_runner(
     lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
+    max_drafts: int = 0,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
     decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
     prefill_device, lm_head_dtype: see `select_prefill` and `ModelConfig`.
-    kernel_sampling, observe: see `Runner`.
+    kernel_sampling, observe, max_drafts: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
@@ -88,7 +89,7 @@ def load_runner(
     _preflight(device, num_ranks)
     config = _config(folder, lm_head_dtype, device, group)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
-    ranks = _ranks(group, device, config, dtype, max_num_seqs, max_num_batched_tokens)
+    ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
     device.wait_for_memory()
     kept = memory.plan(Path(folder)) if memory else None
@@ -96,7 +97,7 @@ def load_runner(
         plan = kept if shared and kept else predict(
             config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
             kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefill=host)
+            max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
         if plan is not kept:
             plan.require_fit()
             report_ignored_head(folder, config)
@@ -110,7 +111,7 @@ def load_runner(
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, weights.dtype, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen, ranks=ranks, num_slots=plan.num_slots)
+        cpu_kernels=chosen, ranks=ranks, num_slots=plan.num_slots, max_drafts=max_drafts)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
@@ -168,13 +169,13 @@ def _choose_kernels(
 
 
 def _ranks(
-    group: Group | None, device: Backend, config: ModelConfig, dtype: str, max_num_seqs: int, max_tokens: int
+    group: Group | None, device: Backend, config: ModelConfig, dtype: str, max_samples: int, max_tokens: int
 ) -> Ranks:
     """Return the group for the kernels of a runner, whose memory is then no longer free."""
     if group is None:
         return ALONE
     resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
-    rows = min(max_num_seqs, max_tokens)
+    rows = min(max_samples, max_tokens)
     width = config.padded_vocabulary(device.vocabulary_tile) // group.size
     largest = max(max_tokens * config.hidden_size, rows * width) * resolved.itemsize
     ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory,

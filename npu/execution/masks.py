@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,13 +92,21 @@ class MaskBuffers:
     ) -> StagedMasks | None:
         """Write the masks of a step to the next host buffer; return None if no row has one.
 
-        masks: request -> [ceil(vocabulary / 32)] int32. Ids at or beyond the vocabulary's size are removed.
+        masks: request -> [n, ceil(vocabulary / 32)] int32 for its n rows, or without the first dimension for one. Ids
+            at or beyond the vocabulary's size are removed.
         restrict: removes ids from the mask of (request, position) in place, not all of them.
 
         The masks of the step before the previous one must have reached the device. Raises ValueError for a mask of
         another shape or dtype, and for one that allows no id.
         """
-        masked = [(row, masks[row.request_id]) for row in rows if row.request_id in masks]
+        masked: list[tuple[ConstrainedRow, Array]] = []
+        for request_id, of_request in groupby(rows, attrgetter("request_id")):
+            if (mask := masks.get(request_id)) is not None:
+                drafted = list(of_request)
+                if len(drafted) > 1 and mask.size == len(drafted) * self._words:
+                    masked += zip(drafted, mask.reshape(-1, self._words), strict=True)
+                else:
+                    masked += [(row, mask) for row in drafted]
         if not masked:
             return None
         if self._device is None:

@@ -69,7 +69,7 @@ class MemoryPlan:
     weights: weights and the table of rotary embeddings.
     kv_cache: num_blocks blocks of block_size tokens.
     activations: activations of a step of max_num_batched_tokens tokens, or of the decode rows with a `host` plan.
-    logits: logits of max_num_seqs rows, and their sampling.
+    logits: logits of max_num_seqs rows and the drafts of a step, and their sampling.
     base: memory of the process itself, after the import of torch.
     available: free memory before any allocation other than the base.
 
@@ -151,7 +151,7 @@ class MemoryPlan:
 def predict(
     config: ModelConfig, backend: Backend, *, dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
     kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-    prefill: Backend | None = None, reserved: int = 0,
+    prefill: Backend | None = None, reserved: int = 0, max_drafts: int = 0,
 ) -> MemoryPlan:
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
@@ -161,6 +161,7 @@ def predict(
     max_model_len: 0 for the lesser of the model's context and the tokens that the KV cache holds.
     prefill: backend that computes the prompts; None for `backend`.
     reserved: bytes of the device's free memory that others will take.
+    max_drafts: see `Runner`.
 
     Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
@@ -169,22 +170,18 @@ def predict(
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
     available = backend.memory_available() - reserved
-
     weights = stored_bytes(config, resolved, backend)
-    rows = min(max_num_seqs, max_num_batched_tokens)
-    activations = _activations(config, backend, rows if prefill else max_num_batched_tokens, length, resolved.itemsize)
-    if prefill:  # hidden states of a chunk, copied from the host
-        activations += max_num_batched_tokens * config.hidden_size * resolved.itemsize
+    decode_rows = min(max_num_seqs, max_num_batched_tokens) if prefill else 0
+    activations = _device_activations(config, backend, decode_rows, max_num_batched_tokens, length, resolved.itemsize)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
-    logits = _logits(config, backend, max_num_seqs, resolved.itemsize)
+    logits = _logits(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
     per_request = -(-length // block_size)
-    min_block_bytes = -(-max_model_len // block_size) * block
     block_bytes_wanted = kv_cache_memory or min(free, max_num_seqs * per_request * block)
-    spared = block_bytes_wanted - max(min_block_bytes, int(block_bytes_wanted * (1 - STATE_SHARE)))
+    spared = _spared_bytes(block_bytes_wanted, -(-max_model_len // block_size) * block)
     num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
@@ -204,12 +201,9 @@ def predict(
         available=available,
         dtype=str(resolved).removeprefix("torch."),
         kv_cache_dtype=str(cached).removeprefix("torch."),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=length,
+        num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored),
-        fixed_state=fixed_state,
-        num_slots=num_slots,
+        fixed_state=fixed_state, num_slots=num_slots,
     )
 
 
@@ -227,6 +221,11 @@ def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block
 STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
 """Shares of the cache's memory that slots of fixed state take: if two for each request take less, and at most.
 `bench/engine/prefix_cache.py` measures what the checkpoints of a share find."""
+
+
+def _spared_bytes(wanted: int, min_block_bytes: int) -> int:
+    """Return what the blocks of a cache of `wanted` bytes, min_block_bytes at least, leave to fixed states."""
+    return wanted - max(min_block_bytes, int(wanted * (1 - STATE_SHARE)))
 
 
 def _slots(
@@ -387,6 +386,19 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     parts = max(layer.scratch_bytes(context, backend.threads) for layer in layers)
     panels = PANELS * LANES * max(matrix.inputs for matrix in linears) * itemsize
     return summed + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+
+
+def _device_activations(
+    config: ModelConfig, backend: Backend, decode_rows: int, tokens: int, context: int, itemsize: int
+) -> int:
+    """Return the bytes of the activations on the device of a step of `tokens` tokens.
+
+    decode_rows: rows of a step if the host computes the chunks, whose hidden states are copied to the device; 0 if the
+        device computes them.
+    """
+    if not decode_rows:
+        return _activations(config, backend, tokens, context, itemsize)
+    return _activations(config, backend, decode_rows, context, itemsize) + tokens * config.hidden_size * itemsize
 
 
 def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:

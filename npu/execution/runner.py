@@ -69,6 +69,8 @@ class Runner:
     kv_cache_dtype: "auto", "int8" or "fp8".
     max_model_len: maximum number of positions of a request.
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
+    max_drafts: most drafts of a step; see `Row.samples`. The attribute is 0 where rows with drafts are much slower than
+        decode rows.
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
     shared_weights: description of the weights in shared memory (`load.describe`), or None.
@@ -98,6 +100,7 @@ class Runner:
         cpu_kernels: CpuKernels | None = None,
         ranks: Ranks = ALONE,
         num_slots: int = 0,
+        max_drafts: int = 0,
     ):
         self.config = config
         self.cpu_kernels = cpu_kernels
@@ -119,21 +122,23 @@ class Runner:
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._kernel_sampling = kernel_sampling
         self._steps = 0
-        self._sampled: dict[int, int] = {}  # request -> its index in _last
+        self._sampled: dict[int, int] = {}  # request -> index of its last sample in _last
         self._waiting: WaitingStep | None = None
 
         rows = min(max_num_seqs, max_num_batched_tokens)
+        samples = min(rows + max_drafts, max_num_batched_tokens)
+        max_drafts = samples - rows
         self._kernels = KernelSet(backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels)
         model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
-        self._masks = MaskBuffers(rows, config.vocab_size, backend)
+        self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
-            num_blocks if backend.padding_blocks else None, backend, config.vocab_size, num_slots)
-        self._last = backend.empty((rows,), torch.int64).zero_()  # ids sampled by the last step
-        self._ids = [backend.host_buffer(rows, dtype=torch.int64) for _ in range(2)]
+            num_blocks if backend.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts)
+        self._last = backend.empty((samples,), torch.int64).zero_()  # ids sampled by the last step
+        self._ids = [backend.host_buffer(samples, dtype=torch.int64) for _ in range(2)]
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
@@ -144,12 +149,13 @@ class Runner:
         self._pages.map_first()
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
         self._dispatch = Dispatch(
-            backend, self._buffers, CapturableSteps(self._forward, self._buffers, rows), rows,
+            backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
             capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
+        self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
-            self._warm_up(rows, dtype)
+            self._warm_up(samples, dtype)
 
     @property
     def parameters(self) -> int:
@@ -207,7 +213,7 @@ class Runner:
             works.append(self._plan(part, len(requests), staged, is_constrained=is_constrained, is_on_host=is_on_host))
             constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
-        self._sampled = dict(zip(requests, range(len(requests)), strict=True))
+        self._sampled = {request_id: index for index, request_id in enumerate(requests)}
         phase = step.phase if timed else None
         self._steps += 1
         self._pages.steps_in_flight += 1
@@ -240,9 +246,9 @@ class Runner:
     def sample(self, launched: LaunchedStep, masks: Mapping[int, Array]) -> None:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
-        masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. They are read only until
-            this returns. The token of a constrained row without a mask is discarded: a later step may sample the same
-            position. Masks of other requests are ignored.
+        masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. A row with n samples has
+            n masks. They are read only until this returns. The tokens of a constrained row without a mask are
+            discarded: a later step may sample the same position. Masks of other requests are ignored.
 
         allowed_token_ids and min_tokens restrict a mask, unless no id would remain. Raises ValueError for a mask of
         another form, or one that allows no id of the vocabulary; nothing is queued then. Raises RuntimeError for a step
@@ -430,17 +436,17 @@ class Runner:
         """Add what is wanted of a part besides its sampled ids: reports of its prompt tokens, and hidden states."""
         output.prompt += self._prompt_logprobs(hidden, work.prompt)
         if work.pooled:
-            output.pooled.append((work.pooled.requests, hidden.index_select(0, work.pooled.tokens).float()))
+            output.pooled.append((work.pooled.requests, hidden[work.pooled.tokens].float()))
 
     @torch.inference_mode()
-    def _warm_up(self, max_rows: int, dtype: torch.dtype) -> None:
-        """Call LM head and sampler for each number of rows that is compiled separately, so that no request waits.
+    def _warm_up(self, max_samples: int, dtype: torch.dtype) -> None:
+        """Call LM head and sampler for each number of samples that is compiled separately, so that no request waits.
 
         Without captured samplers too: the first call of an operator loads it.
         """
-        hidden = self.backend.empty((max_rows, self.config.hidden_size), dtype).zero_()
-        for rows in {max_rows, *(1 << n for n in range(max_rows.bit_length()))}:
-            self._forward.warm_up(hidden[:rows])
+        hidden = self.backend.empty((max_samples, self.config.hidden_size), dtype).zero_()
+        for samples in {max_samples, *(1 << n for n in range(max_samples.bit_length()))}:
+            self._forward.warm_up(hidden[:samples])
         self.backend.synchronize()
 
     def _prompt_logprobs(self, hidden: Tensor, prompt: list[PromptRows]) -> list[tuple[int, Logprobs]]:

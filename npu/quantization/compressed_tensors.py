@@ -31,11 +31,11 @@ def read(section: Mapping[str, Any], where: str) -> Quantization:
     refuse_others(section, where, {
         "quant_method", "config_groups", "ignore", "kv_cache_scheme", "global_compression_ratio", "version", "format",
         "quantization_status", "sparsity_config", "transform_config", "moe_sparsity_config"})
+    read_groups = tuple(_group(group, f"{where}: config_groups.{name}") for name, group in groups.items())
     one_of(section, where, "quantization_status", "compressed", "frozen")
     for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         one_of(section, where, key, None, {}, {"config_groups": {}})
     ignore = section.get("ignore")
-    read_groups = tuple(_group(group, f"{where}: config_groups.{name}") for name, group in groups.items())
     formats = list(dict.fromkeys(scheme.format for _, scheme in read_groups))
     one_of(section, where, "format", *formats, *([MIXED] if len(formats) > 1 else []), "naive-quantized")
     return Quantization(read_groups, patterns([] if ignore is None else ignore, f"{where}: ignore"))

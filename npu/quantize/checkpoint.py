@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,15 +114,10 @@ def quantize_checkpoint(
                 strengths.append(_layer(config, index, source, writer, rounding, inputs, hidden, cos_sin, strength))
             progress(config.num_layers, config.num_layers)
         _copy_others(folder, folder_out)
-        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        for section in (written, written.get("text_config") or {}):
-            for key in QUANTIZATION_KEYS:
-                section.pop(key, None)
         if rounding.is_modelslim:
             write_json(folder_out / "quant_model_description.json", modelslim.description(specs))
-        else:
-            written |= {"quantization_config": quantization.to_json()}
-        write_json(folder_out / "config.json", written)
+        _write_config(folder, folder_out, {} if rounding.is_modelslim else {
+            "quantization_config": quantization.to_json()})
     nbytes = sum(spec.nbytes for spec in specs.values())
     return QuantizationResult(rounding.name, len(inputs), len(everything), source.nbytes, nbytes, tuple(strengths))
 
@@ -192,6 +188,15 @@ def _specs(source: Source, names: Collection[str], rounding: Rounding) -> dict[s
         else:
             specs[name] = spec
     return specs
+
+
+def _write_config(folder: Path, out: Path, section: Mapping[str, Any]) -> None:
+    """Write config.json with the section of the quantization in place of an earlier one."""
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for keys in (written, written.get("text_config") or {}):
+        for key in QUANTIZATION_KEYS:
+            keys.pop(key, None)
+    write_json(out / "config.json", {**written, **section})
 
 
 def _copy_others(folder: Path, out: Path) -> None:

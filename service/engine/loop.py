@@ -28,13 +28,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from npuserve.npu.execution.pooler import Pooler
 from npuserve.npu.step import Step
 from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.kv_event_stream import KvEventStream
 from npuserve.service.engine.metrics import EngineMetrics
 from npuserve.service.engine.outbox import Outbox
 from npuserve.service.engine.pipeline import Runner, StepPipeline
-from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.profiles import Profiles
 from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.engine.request_registry import Origin, RequestRegistry

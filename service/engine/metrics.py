@@ -18,6 +18,7 @@ from npuserve.service.errors import (
 )
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
+from npuserve.service.scheduling.drafting import REASONS
 from npuserve.service.scheduling.scheduler import MISS_REASONS, Scheduler
 
 RATE_SECONDS = 2.0
@@ -36,6 +37,8 @@ TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase
 DECODE_MODES = ("captured", "decoder", "eager")
 DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in DECODE_MODES}
 SLOTS = [metrics.state_slots.labels(state) for state in ("used", "checkpoint", "free")]
+ACCEPTANCE = metrics.tally(metrics.acceptance_length_tokens)
+UNDRAFTED = {reason: metrics.undrafted_tokens_total.labels(reason) for reason in REASONS}
 MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
@@ -46,7 +49,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported = (0, 0, 0, 0, 0)
+        self._reported: tuple[float, ...] = (0,) * 8
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -144,12 +147,19 @@ class EngineMetrics:
         metrics.requests_paused.set(self._scheduler.num_paused)
         metrics.predicted_ttft_seconds.set(self._scheduler.predicted_ttft_seconds())
         scheduler = self._scheduler
+        drafting = scheduler.drafting
         counts = (
             scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.deadlines.tokens_in_vain,
-            scheduler.forced_tokens)
+            scheduler.forced_tokens, drafting.drafted, drafting.accepted, drafting.seconds)
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
-            metrics.tokens_in_vain_total, metrics.forced_tokens_total)
+            metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.draft_tokens_total,
+            metrics.accepted_draft_tokens_total, metrics.drafting_seconds_total)
+        for length, rows in drafting.take_lengths().items():
+            for _ in range(rows):
+                ACCEPTANCE.observe(length)
+        for reason, tokens in drafting.take_skipped().items():
+            UNDRAFTED[reason].inc(tokens)
         for reason, misses in scheduler.take_misses().items():
             MISSES[reason].inc(misses)
         used = checkpoints = free = 0

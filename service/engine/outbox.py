@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+from npuserve.npu.execution.pooler import Pooler
 from npuserve.service import metrics
 from npuserve.service.engine.metrics import EngineMetrics
-from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.request_registry import Origin, RequestRegistry
 from npuserve.service.errors import ServeError, TakenOver, to_wire
 from npuserve.service.ipc.messages import Finish, Output, Outputs, ToFrontend
@@ -107,7 +107,7 @@ class Outbox:
         params = progress.sequence.request.pooling
         if progress.hidden is None or params is None or self._pooler is None:
             return b""
-        return self._pooler.values(progress.hidden, params)
+        return self._pooler.values(progress.hidden, params.dimensions, params.is_normalized)
 
     def add_heartbeats(self, frontends: Iterable[bytes]) -> None:
         for frontend in frontends:

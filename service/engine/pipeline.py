@@ -31,10 +31,11 @@ from npuserve.service import metrics
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Progress, Sequence, State
 from npuserve.service.scheduling.step_plan import Plan
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from npuserve.service.structured_output.manager import StructuredOutputManager
 
 Mask = npt.NDArray[np.int32]
-"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)]."""
+"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)], or [n, ...] for n samples."""
 
 
 class Runner(Protocol):
@@ -134,8 +135,8 @@ class StepPipeline:
 
     @property
     def needs_tokens(self) -> bool:
-        """True if the step launched last is sampled only after the oldest was collected."""
-        return bool(self._constrained)
+        """True if the step launched last is sampled, or the next one planned, only after the oldest was collected."""
+        return bool(self._constrained) or (bool(self._steps) and self._scheduler.waits_for_tokens)
 
     def wait_for_masks(self) -> None:
         """Wait until each deferred row can be planned again. For loops that have nothing else to do."""
@@ -187,6 +188,18 @@ class StepPipeline:
             self.wait_for_masks()
         return self.collect() if self.must_collect else None
 
+    def _masks_along(self, sequence: Sequence, matcher: AnswerMatcher) -> Mask | None:
+        """Return a mask for each sample of the row with drafts launched last; None if nothing may follow.
+
+        Samples without a mask of their own are not valid. Those after a draft that is not allowed are never reached.
+        """
+        row = next(row for row in self._steps[-1].step.rows if row.request_id == sequence.id)
+        masks = matcher.masks_along(row.token_ids[len(row.token_ids) - row.samples + 1 :])
+        if not masks:
+            return None
+        sequence.num_valid_samples = len(masks)
+        return np.stack(masks + masks[-1:] * (row.samples - len(masks)))
+
     def _prepare(self, sequences: Iterable[Sequence]) -> None:
         """Prepare what follows in constrained answers, and wait for it within the limit."""
         self._structured_output.prepare(
@@ -213,6 +226,9 @@ class StepPipeline:
             if sequence.is_preparing or not sequence.matcher.is_prepared:
                 sequence.defer()
                 metrics.deferred_rows_total.inc()
+            elif sequence.has_drafts:
+                if (drafted := self._masks_along(sequence, sequence.matcher)) is not None:
+                    masks[sequence.id] = drafted
             elif (mask := sequence.matcher.mask()) is not None:
                 masks[sequence.id] = mask
         metrics.constrained_tokens_total.inc(len(masks))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from npuserve.npu.execution.pooler import Pooler
 from npuserve.npu.large_import import TorchError, import_large, import_torch
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.shard import Shard
@@ -30,7 +31,6 @@ from npuserve.service.engine.crash_tracker import CrashTracker
 from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
-from npuserve.service.engine.pooler import Pooler
 from npuserve.service.engine.request_history import RequestHistory
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
@@ -40,8 +40,10 @@ from npuserve.service.ranks.lead import LeadRunner
 from npuserve.service.ranks.load import load_model, publish_kernel
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.speculation.speculator import Speculator
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import build_compiler
 from npuserve.service.text.model_folder import read_eos_ids
@@ -143,7 +145,7 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     history = RequestHistory()
 
     def observe(kernel: str, phase: str, backend: str, seconds: float) -> None:
-        history.observe_kernel(kernel, seconds)
+        history.observe_kernel(f"{kernel}, {phase}", seconds)
         publish_kernel(kernel, phase, backend, seconds)
 
     runner = load_model(args.config, args.folder, observe, memory=memory, kernels=args.kernels,
@@ -179,7 +181,8 @@ def build_engine(
     scheduler = Scheduler(
         blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, max_model_len=length,
-        min_forced=runner.min_forced, slots=slots, message_end_ids=message_end_ids)
+        min_forced=runner.min_forced, slots=slots, message_end_ids=message_end_ids,
+        drafting=drafting_of(config, runner))
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
         max_model_len=length, dtype=runner.dtype_name,
@@ -212,6 +215,18 @@ def build_engine(
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
                  shared_weights=shared_weights(runner, ranks), kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
+    """Return the drafting of speculative decoding; without drafts, and with a log line, where the model has none."""
+    if config.speculate == "off":
+        return Drafting()
+    obstacle = "state" if runner.num_slots else "" if runner.max_drafts else "device"
+    if obstacle:
+        reasons = {"state": "the model has a recurrent state", "device": "the device computes rows with drafts slowly"}
+        logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reasons[obstacle])
+        return Drafting(obstacle=obstacle)
+    return Drafting(Speculator(config.speculate), runner.max_drafts, overlaps=config.double_buffering)
 
 
 def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """Calls that generate no token: Embed and Rank.
 
 An embedding is one request in the engine, and each document of a Rank call is one. They enter the same queue as
-requests that generate, and their rows the same steps. Their last step ends them with their values (engine/pooler.py).
+requests that generate, and their rows the same steps. Their last step ends them with their values
+(npu/execution/pooler.py).
 
 Of a Rank call, MAX_CONCURRENT documents are in the engine at a time. The first one decides whether the call is
 accepted. A later one that finds the queue full waits and tries again, until the call's deadline.

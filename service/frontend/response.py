@@ -181,6 +181,8 @@ class ResponseBuilder:
         end.usage.prompt_tokens = finish.prompt_tokens
         end.usage.cached_tokens = finish.cached_tokens
         end.usage.generated_tokens = generated
+        end.usage.drafted_tokens = finish.drafted_tokens
+        end.usage.accepted_draft_tokens = finish.accepted_drafts
         _write_timing(end.timing, finish.timing, now, self._checked.request.arrival)
         return message
 

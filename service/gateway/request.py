@@ -15,7 +15,13 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from npuserve.npu.profile import MAX_PROFILE_STEPS
 from npuserve.service.errors import InvalidField, Reserved, Violations
 from npuserve.service.ipc.messages import ModelInfo
-from npuserve.service.requests.fields import MAX_LOGPROBS, check_number, check_profile_name, check_profile_steps
+from npuserve.service.requests.fields import (
+    MAX_LOGPROBS,
+    check_number,
+    check_profile_name,
+    check_profile_steps,
+    check_token_ids,
+)
 from npuserve.service.requests.prompt import too_many_tokens
 from npuserve.service.text.model_folder import DEFAULT_RANGES, Range
 from npuserve.v1 import generate_pb2 as pb
@@ -67,18 +73,23 @@ def translate(request: vllm.GenerateRequest, info: ModelInfo) -> pb.GenerateRequ
     return translated
 
 
-def translate_embed(request: vllm.EmbedRequest, tokenizer: Tokenizer | None) -> pooling_pb2.EmbedRequest:
+def translate_embed(
+    request: vllm.EmbedRequest, tokenizer: Tokenizer | None, vocabulary_size: int
+) -> pooling_pb2.EmbedRequest:
     """Return the request as a message of InferenceService.
 
     A gateway tokenizes without the special tokens of the model's tokenizer, such as an end-of-text token. Those that
     are missing are added.
 
-    Raises Reserved for fields without a counterpart, and InvalidField for a request without ids.
+    Raises Reserved for fields without a counterpart, and InvalidField for ids that are absent or not the model's.
     """
     _check_known(request, EMBED_FIELDS, "")
     ids = list(request.tokenized.input_ids)
     if not ids:
         raise InvalidField("tokenized.input_ids", "must be at least one token, got an empty input")
+    bad = Violations()
+    check_token_ids("tokenized.input_ids", ids, vocabulary_size, bad)
+    bad.check()
     head, tail = tokenizer.special_ids_around if tokenizer else ([], [])
     translated = pooling_pb2.EmbedRequest()
     if request.request_id:

@@ -138,7 +138,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         async with call(context, _rpc("Embed"), logging.INFO, trace) as fields:
             with client_paths():
                 self._last_request = clock.unix_time()
-                message = translate_embed(request, self._generation.require_folder().tokenizer)
+                tokenizer = self._generation.require_folder().tokenizer
+                message = translate_embed(request, tokenizer, self._engine.require().vocabulary_size)
                 embedded = await self._pooled.embed(
                     message, context, fields, trace, SERVICE, MAX_REQUEST_ID_CHARACTERS)
                 response = vllm.EmbedResponse(

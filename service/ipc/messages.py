@@ -86,6 +86,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         document as its index, 1 as `samples`, and a prompt of its own.
     constraint: on the answer's text; None for none.
     pooling: None for a request that generates tokens.
+    speculate: whether steps may compute drafts of the answer.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     samples: int = 1
     constraint: Constraint | None = None
     pooling: PoolingParams | None = None
+    speculate: bool = True
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -155,6 +157,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 
     cached_tokens: prompt tokens found in the prefix cache at the first admission.
     grammar_completed: the answer satisfies its constraint; False without a constraint.
+    drafted_tokens, accepted_drafts: drafts that this engine's steps computed for the request, and the accepted ones.
     """
 
     reason: FinishReason
@@ -163,6 +166,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int
     timing: Timing
     grammar_completed: bool = False
+    drafted_tokens: int = 0
+    accepted_drafts: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

@@ -43,6 +43,7 @@ def load_model(
     """
     from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
     from npuserve.npu.execution.load import load_runner
+    from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS
 
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
@@ -54,4 +55,4 @@ def load_model(
         capture=capture or config.capture, capture_chunks=config.capture_chunks, cpu_binding=config.cpu_binding,
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
-        group=group)
+        group=group, max_drafts=MAX_STEP_DRAFTS if config.speculate != "off" else 0)

@@ -166,7 +166,8 @@ def check(
             ending_ids=tuple(sorted(token for token in ending_ids if token < vocabulary_size))),
         stop_token_ids=stopping.token_ids, eos_token_ids=stopping.eos_token_ids, priority=priority,
         bypass_prefix_cache=message.scheduling.bypass_prefix_cache, cache_salt=message.scheduling.cache_salt,
-        samples=samples, constraint=constraint)
+        samples=samples, constraint=constraint,
+        speculate=message.scheduling.speculate if message.scheduling.HasField("speculate") else True)
     skip = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
     return CheckedRequest(
         request, stopping.strings, message.stopping.include_stop, skip, output.return_token_ids,

@@ -1,7 +1,7 @@
 """Decisions of the engine about requests: which are admitted, which run, which blocks they hold, when they end.
 
-Plain Python without I/O, torch and clocks. Imports of `service`: top level, `ipc`, and the matchers of
-`structured_output`.
+Plain Python without I/O, torch and clocks, but for the time of drafts. Imports of `service`: top level, `ipc`,
+`speculation`, and the matchers of `structured_output`.
 
 The life of a request (states: sequence.py):
 
@@ -13,8 +13,8 @@ The life of a request (states: sequence.py):
    announces the request to the runner.
 3. Each `schedule` gives it a row with its uncomputed tokens, as many as the token budget allows. There are no phases:
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the
-   next one.
-4. `apply` appends the sampled token, adds full blocks to the prefix cache, and decides whether the request has ended.
+   next one, and, with drafts behind it, several (drafting.py).
+4. `apply` appends the sampled tokens, adds full blocks to the prefix cache, and decides whether the request has ended.
    `append_forced` appends the forced tokens that follow (structured_output/answer_matcher.py). A constrained request
    whose next mask is not there yet (`Sequence.is_preparing`) gets no row until it is.
 5. If blocks run out, or another client's request waits, the request may be preempted: its blocks are freed, its tokens

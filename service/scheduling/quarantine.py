@@ -36,11 +36,11 @@ class Quarantine:
         self._crashes[sequence_id] = crashes
         self._tokens_left[sequence_id] = tokens
 
-    def count_token(self, sequence_id: int) -> None:
-        """Count a token of any request, and release the request after its last one."""
+    def count_tokens(self, sequence_id: int, tokens: int) -> None:
+        """Count tokens of any request, and release the request after its last one."""
         if sequence_id in self._tokens_left:
-            self._tokens_left[sequence_id] -= 1
-            if not self._tokens_left[sequence_id]:
+            self._tokens_left[sequence_id] -= tokens
+            if self._tokens_left[sequence_id] <= 0:
                 self.release(sequence_id)
 
     def release(self, sequence_id: int) -> None:

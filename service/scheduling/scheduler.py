@@ -9,6 +9,11 @@ ahead of it. At most as many requests run as the budget has tokens, so every dec
 share the rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves
 one block free per running request, so that an admitted request is not preempted as soon as the others grow.
 
+Drafts (drafting.py, service/speculation). Two steps are in flight, unless decode rows may have drafts: these need the
+last token on the host. Then all rows wait (`waits_for_tokens`): the plan is empty until the step in flight is applied.
+No row waits while a prompt is computed or can be admitted, in quarantine, and with `auto` where drafts bring less than
+the overlap.
+
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
 
@@ -20,7 +25,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,6 +38,7 @@ from npuserve.service.scheduling.admission import check_size
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.checkpoints import checkpoint_positions
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.preemption import Preemption
@@ -76,6 +82,7 @@ class Scheduler:
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
     slots: slots of fixed state; None for a model without.
     message_end_ids: tokens that end messages of a chat; see checkpoints.py.
+    drafting: drafts of the requests; None for none.
 
     All times are seconds of the clock of Request.arrival.
 
@@ -95,9 +102,11 @@ class Scheduler:
         min_forced: int = 0,
         slots: StateSlots | None = None,
         message_end_ids: Set[int] = frozenset(),
+        drafting: Drafting | None = None,
     ) -> None:
         self.blocks = blocks
         self.slots = slots
+        self.drafting = drafting or Drafting()
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -238,6 +247,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
+        if self.waits_for_tokens:
+            return Plan(Step([]), [], [])
         self._run_unpaused(now)
         running = self._running
         leaving = self._yield_to_next() if self._queue else []
@@ -248,14 +259,18 @@ class Scheduler:
         if leaving:
             running = [sequence for sequence in running if sequence not in leaving]
         plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots)
-        self._plan_decodes(plan, running)
+        drafts = self.drafting.choose(self._decoding(running), self._max_num_batched_tokens)
+        num_drafts = self._plan_decodes(plan, running, drafts)
         decodes = len(plan.rows)
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
-        self._estimator.step_planned(decodes, self._max_num_batched_tokens - plan.budget - decodes, now)
-        return Plan(Step(plan.rows, plan.new, self.take_ended()), plan.dropped, plan.constrained)
+        prompts = self._max_num_batched_tokens - plan.budget - decodes - num_drafts
+        self._estimator.step_planned(decodes, prompts, now)
+        step = Step(plan.rows, plan.new, self.take_ended())
+        self.drafting.planned(step)
+        return Plan(step, plan.dropped, plan.constrained)
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
         """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
@@ -266,8 +281,12 @@ class Scheduler:
             sequence = self._sequences.get(row.request_id)
             if sequence is None:  # ended since
                 continue
-            is_deferred = sequence.is_deferred and row.samples
+            is_deferred = sequence.is_deferred and row.samples > 0
+            increment = sequence.apply(row, result, now)
+            num_accepted = len(increment.token_ids) if increment is not None else 0
             num_computed_tokens = row.start + len(row.token_ids) - is_deferred
+            if row.samples > 1:  # the drafts before the last accepted token
+                num_computed_tokens += max(1, num_accepted) - row.samples
             if is_deferred and sequence.slots:
                 num_computed_tokens = row.start
             self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
@@ -275,13 +294,29 @@ class Scheduler:
                 self._register_checkpoints(sequence, num_computed_tokens)
             if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
-            increment = sequence.apply(row, result, now)
             if self.quarantine and row.samples and not is_deferred:
-                self.quarantine.count_token(sequence.id)
+                self.quarantine.count_tokens(sequence.id, max(1, num_accepted))
             if increment is not None:
                 progress.append(increment)
+                if num_accepted:
+                    self.drafting.extend(sequence, increment.token_ids, row.samples - 1)
                 self._end_complete(increment)
+        if step.rows:
+            self.drafting.step_applied(self._decoding(self._running), self._max_num_batched_tokens, now)
         return progress
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if the next step is planned only after those in flight are applied, since it may have drafts."""
+        return self.drafting.must_wait(self._decoding(self._running))
+
+    def _decoding(self, running: list[Sequence]) -> list[Sequence]:
+        """Return the running requests if their rows may have drafts; [] in quarantine, and while prompts are computed
+        or can be admitted."""
+        if self.drafting.speculator is None or self.quarantine:
+            return []
+        is_admitting = bool(self._queue) and len(self._running) < self._max_num_seqs
+        return [] if is_admitting or any(sequence.is_prefilling for sequence in running) else running
 
     def _register_checkpoints(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Make the states that were taken at block boundaries checkpoints, once their rows are applied."""
@@ -305,6 +340,7 @@ class Scheduler:
             return progress
         self.forced_tokens += len(run)
         self._has_forced = True
+        self.drafting.extend(sequence, run)
         token_ids = [*progress.token_ids, *run]
         progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
         self._end_complete(progress)
@@ -541,19 +577,30 @@ class Scheduler:
             elif not sequence.num_steps_in_flight:
                 self._preempt(sequence)
 
-    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence]) -> None:
-        """Add the decode rows of the running requests, and allocate blocks for all their tokens.
+    def _plan_decodes(self, plan: StepBuilder, running: list[Sequence], drafts: Mapping[int, list[int]]) -> int:
+        """Add the decode rows of the running requests, and allocate blocks for all their tokens. Return the drafts.
 
-        A request whose block is held by one that is about to be preempted gets no row.
+        A request whose block is held by one that is about to be preempted gets no row. Drafts that lack a block are
+        left out, also if a running request may lack one then.
+
+        drafts: by sequence id.
         """
         blocks = self.blocks
+        num_drafts = 0
         for sequence in running:
             if not sequence.needs_row:
                 continue
             num_tokens = sequence.num_tokens
             has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
             if has_blocks and num_tokens == sequence.num_computed_tokens + 1:
-                plan.add_row(sequence, 1)
+                row_drafts = drafts.get(sequence.id)
+                end = num_tokens + len(row_drafts or ())
+                if row_drafts and not blocks.covers(sequence.blocks, end):
+                    is_allocated = blocks.allocate(sequence.blocks, end, spare=len(running))
+                    row_drafts = row_drafts if is_allocated else None
+                num_drafts += len(row_drafts or ())
+                plan.add_row(sequence, 1, row_drafts)
+        return num_drafts
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of
@@ -629,7 +676,7 @@ class Scheduler:
         if self.slots is None:
             return prefix, b""
         digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
-        count, checkpoint = self.slots.longest(digests)
+        count, checkpoint = self.slots.longest(digests, has_spare=sequence.request.constraint is not None)
         return prefix[:count], checkpoint
 
     def _miss_reason(self, sequence: Sequence) -> str:
@@ -717,6 +764,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Forget a request and free its blocks. The next step reports it to the runner if the runner knows it."""
         self._take_out(sequence)
+        self.drafting.end(sequence)
         sequence.end()
         self.deadlines.forget(sequence.id)
         self._queue.remove_live(sequence.account)

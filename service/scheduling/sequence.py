@@ -16,6 +16,7 @@ from npuserve.service.ipc.messages import Finish, FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 from npuserve.service.scheduling.state_slots import SlotTable
+from npuserve.service.speculation.drafter import Drafter
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 
 
@@ -106,6 +107,10 @@ class Sequence:
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
+    has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
+    num_valid_samples: samples of this row that have a mask of their own, of a constrained request.
+    drafter: predicts the next tokens; None for no drafts, and before the first token.
+    num_drafted, num_accepted: drafts that steps computed, and those that were accepted.
     num_tokens_at_yield: tokens that were known when the request was last preempted for another client; 0: never.
     timer: phases of its time.
     """
@@ -117,11 +122,15 @@ class Sequence:
         "cached_tokens",
         "checkpoint_positions",
         "deadline",
+        "drafter",
+        "has_drafts",
         "id",
         "is_deferred",
         "matcher",
+        "num_accepted",
         "num_computed_tokens",
         "num_deferred",
+        "num_drafted",
         "num_pending_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -129,6 +138,7 @@ class Sequence:
         "num_shared_tokens",
         "num_steps_in_flight",
         "num_tokens_at_yield",
+        "num_valid_samples",
         "origin",
         "queue_key",
         "request",
@@ -174,6 +184,11 @@ class Sequence:
         self.num_steps_in_flight = 0
         self.num_deferred = 0
         self.is_deferred = False
+        self.has_drafts = False
+        self.num_valid_samples = 0
+        self.drafter: Drafter | None = None
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.timer = PhaseTimer(request.arrival, progress.timing)
 
     @property
@@ -218,7 +233,7 @@ class Sequence:
     @property
     def needs_row(self) -> bool:
         """True if the next step may compute tokens of the running request."""
-        if self.is_preparing:
+        if self.has_drafts or self.is_preparing:
             return False
         num_uncomputed_tokens = self.num_uncomputed_tokens
         return num_uncomputed_tokens > 1 or (num_uncomputed_tokens == 1 and self.can_sample)
@@ -343,6 +358,7 @@ class Sequence:
     def apply(self, row: Row, result: StepResult, now: float) -> Progress | None:
         """Take in the result of the request's row in the oldest step, which ended `now`. None if nothing is new."""
         self.num_steps_in_flight -= 1
+        self.has_drafts = False
         self.timer.end_step(row.start < self.num_prefill_tokens, result.device_seconds, now)
         reports = result.prompt_logprobs.get(row.request_id)
         if reports:
@@ -354,17 +370,28 @@ class Sequence:
             self.is_deferred = False
         if is_discarded:
             return Progress(self, [], prompt_logprobs=reports) if reports else None
-        if row.start + len(row.token_ids) < len(self.token_ids):
+        num_drafts = row.samples - 1
+        if row.start + len(row.token_ids) - num_drafts < len(self.token_ids):
             return None  # forced tokens were appended while the step was in flight: its token is the first of them
-        token = result.token_ids[row.request_id]
         self.num_pending_tokens -= 1
-        if self.matcher is not None:
-            self.matcher.advance(token)
-            if self.matcher.error is not None:
-                return Progress(self, [], error=self.matcher.error)
-        self.token_ids.append(token)
+        drafts = row.token_ids[len(row.token_ids) - num_drafts :]
+        accepted: list[int] = []
+        reason: FinishReason | None = None
+        for place, token in enumerate(result.token_ids[row.request_id]):
+            if self.matcher is not None:
+                self.matcher.advance(token)
+                if self.matcher.error is not None:
+                    return Progress(self, [], error=self.matcher.error)
+            self.token_ids.append(token)
+            accepted.append(token)
+            reason = self.finish_reason()
+            if reason is not None or place == num_drafts or token != drafts[place]:
+                break
+            if self.matcher is not None and place + 1 == self.num_valid_samples:
+                break
+        self.num_computed_tokens += len(accepted) - 1
         logprobs = result.logprobs.get(row.request_id)
-        return Progress(self, [token], self.finish_reason(), [logprobs] if logprobs else None, reports)
+        return Progress(self, accepted, reason, logprobs[: len(accepted)] if logprobs else None, reports)
 
     def append_forced(self, min_tokens: int) -> list[int]:
         """Append the run of forced tokens that follows, if it has at least `min_tokens`, and return it. The next row
@@ -408,7 +435,8 @@ class Sequence:
         """
         generated = self.num_generated_tokens if keep is None else keep
         is_complete = keep is None and self.matcher is not None and self.matcher.is_complete
-        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timer.timing, is_complete)
+        return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timer.timing, is_complete,
+                      self.num_drafted, self.num_accepted)
 
 
     def faults(self, block_size: int) -> Iterator[str]:
@@ -431,7 +459,7 @@ class Sequence:
 class Progress(msgspec.Struct, frozen=True):
     """Result of one step for one request.
 
-    token_ids: the sampled token, and the forced tokens that were appended to it.
+    token_ids: the sampled tokens, and the forced tokens that were appended to them.
     reason: set if the request ended with this step.
     error: set if it failed with this step; token_ids are empty then.
     logprobs: one report per token of token_ids; None unless requested.

@@ -239,11 +239,14 @@ class StateSlots:
         self._free.extend(table.owned)
         self._forget(table)
 
-    def longest(self, digests: Sequence[bytes]) -> tuple[int, bytes]:
+    def longest(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
         """Return the number of leading blocks up to the last one with a checkpoint, and its digest; (0, b"") if none.
 
         digests: of a prefix's blocks, in order.
+        has_spare: see `allocate`. Two slots and that of the checkpoint must exist, or the request would wait for ever.
         """
+        if self.num_slots < 2 + has_spare:
+            return 0, b""
         for count in range(len(digests), 0, -1):
             digest = digests[count - 1]
             if (checkpoint := self._checkpoints.pop(digest, None)) is not None:

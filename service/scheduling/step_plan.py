@@ -12,7 +12,9 @@ run in the order of their plans:
     in flight: old owner's last reads and writes ──►│ later: new owner writes slots, and reads only what it wrote
 
 and no other request reads what a step in flight writes: `apply` registers a block, which makes it shareable, only after
-applied steps have written all its slots, and the rows of a request write ever higher positions.
+applied steps have written all its slots, and the rows of a request write ever higher positions. Slots of rejected
+drafts are written again; a block with such slots is not registered, since only accepted tokens count as computed. No
+other step is in flight when a row has drafts, so its request is at no time ahead of them.
 """
 
 from __future__ import annotations
@@ -57,8 +59,12 @@ class StepBuilder:
         self._block_size = block_size
         self._slots = slots
 
-    def add_row(self, sequence: Sequence, max_tokens: int) -> None:
-        """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them."""
+    def add_row(self, sequence: Sequence, max_tokens: int, drafts: list[int] | None = None) -> None:
+        """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them.
+
+        drafts: tokens to compute after the last known one, which the row then includes. It must have blocks for these,
+            too, and no step in flight.
+        """
         start = sequence.num_computed_tokens
         tokens = sequence.token_ids
         planned = len(tokens) + sequence.num_pending_tokens
@@ -68,15 +74,22 @@ class StepBuilder:
         takes_state = is_expected = False
         if self._slots is not None and (end < planned or sequence.checkpoint_positions):
             end, takes_state, is_expected = self._end_at_checkpoint(sequence, end, planned)
-        samples = end == planned and not sequence.pools
+        samples = int(end == planned and not sequence.pools)
+        pools = sequence.pools and end == planned
         is_constrained = False
         if samples:
             sequence.num_pending_tokens += 1
             if sequence.matcher is not None:
                 is_constrained = True
                 self.constrained.append(sequence)
-        num_blocks = -(-end // self._block_size)
         sequence.num_computed_tokens = end
+        row_tokens = tokens[start:end] or [PENDING]
+        if drafts:
+            row_tokens += drafts
+            end += len(drafts)
+            samples += len(drafts)
+            sequence.has_drafts = True
+        num_blocks = -(-end // self._block_size)
         sequence.account.virtual_time += end - start
         sequence.num_steps_in_flight += 1
         self.budget -= end - start
@@ -92,7 +105,7 @@ class StepBuilder:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)
         row = Row(
             sequence.id,
-            tokens[start:end] or [PENDING],
+            row_tokens,
             start,
             block_ids,
             samples,
@@ -100,7 +113,7 @@ class StepBuilder:
             is_constrained,
             state_slot,
             state_source,
-            pools=sequence.pools and end == planned,
+            pools=pools,
         )
         self.rows.append(row)
 

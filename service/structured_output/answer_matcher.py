@@ -15,10 +15,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from npuserve.service import logs
 from npuserve.service.errors import InternalError, QueueFull, ServeError
@@ -26,8 +27,6 @@ from npuserve.service.structured_output.constraint import ConstrainedRequest
 from npuserve.service.structured_output.errors import LexerExhausted, MatcherError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from npuserve.service.structured_output.compiler import Compilation
     from npuserve.service.structured_output.lexer import GrammarLexer
     from npuserve.service.structured_output.matcher import Matcher
@@ -46,6 +45,16 @@ MAX_ATTEMPTS = 3
 that uses the lexer. The last replay computes a mask before each token, as the answer did."""
 MEMORY_WAIT_SECONDS = 0.001
 """Time between two checks whether an answer that waits for memory may continue."""
+
+
+Mask = npt.NDArray[np.int32]
+"""One bit for each token id, 1 if it is allowed."""
+
+
+def _allow_one(bits: Mask, token_id: int) -> None:
+    """Make a mask allow one token."""
+    bits.fill(0)
+    bits.view(np.uint32)[token_id // 32] = 1 << token_id % 32
 
 
 class AnswerMatcher:
@@ -89,7 +98,7 @@ class AnswerMatcher:
         self._tokens = list(request.output_ids)
         self._num_matched = 0  # tokens that the matcher has taken
         self._attempts = 0  # at the next token, which exhausted lexers
-        self._bits: npt.NDArray[np.int32] | None = None  # the last mask
+        self._bits: Mask | None = None  # the last mask
         self._is_discarded = False
         self.arrival = request.arrival
         self.forced_run: list[int] | None = None
@@ -194,26 +203,70 @@ class AnswerMatcher:
         assert self._matcher
         if self._bits is None:
             self._bits = np.zeros(-(-size // 32), np.int32)
-        self._matcher.fill(self._bits)
-        words = np.count_nonzero(self._bits)
-        if not words:
+        self.forced_run = self._following(self._matcher, self._bits)
+        if self.forced_run is None:
             logs.event(log, "a constraint allows no token", level=logging.ERROR, kind=self._constraint.kind)
             self.error = InternalError(f"{self._constraint.kind}: no token may follow")
-        else:
-            run = self._matcher.forced(self._bits) if words <= MAX_FORCED_WORDS else []
-            self.forced_run = list(itertools.takewhile(lambda token: token not in self._unforced, run))
         self._attempts = 0
 
-    def mask(self) -> npt.NDArray[np.int32] | None:
+    def _following(self, matcher: Matcher, bits: Mask) -> list[int] | None:
+        """Write the mask of a matcher, and return the forced tokens; None if no token may follow."""
+        matcher.fill(bits)
+        words = np.count_nonzero(bits)
+        if not words:
+            return None
+        run = matcher.forced(bits) if words <= MAX_FORCED_WORDS else []
+        return list(itertools.takewhile(lambda token: token not in self._unforced, run))
+
+    def mask(self) -> Mask | None:
         """Return the mask of the next token, valid until the next `prepare` or `mask`; None if nothing follows. The
         answer must be prepared."""
         if self.error is not None or self.has_ended:
             return None
         assert self._bits is not None
         if self.forced_run:
-            self._bits.fill(0)
-            self._bits.view(np.uint32)[self.forced_run[0] // 32] = 1 << self.forced_run[0] % 32
+            _allow_one(self._bits, self.forced_run[0])
         return self._bits
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `masks_along` computes masks: the lexer is fast, and may grow."""
+        return self.lexer.is_fast and not self.lexer.is_full
+
+    def masks_along(self, drafts: Sequence[int]) -> list[Mask]:
+        """Return the mask of the next token, and of those after each draft that the constraint allows in turn.
+
+        There is none after a draft that is not allowed or ends the answer, nor after one whose mask cannot be computed
+        within the limits. [] if nothing follows. The answer must be prepared, and stays as it is.
+        """
+        first = self.mask()
+        if first is None:
+            return []
+        masks = [first.copy()]
+        run = self.forced_run
+        matcher: Matcher | None = None
+        began = time.perf_counter()
+        try:
+            for token_id in drafts:
+                is_allowed = int(masks[-1][token_id // 32]) >> token_id % 32 & 1
+                if not is_allowed or token_id in self._end_ids or self._matcher is None or not self.can_draft:
+                    break
+                matcher = matcher or self._matcher.copy()
+                if not matcher.advance(token_id):
+                    break
+                bits: Mask = np.zeros_like(first)
+                run = run[1:] if run else []
+                if not run:
+                    run = self._following(matcher, bits)
+                    if run is None:
+                        break
+                if run:
+                    _allow_one(bits, run[0])
+                masks.append(bits)
+        except BaseException as error:  # as in `prepare`; the answer itself fails if it gets there
+            logs.event(log, "masks of drafts exceed the limits", level=logging.DEBUG, error=str(error))
+        self.lexer.seconds = max(self.lexer.seconds, (time.perf_counter() - began) / len(masks))
+        return masks
 
     def discard(self) -> None:
         """Compute nothing more: the request has ended."""

@@ -8,6 +8,7 @@ for each mask.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,15 @@ class ForcedText:
         self._behind: list[int] = []  # ids of the byte vocabulary that the matcher has not consumed yet
         self._ahead = b""  # bytes that follow the tokens so far, and were consumed
         self._is_whole = False  # nothing is forced after `_ahead`
+
+    def copy(self) -> ForcedText:
+        """Return the forced text of the same answer so far."""
+        copied = copy.copy(self)
+        copied.library = self.library.deep_copy()
+        copied._behind = list(self._behind)
+        copied._bits = self._bits.copy()
+        copied._mask = copied._bits.ctypes.data, copied._bits.nbytes
+        return copied
 
     def advance(self, token_id: int) -> None:
         """Append an allowed token."""

@@ -90,6 +90,13 @@ class Matcher:
     def _libraries(self) -> list[LLMatcher]:
         return [self._library, self._forced.library] if self._forced else [self._library]
 
+    def copy(self) -> Matcher:
+        """Return a matcher at the same place, which shares the lexer. It takes a few microseconds."""
+        copied = Matcher(self._vocabulary, self._library.deep_copy(), memory=self._memory)
+        copied._forced = self._forced.copy() if self._forced else None
+        copied._has_ended = self._has_ended
+        return copied
+
     def advance(self, token_id: int) -> bool:
         """Append a token. Return False, without a change, if the constraint does not allow it."""
         if self._has_ended or not 0 <= token_id < self._vocabulary.size:

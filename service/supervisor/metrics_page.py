@@ -114,6 +114,8 @@ class MetricsPage:
 
         more = self._more() if self._more else ""
         self._measure_memory()
+        disk = os.statvfs(self._folder)
+        self._metrics.disk_free_bytes.set(disk.f_bavail * disk.f_frsize)
         self._metrics.flush()
         if self._dead:
             self._merge_dead()

@@ -216,7 +216,7 @@ def test_goodput_rates_beyond_the_budget_are_left_out(
     rows = {row["load"]: row for row in goodput.loads(context, "localhost:1")}
     assert [rate for rate in (1, 2, 3, 4) if rows[f"trace at {rate} times its rate"].get("ok")] == [1, 2]
     assert rows["trace at 4 times its rate"]["said"] == "left out: it would take about 50 s"
-    assert [(len(each), round(each[-1].at, 3)) for each in sent] == [(201, 20), (401, 20)]
+    assert [(len(each), round(each[-1].arrival, 3)) for each in sent] == [(201, 20), (401, 20)]
     seeds = [arguments[arguments.index("--seed") + 1] for arguments in called]
     assert len(set(seeds)) == len(seeds) == 5
 

@@ -93,6 +93,7 @@ def test_keys_add_to_a_full_output_blames_the_output(file: Path) -> None:
     assert main(["keys", "list", str(file)]) == 0
 
 
+@pytest.mark.slow
 def test_keys_added_by_many_processes_at_once_are_all_kept(file: Path) -> None:
     command = [sys.executable, "-m", "npuserve.cli", "keys", "add", str(file)]
     processes = [subprocess.Popen([*command, f"name{i}"], stdout=subprocess.PIPE, text=True) for i in range(8)]

@@ -34,7 +34,9 @@ def mistyped(path: str, wanted: str, given: str) -> tuple[str, str]:
 
 MISTAKES: list[tuple[tuple[str, ...], str | tuple[str, str]]] = [
     # Names and types.
-    (("--set", "replicaCount=3"), misspelt("", "replicaCount")),
+    (("--set", "replicas=3"), "replicas: is replicaCount now; rename it"),
+    (("--set", "image.pullSecrets={registry}"), (
+        "image.pullSecrets: is imagePullSecrets now, a list of maps such as {name: registry}; rename it")),
     (("--set", "ingress.enabled=true"), misspelt("", "ingress")),
     (("--set", "tls.enabled=true"), misspelt("tls", "enabled")),
     (("--set", "config.max_model_length=4096"), misspelt("config", "max_model_length")),
@@ -141,7 +143,8 @@ MISTAKES: list[tuple[tuple[str, ...], str | tuple[str, str]]] = [
         "termination.gracePeriodSeconds: 30 would kill running streams; set at least preStopSeconds + drainSeconds "
         "+ 20, which are 155, or null")),
     (("--set", "cache.type=pvc,cache.accessMode=ReadWriteOnce"), (
-        "cache.accessMode: ReadWriteOnce serves one replica; set ReadWriteMany or replicas 1, or leave the claim out")),
+        "cache.accessMode: ReadWriteOnce serves one replica; set ReadWriteMany or replicaCount 1, or leave the claim "
+        "out")),
     (("--set", "service.nodePort=30051"), (
         "service.nodePort: a service of type ClusterIP has none; set service.type NodePort or LoadBalancer, or "
         "remove it")),

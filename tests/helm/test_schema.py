@@ -100,7 +100,7 @@ def test_chart_accepts_settings_that_the_server_accepts(config: Object):
 
 
 def test_schema_requires_values_that_templates_cannot_miss():
-    """An empty value, as `replicas:`, removes the default: without `required` it would render as 0 or nothing."""
+    """An empty value, as `replicaCount:`, removes the default: without `required` it would render as 0 or nothing."""
     optional = re.compile(
         r"(config|(gateway\.smg\.|model\.init\.)?resources|podSecurityContext|dashboards\.labels)\.|securityContext")
 
@@ -119,6 +119,6 @@ def test_schema_requires_values_that_templates_cannot_miss():
 
 @needs_helm
 def test_helm_refuses_empty_values_by_name():
-    done = template({"replicas": None, "tls": None, "affinity": None, "gateway": {"smg": {"ports": None}}})
+    done = template({"replicaCount": None, "tls": None, "affinity": None, "gateway": {"smg": {"ports": None}}})
     assert done.returncode != 0
-    assert refused(done.stderr) >= {"replicas", "tls", "affinity", "gateway.smg.ports"}, done.stderr
+    assert refused(done.stderr) >= {"replicaCount", "tls", "affinity", "gateway.smg.ports"}, done.stderr

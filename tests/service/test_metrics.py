@@ -197,7 +197,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch, *steps: tuple[float, float, float],
     for launched, device, collected in steps:
         clock.now = launched
         made.launched(step, launched)
-        made.stepped(step, StepResult({1: 7}, {}, {}, device), 1, launched, collected)
+        made.stepped(step, StepResult({1: [7]}, {}, {}, device), 1, launched, collected)
     return gaps, lengths
 
 

@@ -17,6 +17,7 @@ import jsonschema
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import SamplingParams
 from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.structured_output.constraint import Constraint
 from tests.npu.backends.small import ids_of
@@ -111,7 +112,7 @@ Alone = Callable[[Case], Answer]
 
 def answered(
     runner: Runner, chosen: Sequence[Case], alone: Alone, *, depth: int, pool: int, seats: int, budget: int,
-    is_restored: bool = False, min_forced: int = 2, mask_seconds: float = math.inf,
+    is_restored: bool = False, min_forced: int = 2, mask_seconds: float = math.inf, drafting: Drafting | None = None,
 ) -> tuple[list[Answer], Scheduler]:
     """Return the whole answers of requests that arrive one after the other, and the scheduler.
 
@@ -124,7 +125,9 @@ def answered(
         held.append(tokens[: (len(tokens) // 4, 0, -1)[place % 3]])
     asks = [case.ask(0 if is_restored else place // 4, tokens)
             for place, (case, tokens) in enumerate(zip(chosen, held, strict=True))]
-    found, scheduler = serve(runner, asks, depth, pool, seats, budget, answer_matcher, min_forced, mask_seconds)
+    found, scheduler = serve(
+        runner, asks, depth, pool, seats, budget, answer_matcher, min_forced, mask_seconds,
+        drafting=drafting)
     for answer, tokens in zip(found, held, strict=True):
         answer.tokens[:0] = tokens
     return found, scheduler

@@ -49,7 +49,7 @@ class FakeRunner:
         self.delay = delay
         self._block_size = block_size
         self._known: dict[int, _Known] = {}
-        self._sampled: dict[int, int] = {}  # tokens of the step that was launched last, by request
+        self._sampled: dict[int, list[int]] = {}  # tokens of the step that was launched last, by request
         self._flying: deque[StepResult] = deque()
         self._unsampled: list[Row] = []  # constrained rows of the step that was launched last
         self._free_at = 0.0  # end of all launched steps
@@ -80,9 +80,9 @@ class FakeRunner:
         for row in self._unsampled:
             self._known[row.request_id].is_discarded = row.request_id not in masks
             if row.request_id in masks:
-                self._sample(row.request_id, handle[0], masks[row.request_id])
+                self._sample_along(row, handle[0], [*np.atleast_2d(masks[row.request_id])])
             else:
-                handle[0].token_ids[row.request_id] = 0
+                handle[0].token_ids[row.request_id] = [0] * row.samples
         self._unsampled = []
 
     def ready(self, handle: tuple[StepResult, float]) -> bool:
@@ -103,33 +103,48 @@ class FakeRunner:
         name = f"request {row.request_id}"
         assert row.request_id in self._known, f"a row of {name}, which was never announced"
         known, end = self._known[row.request_id], row.start + len(row.token_ids)
+        drafts = row.token_ids[len(row.token_ids) - row.samples + 1 :] if row.samples > 1 else []
+        end -= len(drafts)
+        token_ids = row.token_ids[: end - row.start]
         if row.token_ids == [PENDING]:
             assert row.request_id in self._sampled, f"{name}: the step before has sampled no token for it"
             assert row.samples, f"{name}: a pending token, and nothing is sampled"
             if known.is_discarded:  # of a request whose matcher has failed
                 known.tokens.append(0)
-        elif row.token_ids != known.tokens[row.start : end]:
+        elif token_ids != known.tokens[row.start : end]:
             before = known.tokens[row.start : -1]  # the others are forced, in place of the token sampled last
             assert known.is_constrained, f"{name}: tokens of another request"
-            assert row.token_ids[: len(before)] == before, f"{name}: tokens of another request"
-            known.tokens[row.start :] = row.token_ids
+            assert token_ids[: len(before)] == before, f"{name}: tokens of another request"
+            known.tokens[row.start :] = token_ids
         if row.samples or not known.is_constrained:
-            assert row.samples == (end == len(known.tokens)), f"{name}: samples before its last token, or not at it"
+            is_last = end == len(known.tokens)
+            assert bool(row.samples) == is_last, f"{name}: samples before its last token, or not at it"
         assert row.samples or not row.is_constrained
         known.is_constrained |= row.is_constrained
         if row.is_constrained:
             self._unsampled.append(row)
         elif row.samples:
-            self._sample(row.request_id, result)
+            self._sample_along(row, result, [None] * row.samples)
+
+    def _sample_along(self, row: Row, result: StepResult, masks: list[npt.NDArray[np.int32] | None]) -> None:
+        """Sample the tokens of a row: 0 after a wrong draft. masks: one for each; None for none."""
+        drafts = row.token_ids[len(row.token_ids) - row.samples + 1 :]
+        tokens = self._known[row.request_id].tokens
+        self._sample(row.request_id, result, masks[0])
+        for draft, mask in zip(drafts, masks[1:], strict=True):
+            if draft != tokens[-1]:
+                break
+            self._sample(row.request_id, result, mask)
+        result.token_ids[row.request_id] += [0] * (row.samples - len(result.token_ids[row.request_id]))
 
     def _sample(self, request_id: int, result: StepResult, mask: npt.NDArray[np.int32] | None = None) -> None:
         known = self._known[request_id]
         token = self.next_token(request_id, known.tokens, len(known.request.prompt_ids))
         token = first_allowed(token, self.vocabulary, mask)
         known.tokens.append(token)
-        result.token_ids[request_id] = token
+        result.token_ids.setdefault(request_id, []).append(token)
         if known.request.sampling.logprobs is not None:
-            result.logprobs[request_id] = TokenLogprobs(token, -1.0, 1, [token], [-1.0])
+            result.logprobs.setdefault(request_id, []).append(TokenLogprobs(token, -1.0, 1, [token], [-1.0]))
 
     def _check_blocks(self, rows: list[Row]) -> None:
         holders = Counter(block for row in rows for block in row.block_ids)
@@ -153,6 +168,7 @@ class ServedRunner(FakeRunner):
     shared_weights = cpu_kernels = None
     min_forced = 0
     num_slots = 0
+    max_drafts = 64
 
     def __init__(self, folder: Path, delay: float, block_size: int = 0, kv_cache_memory: int = 0):
         self.config = config = ModelConfig.from_folder(folder)

@@ -58,6 +58,11 @@ class FakeMatcher:
             return False
         return (self._hash + 2654435761 * token_id) % 3 == 0
 
+    def copy(self) -> FakeMatcher:
+        copied = copy.copy(self)
+        copied.tokens = list(self.tokens)
+        return copied
+
     def forced(self, mask: npt.NDArray[np.int32] | None = None) -> list[int]:
         state, run = copy.copy(self), list[int]()
         state.tokens = list(self.tokens)

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
@@ -44,16 +45,14 @@ def masks_of(runner: Runner, mask_seconds: float) -> StructuredOutputManager:
 def serve(
     runner: Runner, all_asks: list[Ask], depth: int, pool: int, seats: int, budget: int,
     matcher: Callable[[Request], AnswerMatcher] | None = None, min_forced: int = 0, mask_seconds: float = math.inf,
-    num_slots: int | None = None, message_end_ids: frozenset[int] = frozenset(),
+    **settings: Any,
 ) -> tuple[list[Answer], Scheduler]:
     """Answer all requests, as the engine does without a socket. Return the answers and the scheduler.
 
     matcher: of a request with a constraint, after its output. mask_seconds: see StructuredOutputManager.
-    num_slots: of fixed state; None for all that the runner has. message_end_ids: see Scheduler."""
-    blocks = BlockManager(pool, runner.block_size)
-    slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
-    scheduler = Scheduler(blocks, max_num_seqs=seats, max_num_batched_tokens=budget, max_queue=100, aging_seconds=1.0,
-                          min_forced=min_forced, slots=slots, message_end_ids=message_end_ids)
+    settings: further ones of `_scheduler_of` and Scheduler."""
+    scheduler = _scheduler_of(runner, pool, max_num_seqs=seats, max_num_batched_tokens=budget, min_forced=min_forced,
+                              **settings)
     answers, live = [Answer() for _ in all_asks], dict[int, Sequence]()
     tick = pending = 0
     pipeline = StepPipeline(scheduler, runner, depth, lambda: float(tick), masks_of(runner, mask_seconds))
@@ -70,8 +69,7 @@ def serve(
                 answer.grammar_completed = progress.sequence.finish(progress.reason).grammar_completed
                 del live[progress.sequence.id]
 
-    cancels: defaultdict[int, list[int]] = defaultdict(list)
-    ids: dict[int, int] = {}
+    cancels, ids = defaultdict[int, list[int]](list), dict[int, int]()
     order = sorted(range(len(all_asks)), key=lambda i: all_asks[i].tick)
     for tick in range(2000 + 20 * len(all_asks)):
         while order and all_asks[order[0]].tick <= tick:
@@ -103,6 +101,13 @@ def serve(
     check_ended(runner, scheduler)
     assert (pending > 0) <= (depth == 2)
     return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler
+
+
+def _scheduler_of(runner: Runner, num_blocks: int, num_slots: int | None = None, **settings: Any) -> Scheduler:
+    """Return a scheduler. num_slots: of fixed state; None for all that the runner has."""
+    blocks = BlockManager(num_blocks, runner.block_size)
+    slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
+    return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, **settings)
 
 
 def check_ended(runner: Runner, scheduler: Scheduler) -> None:

@@ -3,6 +3,7 @@ reference of the tests."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     apply_quantization_config,
 )
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 
 SCHEMES: dict[str, dict[str, dict[str, Any]]] = {
@@ -101,3 +103,31 @@ def edit_quantization(folder: Path, **changes: Any) -> None:
     data = json.loads(path.read_text())
     data["quantization_config"] |= changes
     path.write_text(json.dumps(data))
+
+
+@torch.no_grad()
+def save_packed(model: PreTrainedModel, folder: Path, *, symmetric: bool, group: int | None) -> PreTrainedModel:
+    """Save the model with linear layers of 4 bits, as compressed-tensors packs them, and return it with its numbers.
+
+    group: None for a scale a row.
+    """
+    floats = copy.deepcopy(model)
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    weights = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, **strategy)
+    config = QuantizationConfig(
+        config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")},
+        ignore=["lm_head"], format="pack-quantized")
+    apply_quantization_config(model, config)
+    for name, module in model.named_modules():
+        if getattr(module, "quantization_scheme", None) is None:
+            continue
+        groups = module.weight.unflatten(1, (-1, group or module.weight.shape[1]))
+        _set(module, "weight", *calculate_qparams(groups.amin(dim=2), groups.amax(dim=2), weights))
+        floats.get_submodule(name).weight.copy_(
+            fake_quantize(module.weight, module.weight_scale, getattr(module, "weight_zero_point", None), weights))
+        module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return floats

@@ -79,10 +79,10 @@ def loads(context: Context, address: str) -> Iterator[Row]:
         yield {"load": f"{name}, {prompt} + {output} tokens", **_row(report)}
     speed, requests = report["total_tokens_per_second"], read(context.args.trace, 0.1 if context.toy else 1.0)
     for rate in (50,) if context.toy else RATES:
-        sent = [replace(request, at=request.at / rate) for request in requests
-                if request.at <= rate * ARRIVAL_SECONDS]
+        sent = [replace(request, arrival=request.arrival / rate) for request in requests
+                if request.arrival <= rate * ARRIVAL_SECONDS]
         name = f"trace at {rate} times its rate"
-        seconds = max(sent[-1].at, sum(each.prompt_tokens + each.output_tokens for each in sent) / speed)
+        seconds = max(sent[-1].arrival, sum(each.prompt_tokens + each.output_tokens for each in sent) / speed)
         if time.monotonic() + seconds + MARGIN_SECONDS > context.deadline:
             yield {"load": name, "said": f"left out: it would take about {seconds + MARGIN_SECONDS:.0f} s"}
             continue
@@ -99,15 +99,15 @@ def read(trace: Path, length_scale: float) -> list[TimedRequest]:
     from npuserve.cli.bench.workload import read_trace
 
     requests = read_trace(trace, 0, length_scale=length_scale)
-    kept = [request for request in requests if request.at >= SKIPPED_SECONDS] or requests
-    return [replace(request, at=request.at - kept[0].at) for request in kept]
+    kept = [request for request in requests if request.arrival >= SKIPPED_SECONDS] or requests
+    return [replace(request, arrival=request.arrival - kept[0].arrival) for request in kept]
 
 
 def write(file: Path, requests: Sequence[TimedRequest]) -> None:
     """Write a trace in the format of Mooncake's, which keeps shared prefixes."""
     file.write_text("".join(json.dumps({
-        "timestamp": 1000 * request.at, "input_length": request.prompt_tokens, "output_length": request.output_tokens,
-        "hash_ids": request.hashes}) + "\n" for request in requests))
+        "timestamp": 1000 * request.arrival, "input_length": request.prompt_tokens,
+        "output_length": request.output_tokens, "hash_ids": request.hashes}) + "\n" for request in requests))
 
 
 def bench_serve(address: str, deadline: float, *arguments: str) -> dict[str, Any]:

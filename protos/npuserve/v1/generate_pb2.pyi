@@ -457,6 +457,7 @@ class SchedulingParams(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SPECULATE_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Lower is earlier. It orders the requests of one client. Between clients, its effect is bounded by a number of tokens:
     see docs/architecture.md. The server or the API key sets the allowed range, by default 0 to 100. Default: 0, or the
@@ -469,16 +470,21 @@ class SchedulingParams(_message.Message):
     API key and client certificate count as one caller. With the server's share_prefix_cache set to all, all callers do. Default: the
     empty salt.
     """
+    speculate: _builtins.bool
+    """Let steps compute drafts of the answer, if the server's setting `speculate` allows it. The answer is the same. Default
+    true.
+    """
     def __init__(
         self,
         *,
         priority: _builtins.int | None = ...,
         bypass_prefix_cache: _builtins.bool | None = ...,
         cache_salt: _builtins.str | None = ...,
+        speculate: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "_speculate", b"_speculate", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority", "speculate", b"speculate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache", "_cache_salt", b"_cache_salt", "_priority", b"_priority", "_speculate", b"_speculate", "bypass_prefix_cache", b"bypass_prefix_cache", "cache_salt", b"cache_salt", "priority", b"priority", "speculate", b"speculate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bypass_prefix_cache: _TypeAlias = _typing.Literal["bypass_prefix_cache"]  # noqa: Y015
     _WhichOneofArgType__bypass_prefix_cache: _TypeAlias = _typing.Literal["_bypass_prefix_cache", b"_bypass_prefix_cache"]  # noqa: Y015
@@ -486,12 +492,16 @@ class SchedulingParams(_message.Message):
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__speculate: _TypeAlias = _typing.Literal["speculate"]  # noqa: Y015
+    _WhichOneofArgType__speculate: _TypeAlias = _typing.Literal["_speculate", b"_speculate"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bypass_prefix_cache) -> _WhichOneofReturnType__bypass_prefix_cache | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__speculate) -> _WhichOneofReturnType__speculate | None: ...
 
 Global___SchedulingParams: _TypeAlias = SchedulingParams  # noqa: Y015
 
@@ -856,6 +866,8 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Number of prompt tokens found in the prefix cache. With n above 1, samples after the first count the prompt tokens that
@@ -863,16 +875,23 @@ class Usage(_message.Message):
     """
     generated_tokens: _builtins.int
     """Includes end-of-text and stop tokens."""
+    drafted_tokens: _builtins.int
+    """Number of draft tokens that steps computed for the answer, and of those that became tokens of it (speculative
+    decoding). Of the engine that finished the answer, if another one died before.
+    """
+    accepted_draft_tokens: _builtins.int
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

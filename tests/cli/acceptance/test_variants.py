@@ -41,6 +41,7 @@ def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @built
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, -1])
 def test_variants_of_a_hybrid_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     monkeypatch.setattr(accept_tokens, "ANSWER", 16)

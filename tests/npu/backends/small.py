@@ -127,8 +127,8 @@ def answers(
         launched, expected = flying.popleft()
         results.append(runner.collect(launched))
         assert sorted(results[-1].token_ids) == sorted(expected)
-        for key, token in results[-1].token_ids.items():
-            requests[key].tokens.append(token)
+        for key, sampled in results[-1].token_ids.items():
+            requests[key].tokens += sampled
 
     step = 0
     while True:

@@ -101,7 +101,7 @@ def test_constrained_rows_leave_other_rows_unchanged(load: Any, kind: str) -> No
             ask.mask = ask.mask if constrained else None
         got, results = answers(runner, asks)
         end(runner, asks)
-        found.append((got[1::2], [report for result in results for key, report in sorted(result.logprobs.items())
+        found.append((got[1::2], [reports for result in results for key, reports in sorted(result.logprobs.items())
                                   if key % 2]))
         masks = {key: ask.mask for key, ask in enumerate(asks) if ask.mask}
         for key, mask in masks.items():
@@ -114,7 +114,7 @@ def reports_of(runner: Runner, sampling: SamplingParams, mask: Mask, count: int 
     asks = [Ask(ids_of(20, 9), count, sampling, mask=mask), Ask(ids_of(9, 1), count)]
     got, results = answers(runner, asks)
     end(runner, asks)
-    return got[0], [result.logprobs[0] for result in results if 0 in result.logprobs]
+    return got[0], [report for result in results for report in result.logprobs.get(0, [])]
 
 
 def logits_of(report: Any) -> torch.Tensor:
@@ -175,7 +175,7 @@ def first_token(runner: Runner, mask: Any, rows: int = 1, **sampling: Any) -> in
         [Row(r, p, 0, [r], True, is_constrained=r == rows - 1) for r, p in enumerate(prompts)],
         [NewRequest(r, p, [], params) for r, p in enumerate(prompts)]))
     runner.sample(launched, {} if mask is None else {rows - 1: mask})
-    token = runner.collect(launched).token_ids[rows - 1]
+    token = runner.collect(launched).token_ids[rows - 1][0]
     runner.launch(Step([], ended=list(range(rows))))
     return token
 
@@ -220,7 +220,7 @@ def test_constrained_token_without_mask_is_discarded(load: Any, sampling: dict[s
                 row = Row(number, tokens[start:], start, [number], True, is_constrained=True)
                 launched, new = runner.launch(Step([row], new)), []
                 runner.sample(launched, masks)
-                token, start = runner.collect(launched).token_ids[number], len(tokens) - 1
+                token, start = runner.collect(launched).token_ids[number][0], len(tokens) - 1
             tokens.append(token)
             start = len(tokens) - 1
         found.append(tokens)
@@ -259,7 +259,7 @@ def test_constrained_wrong_masks_are_refused(load: Any) -> None:
     assert not runner.ready(launched)
     sample(_8=good, _9=bits_of([5]))
     good[:] = -1  # read only until `sample` returned
-    assert runner.collect(launched).token_ids == {8: 4, 9: 5}
+    assert runner.collect(launched).token_ids == {8: [4], 9: [5]}
 
 
 def test_constrained_step_without_sample_is_refused(load: Any) -> None:

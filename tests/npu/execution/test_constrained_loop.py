@@ -3,6 +3,7 @@ work."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from npuserve.kernels import native
 from npuserve.npu.execution.runner import Runner
 from npuserve.service import metrics
+from npuserve.service.scheduling.sequence import Sequence
 from tests.npu.backends.small import saved
 from tests.npu.execution.test_runner import load
 from tests.support import constrained
 from tests.support.constrained import Alone, Case
+from tests.support.oracle_drafts import Kind, drafting_of
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 
@@ -27,7 +30,7 @@ ENOUGH, FEW = 64, 4
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     before = native.library().threads
     folder = saved(tmp_path_factory.mktemp("model"), vocabulary=constrained.VOCABULARY)
-    yield load(folder, dtype="float32", max_num_batched_tokens=48)
+    yield load(folder, dtype="float32", max_num_batched_tokens=48, max_drafts=24)
     native.library().set_threads(before)
 
 
@@ -82,6 +85,30 @@ def test_constrained_tokens_do_not_depend_on_deferred_rows(
             is_restored=is_restored, mask_seconds=mask_seconds)
         assert found == [alone(each) for each in chosen]
     assert mask_seconds or metrics.deferred_rows_total._value.get() > deferred
+
+
+@pytest.mark.parametrize("is_restored", [False, True], ids=["new", "restored"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mask_seconds", [0.0, math.inf])
+@pytest.mark.parametrize("pool", [FEW, ENOUGH])
+@pytest.mark.parametrize("drafts", ["suffix", "right", "mixed"])
+def test_constrained_tokens_do_not_depend_on_drafts(
+    runner: Runner, alone: Alone, drafts: Kind, pool: int, depth: int, is_restored: bool, mask_seconds: float
+) -> None:
+    """The masks along a draft are those that single tokens get. mask_seconds: rows are deferred, or none is."""
+    answers = {(*case.ask().fields["prompt_ids"], case.sampling): alone(case).tokens for case in CASES}
+    temperature = {params["temperature"]: name for name, params in constrained.SAMPLINGS.items()}
+
+    def answer(sequence: Sequence) -> list[int]:
+        request = sequence.request
+        return answers[(*request.prompt_ids, temperature[request.sampling.temperature])]
+
+    drafting = drafting_of(drafts, answer, constrained.VOCABULARY, runner.max_drafts)
+    found, _ = constrained.answered(
+        runner, CASES, alone, depth=depth, pool=pool, seats=8, budget=48, is_restored=is_restored,
+        mask_seconds=mask_seconds, drafting=drafting)
+    assert found == [alone(case) for case in CASES]
+    assert drafting.accepted or drafts == "suffix" or is_restored or pool == FEW or not mask_seconds
 
 
 @pytest.mark.full

@@ -33,9 +33,9 @@ def check_beside_samples(runner: Runner, model: torch.nn.Module) -> None:
     prompt = ids_of(20, 1)
     first = run(runner, [Row(0, ids_of(20, 0), 0, [0, 1], True), Row(1, prompt[:7], 0, [2, 3], False)], [0, 1])
     assert first.hidden == {}
-    tokens = [first.token_ids[0]]
+    tokens = [*first.token_ids[0]]
     end = run(runner, [Row(0, tokens[-1:], 20, [0, 1], True), Row(1, prompt[7:], 7, [2, 3], False, pools=True)], [])
-    tokens.append(end.token_ids[0])
+    tokens += end.token_ids[0]
     assert tokens == greedy(model, ids_of(20, 0), 2)
     assert end.token_ids.keys() == {0}
     assert end.hidden.keys() == {1}

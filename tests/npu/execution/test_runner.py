@@ -74,10 +74,10 @@ class Driver:
         result = self.runner.collect(self.runner.launch(Step(rows, self.new, self.ended)))
         self.new, self.ended = [], []
         assert set(result.token_ids) == {row.request_id for row in rows if row.samples}
-        for request, token in result.token_ids.items():
-            self.tokens[request].append(token)
-        for request, report in result.logprobs.items():
-            self.logprobs.setdefault(request, []).append(report)
+        for request, sampled in result.token_ids.items():
+            self.tokens[request] += sampled
+        for request, reports in result.logprobs.items():
+            self.logprobs.setdefault(request, []).extend(reports)
         for request, reports in result.prompt_logprobs.items():
             self.prompt_logprobs.setdefault(request, []).extend(reports)
         return result
@@ -147,7 +147,7 @@ def test_runner_never_samples_padding_ids(tmp_path):
     for request in range(4):
         driver.add(request, ids_of(5, request), SamplingParams(temperature=5.0, seed=request, logprobs=20))
     for _ in range(50):
-        seen.update(driver.step().token_ids.values())
+        seen.update(token for sampled in driver.step().token_ids.values() for token in sampled)
     assert max(seen) < 100
     assert len(seen) > 30
     reported = {token for reports in driver.logprobs.values() for report in reports for token in report.top_ids}
@@ -179,6 +179,35 @@ def test_runner_logprobs_equal_log_softmax(tmp_path, monkeypatch, slice_bytes, c
         assert report.rank == 1 + int((row > row[ids[position + 1]]).sum())
         assert report.top_ids == row.topk(n).indices.tolist()
         assert report.top_logprobs == pytest.approx(row.topk(n).values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_runner_samples_after_each_draft_what_it_samples_alone(tmp_path, temperature, dtype):
+    """Right drafts, a wrong one, and rows without drafts beside them: tokens and reports are those of single tokens."""
+    runner = load(saved(random_model("qwen3"), tmp_path), dtype=dtype, max_drafts=8)
+    sampling = {request: SamplingParams(temperature=temperature, seed=request, logprobs=2) for request in range(3)}
+    driver = Driver(runner)
+    for request in sampling:
+        driver.add(request, ids_of(9 + request, request), sampling[request])
+    while min(len(driver.generated(request)) for request in sampling) < 8:
+        driver.step(16)
+    answers = {request: driver.generated(request)[:8] for request in sampling}
+    reports = {request: driver.logprobs[request][:8] for request in sampling}
+    rows, new = [], []
+    for request, wrong in ((0, 8), (1, 2), (2, 0)):  # the first wrong draft
+        prompt = ids_of(9 + request, request)
+        drafts = [token if place < wrong else (token + 1) % 100 for place, token in enumerate(answers[request][:7])]
+        drafts = drafts[: 5 if request == 0 else 3 if request == 1 else 0]
+        blocks = [3 * request, 3 * request + 1]
+        rows.append(Row(10 + request, prompt + drafts, 0, blocks, len(drafts) + 1))
+        new.append(NewRequest(10 + request, prompt, [], sampling[request]))
+    result = runner.collect(runner.launch(Step(rows, new)))
+    for request, valid in ((0, 6), (1, 3), (2, 1)):
+        assert result.token_ids[10 + request][:valid] == answers[request][:valid]
+        assert result.logprobs[10 + request][:valid] == reports[request][:valid]
+    with pytest.raises(ValueError, match="17 samples"):
+        runner.launch(Step([Row(10, [1] * 20, 0, [0, 1], 17)]))
 
 
 def test_runner_step_without_rows(tmp_path):

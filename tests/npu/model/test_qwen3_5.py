@@ -92,7 +92,7 @@ def test_numbers_do_not_depend_on_the_batch(
 def conversations(count: int, seed: int) -> list[Ask]:
     """Return requests of which most continue an earlier prompt, whole or a part, and some are cancelled.
 
-    Token 2 ends messages. A request arrives every four ticks.
+    Token 2 ends messages. Four requests arrive every 28 ticks.
     """
     draw = random.Random(seed)
     known: list[list[int]] = [[*draw.choices(range(3, VOCABULARY), k=33), 2]]
@@ -105,7 +105,7 @@ def conversations(count: int, seed: int) -> list[Ask]:
         if len(prompt) > 180:
             prompt = [*known[0], *prompt[-30:]]
         known.append(prompt)
-        made = ask(prompt, draw.choice([1, 2, 17, 60]), 4 * index)
+        made = ask(prompt, draw.choice([1, 2, 17, 60]), index // 4 * 28)
         asks.append(replace(made, cancel=draw.randint(1, 20) if draw.random() < 0.1 else None))
     return asks
 
@@ -380,7 +380,7 @@ def test_quantized_checkpoint_equals_transformers_with_rounded_numbers(tmp_path:
     kinds = {name.split(".")[-2] for name, tensor in tensors.items() if tensor.dtype == torch.int8}
     assert kinds == {"in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj", "q_proj", "k_proj",
                      "v_proj", "o_proj"}
-    assert result.int8 == result.linears
+    assert result.quantized == result.linears
     runner = load(tmp_path / "int8", dtype="float32", max_num_batched_tokens=48)
     answers, _ = serve(runner, [ask(prompt, 10, index) for index, prompt in enumerate(prompts(4, 2))], 1, 64, 4, 48)
     plain, theirs = random_hybrid(3), rounded(model, tmp_path / "int8")

@@ -116,7 +116,7 @@ def test_stop_ends_a_profile_with_its_steps_in_flight(folder: Path, tmp_path: Pa
     launched = runner.launch(Step([Row(0, [1, 2], 0, [0], True)], [NewRequest(0, [1, 2], [], GREEDY)]))
     profiler.stop()
     assert not profiler.poll()  # the step is in flight
-    token = runner.collect(launched).token_ids[0]
+    token = runner.collect(launched).token_ids[0][0]
     runner.collect(runner.launch(Step([Row(0, [token], 2, [0], True)])))  # not in the profile
     made = finished(profiler)
     assert (made.steps, made.ended) == (1, "stopped")
@@ -241,7 +241,7 @@ def test_profile_with_too_many_calls_ends_early(
     profiler.start("", 1000, 60.0)
     token, launched = 2, runner.launch(Step([Row(0, [1], 0, [0], True)], [NewRequest(0, [1], [], GREEDY)]))
     for position in range(1, 20):
-        token = runner.collect(launched).token_ids[0]
+        token = runner.collect(launched).token_ids[0][0]
         profiler.poll()
         launched = runner.launch(Step([Row(0, [token], position, [0], True)]))
     runner.collect(launched)

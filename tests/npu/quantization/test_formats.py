@@ -133,7 +133,7 @@ def test_quantization_supported_schemes_of_float8(group, scheme, format_of_group
 @pytest.mark.parametrize(("path", "value", "message"), [
     ("weights.type", "int", "group_0: format: 'float-quantized' is not supported; supported: None, int-quantized"),
     ("input_activations.type", "int", "input_activations: type: 'int' is not supported; supported: float"),
-    ("weights.num_bits", 4, "weights: num_bits: 4 is not supported; supported: 8"),
+    ("weights.num_bits", 6, "weights: num_bits: 6 is not supported; supported: 8"),
     ("weights.symmetric", False, "weights: symmetric: False is not supported; supported: True"),
     ("input_activations.symmetric", False, "input_activations: symmetric: False"),
     ("weights.strategy", "group", "weights: strategy: 'group'"),
@@ -250,7 +250,7 @@ def test_scheme_refusal_names_what_a_device_supports():
     (changed("format", "mixed-precision"), "format: 'mixed-precision'"),
     (changed("g.format", "pack-quantized"), "config_groups.group_0: format: 'pack-quantized'"),
     (changed("quantization_status", "calibration"), "quantization_status: 'calibration' is not supported"),
-    (changed("g.weights.num_bits", 4), r"group_0.weights: num_bits: 4 is not supported; supported: 8"),
+    (changed("g.weights.num_bits", 4), r"group_0.input_activations: quantized inputs of weights of 4 bits \(W4A8\)"),
     (changed("g.weights.num_bits", True), "num_bits: True"),
     (changed("g.weights.type", "float"), "group_0: format: 'int-quantized' is not supported; .*: None, float-quant"),
     (changed("g.input_activations.type", "float"), "group_0.input_activations: type: 'float' .*; supported: int"),

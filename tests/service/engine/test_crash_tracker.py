@@ -301,7 +301,7 @@ def test_quarantine_is_longer_after_the_second_run_that_passed_it(
 ) -> None:
     before = CrashRecord(1, QUARANTINE_TOKENS, 10, 10, has_passed=has_passed)
     after = CrashTracker()._after_crash(before, 10 + made)
-    assert (after.quarantine_tokens, after.has_passed, after.made) == (quarantine_tokens, passed, made)
+    assert (after.quarantine_tokens, after.has_passed, after.generated_tokens) == (quarantine_tokens, passed, made)
 
 
 @pytest.mark.parametrize(("repeats", "made", "is_killer"), [

@@ -122,7 +122,7 @@ def test_load_counts_a_paused_request_that_holds_blocks() -> None:
     made = EngineMetrics(scheduler)
     sequence = scheduler.add(m.Request("r", [1, 2], 3, 0.0), (b"f", 1), 0.0).sequence
     plan = scheduler.schedule(0.0)
-    scheduler.apply(plan.step, StepResult({sequence.id: 5}, {}, {}, 0.0), 0.0)
+    scheduler.apply(plan.step, StepResult({sequence.id: [5]}, {}, {}, 0.0), 0.0)
     scheduler.pause(sequence.id)
     made.refresh(0.0)
     assert (made.load.running, made.load.waiting, made.load.paused) == (0, 0, 1)

@@ -419,9 +419,9 @@ async def test_get_model_info_with_unknown_names_has_unspecified_enums(folder: P
     """A newer engine's names stay in the strings."""
     async with running(folder, start_engine=False) as server:
         server.engine.info = msgspec.structs.replace(
-            server.engine.info, dtype="fp8", kv_cache_dtype="fp4", quantization="w4a16", backend="tpu")
+            server.engine.info, dtype="fp8", kv_cache_dtype="fp4", quantization="w1a1", backend="tpu")
         server.engine.start()
         await until(lambda: server.frontend._engine.state == "ready")
         info = await server.inference.GetModelInfo(model_pb2.GetModelInfoRequest())
     assert (info.data_type, info.kv_cache_data_type, info.quantization_scheme, info.device_backend) == (0, 0, 0, 0)
-    assert (info.dtype, info.kv_cache_dtype, info.quantization, info.backend) == ("fp8", "fp4", "w4a16", "tpu")
+    assert (info.dtype, info.kv_cache_dtype, info.quantization, info.backend) == ("fp8", "fp4", "w1a1", "tpu")

@@ -318,5 +318,6 @@ def test_response_without_tokenizer_has_ids_only(tmp_path: Path, folder: ModelFo
 
 def test_response_reasons_cover_finish_reason_enum(folder: ModelFolder) -> None:
     reasons = {answer(folder, ask("a"), [1], reason)[-1].finish.reason
-               for reason in msgspec.inspect.type_info(Finish).fields[0].type.values}
+               for reason in msgspec.inspect.type_info(Finish).fields[0].type.values
+               if reason != "pooled"}  # which ends a request without an answer
     assert reasons == set(pb.FinishReason.values()) - {pb.FINISH_REASON_UNSPECIFIED}

@@ -284,6 +284,7 @@ async def test_call_without_places_for_all_samples_leaves_nothing(tmp_path: Path
 TOKENS = 4000
 
 
+@pytest.mark.slow
 async def test_slow_reader_of_samples_pauses_all_and_loses_nothing(tmp_path: Path) -> None:
     async with whole_server(tmp_path, max_buffered_tokens=16) as server, server.client(*SMALL_WINDOW) as slow:
         call = slow.StreamGenerate(ask("a", TOKENS, n=3))
@@ -293,6 +294,7 @@ async def test_slow_reader_of_samples_pauses_all_and_loses_nothing(tmp_path: Pat
         assert [finish.usage.generated_tokens for _, finish in answers.values()] == [TOKENS] * 3
 
 
+@pytest.mark.slow
 async def test_slow_reader_of_samples_at_the_limit_frees_all(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

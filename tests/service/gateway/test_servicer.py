@@ -15,19 +15,22 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from tokenizers import Tokenizer, processors
 
 from npuserve.npu.profile import ProfileSummary
 from npuserve.service import metrics
 from npuserve.service.ipc.messages import Cancel, FlushPrefixCache, Load, Submit
 from npuserve.service.ipc.profile_messages import StartProfile
-from tests.support.fake_engine import INFO, make_folder, until
+from tests.support.fake_engine import EOS, INFO, make_folder, until
 from tests.support.front_end import Running, ask, running
+from tests.support.pooling import embeds
 from tests.support.vllm_engine import Answer, engine_stub, join, like_smg, vllm_request
 
 NAME = "vllm.grpc.engine.VllmEngine"
@@ -397,3 +400,32 @@ async def test_without_usable_stubs_the_service_is_unknown(
         assert await code_of(check) is grpc.StatusCode.NOT_FOUND
     warned = [record for record in caplog.records if "VllmEngine is off" in record.getMessage()]
     assert len(warned) == (fault == "unusable")
+
+
+async def test_embed_adds_the_special_tokens_that_a_gateway_leaves_out(tmp_path: Path) -> None:
+    folder = embeds(make_folder(tmp_path / "embedder"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s1> $A <eos>", special_tokens=[("<s1>", 298), ("<eos>", EOS)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    async with running(folder) as server:
+        server.engine.info = msgspec.structs.replace(INFO, task="embed", embedding_dimension=4)
+        await server.engine.die()
+        server.engine.start()
+        await until(lambda: server.frontend._engine.model_info == server.engine.info)
+        stub = engine_stub(server.channel)
+        for ids in ([0, 1], [298, 0, 1], [298, 0, 1, EOS]):
+            answer = await stub.Embed(vllm.EmbedRequest(request_id="r" * 300, tokenized={"input_ids": ids}))
+            assert list(answer.embedding) == [298, 0, 1, EOS]  # the fake engine's embedding is the ids
+            assert (answer.prompt_tokens, answer.embedding_dim) == (4, 4)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"tokenized.input_ids\[0\]: token id must be in \[0, 299\]"):
+            await stub.Embed(vllm.EmbedRequest(tokenized={"input_ids": [300]}))
+        with pytest.raises(grpc.aio.AioRpcError, match="the served model 'embedder' is an embedding model; call Embed"):
+            await answer_of(stub.Generate(vllm_request("a", 1)))
+        info = await stub.GetModelInfo(vllm.GetModelInfoRequest())
+        assert (info.is_generation, info.max_req_input_len) == (False, 64)
+        assert {submit.request.service for submit in server.engine.got(Submit)} == {"vllm"}
+
+
+async def answer_of(call: Any) -> list[Any]:
+    return [message async for message in call]

@@ -53,7 +53,7 @@ def test_followers_time_the_steps_that_rank_0_times() -> None:
     group: Any = FakeGroup()
     lead: Any = FakeRunner(times=True)
     follower: Any = FakeRunner(times=False)
-    steps = [Step([Row(7, [5, i], 2 * i, [3], True)], [NewRequest(7, [5], [], SamplingParams())] * (i == 0))
+    steps = [Step([Row(7, [5, i], 2 * i, [3], 1)], [NewRequest(7, [5], [], SamplingParams())] * (i == 0))
              for i in range(4)]
     runner = LeadRunner(lead, group)
     for step in steps:
@@ -71,7 +71,7 @@ def test_followers_sample_the_last_step_and_collect_the_steps_before_the_last_tw
     follower: Any = FakeRunner(times=False)
     runner = LeadRunner(lead, group)
     for i in range(4):
-        handle = runner.launch(Step([Row(7, [5], i, [3], True)], []))
+        handle = runner.launch(Step([Row(7, [5], i, [3], 1)], []))
         runner.sample(handle, {7: np.array([i, -1], np.int32), 8: np.array([2, 3], np.int32)})
     stop_followers(group)
     follow(follower, group)

@@ -38,6 +38,7 @@ def test_check_of_absent_fields_uses_the_documented_defaults(folder: ModelFolder
     assert request.eos_token_ids == {EOS}
     assert (request.stop_token_ids, request.priority, request.cache_salt) == (frozenset(), 0, "")
     assert not request.bypass_prefix_cache
+    assert request.speculate
     assert msgspec.structs.replace(request.sampling, seed=0) == SamplingParams(ending_ids=(EOS,))
     assert checked == CheckedRequest(request, (), False, True, False)
 
@@ -48,14 +49,14 @@ def test_check_passes_every_field_to_the_engine(folder: ModelFolder) -> None:
         frequency_penalty=2, seed=2**64 - 1, logit_bias={3: -100.0}, allowed_token_ids=[9, 3, 9], min_tokens=2,
         stop=["x", "yz"], stop_token_ids=[4, 8], include_stop=True, logprobs=0, prompt_logprobs=20,
         skip_special_tokens=False, return_token_ids=True, priority=-100, bypass_prefix_cache=True, cache_salt="s",
-        model="counting", n=1), folder)
+        speculate=False, model="counting", n=1), folder)
     request = checked.request
     assert request.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5, presence_penalty=-0.5,
         frequency_penalty=2.0, seed=2**64 - 1, logit_bias={3: -100.0}, allowed_token_ids=(3, 9), min_tokens=2,
         ending_ids=(4, 8, EOS), logprobs=0, prompt_logprobs=20)
     assert (request.prompt_ids, request.max_tokens, request.priority) == ([5, 6], 9, -100)
-    assert (request.bypass_prefix_cache, request.cache_salt) == (True, "s")
+    assert (request.bypass_prefix_cache, request.cache_salt, request.speculate) == (True, "s", False)
     assert (request.stop_token_ids, request.eos_token_ids) == ({4, 8}, {EOS})
     assert checked == CheckedRequest(request, ("x", "yz"), True, False, True)
 

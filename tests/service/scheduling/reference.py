@@ -75,9 +75,9 @@ class FakeDevice:
         self.num_slots = num_blocks * block_size
         self.known: dict[int, NewRequest] = {}
         self.announced: set[int] = set()
-        self.sampled: dict[int, int] = {}  # tokens of the step before, by request
+        self.sampled: dict[int, list[int]] = {}  # tokens of the step before, by request
         # Result of the last step until it is sampled, and the contexts of its constrained rows.
-        self.unsampled: tuple[StepResult, dict[int, tuple[int, ...]]] | None = None
+        self.unsampled: tuple[StepResult, dict[int, list[tuple[int, ...]]]] | None = None
 
     def launch(self, step: Step) -> StepResult:
         assert self.unsampled is None, "a launch before the step was sampled"
@@ -88,8 +88,10 @@ class FakeDevice:
         result, contexts = self.unsampled
         assert handle is result, "another step is sampled"
         assert masks.keys() <= contexts.keys()
-        for request_id, context in contexts.items():
-            self._sample(request_id, context, result, masks.get(request_id))
+        for request_id, each_context in contexts.items():
+            each_mask = np.atleast_2d(masks[request_id]) if request_id in masks else [None] * len(each_context)
+            for context, mask in zip(each_context, each_mask, strict=True):
+                self._sample(request_id, context, result, mask)
         self.unsampled = None
 
     def ready(self, handle: StepResult) -> bool:
@@ -126,14 +128,15 @@ class FakeDevice:
                 assert token_ids == [PENDING], "a known token beside a pending one"
                 assert row.samples
                 assert row.request_id in self.sampled, "a token that the step before has not sampled"
-                token_ids = [self.sampled[row.request_id]]
+                (pending,) = self.sampled[row.request_id]
+                token_ids = [pending]
             context = (*before, *token_ids)
             for position in range(row.start, end):
                 self.slots[slots[position]] = (self.salts[row.request_id], context[: position + 1])
             self._advance_state(row, context)
             contexts[row.request_id] = context
         result = StepResult({}, {}, {}, device_seconds)
-        unsampled: dict[int, tuple[int, ...]] = {}
+        unsampled: dict[int, list[tuple[int, ...]]] = {}
         for row in step.rows:
             new, context = self.known[row.request_id], contexts[row.request_id]
             for position in range(len(context)):
@@ -143,11 +146,13 @@ class FakeDevice:
             num_prompt = len(new.prompt_ids)
             assert context[:num_prompt] == tuple(new.prompt_ids[: len(context)]), "the prompt of another request"
             if row.samples:
-                assert len(context) >= num_prompt + len(new.output_ids), "samples before its last known token"
+                known = context[: len(context) - row.samples + 1]
+                assert len(known) >= num_prompt + len(new.output_ids), "samples before its last known token"
+                each_context = [context[:length] for length in range(len(known), len(context) + 1)]
                 if row.is_constrained:
-                    unsampled[row.request_id] = context
-                else:
-                    self._sample(row.request_id, context, result)
+                    unsampled[row.request_id] = each_context
+                for each in () if row.is_constrained else each_context:
+                    self._sample(row.request_id, each, result)
             assert row.samples or not row.is_constrained
             if new.sampling.prompt_logprobs is not None:
                 predicted = range(row.start + 1, min(len(context) + 1, num_prompt))
@@ -167,6 +172,7 @@ class FakeDevice:
 
     def _sample(self, request_id: int, context: tuple[int, ...], result: StepResult, mask: Mask | None = None) -> None:
         new = self.known[request_id]
-        token = result.token_ids[request_id] = next_token(context, len(new.prompt_ids), new.sampling, mask)
+        token = next_token(context, len(new.prompt_ids), new.sampling, mask)
+        result.token_ids.setdefault(request_id, []).append(token)
         if new.sampling.logprobs is not None:
-            result.logprobs[request_id] = report(token, len(context))
+            result.logprobs.setdefault(request_id, []).append(report(token, len(context)))

@@ -20,6 +20,7 @@ from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
+from tests.support.oracle_drafts import Kind, drafting_of
 
 TICK = 1 / 64  # sums of it are exact
 
@@ -31,6 +32,7 @@ class SchedulerHarness:
     depth: maximum number of steps in flight.
     min_forced: see Scheduler.
     mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
+    drafts: kind of the drafts; see oracle_drafts.py.
     num_slots, spacing: of StateSlots; 0 slots for a model without fixed state.
     message_end_ids: see Scheduler.
     """
@@ -46,6 +48,7 @@ class SchedulerHarness:
     min_forced: int = 2
     max_model_len: int | None = None
     mask_seconds: float = math.inf
+    drafts: Kind = "off"
     num_slots: int = 0
     spacing: Spacing = DEFAULT_SPACING
     message_end_ids: frozenset[int] = frozenset()
@@ -67,6 +70,9 @@ class SchedulerHarness:
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
             min_forced=self.min_forced, message_end_ids=self.message_end_ids,
             slots=StateSlots(self.num_slots, self.blocks, self.spacing) if self.num_slots else None,
+            drafting=drafting_of(
+                self.drafts if not self.num_slots else "off", lambda sequence: answer_alone(sequence.request)[0],
+                VOCABULARY),
         )
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
@@ -150,8 +156,13 @@ class SchedulerHarness:
         assert step.rows or not (step.new or step.ended)
         for row, sequence in zip(step.rows, rows, strict=True):
             end = row.start + len(row.token_ids)
-            assert row.token_ids == (sequence.token_ids[row.start : end] or [PENDING])
-            assert row.samples == (end == planned[sequence.id])
+            if row.samples > 1:
+                assert self.drafts != "off"
+                assert len(self.pipeline) == 0, "drafts after a token that is not on the host"
+                end -= row.samples - 1
+            known = row.token_ids[: end - row.start]
+            assert known == (sequence.token_ids[row.start : end] or [PENDING])
+            assert bool(row.samples) == (end == planned[sequence.id])
             assert sequence.num_tokens <= sequence.num_prompt_tokens + sequence.request.max_tokens, "beyond max_tokens"
             assert end <= len(sequence.token_ids) + 1, "more than one token beyond what is on the host"
             self.started.setdefault(sequence.id, self.now)

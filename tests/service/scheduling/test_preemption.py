@@ -237,7 +237,7 @@ class Load:
         for row in step.rows:
             self.tokens[self.scheduler.sequence(row.request_id).request.client] += len(row.token_ids)
         self.now += max(self._light, self._token * step.num_tokens)
-        result = StepResult({row.request_id: 5 for row in step.rows if row.samples}, {}, {}, 0.0)
+        result = StepResult({row.request_id: [5] for row in step.rows if row.samples}, {}, {}, 0.0)
         for progress in self.scheduler.apply(step, result, self.now):
             sequence = progress.sequence
             if sequence.id in self._last:

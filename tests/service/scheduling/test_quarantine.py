@@ -14,7 +14,7 @@ def test_quarantine_without_requests_lets_all_run() -> None:
     quarantine = Quarantine()
     assert not quarantine
     assert quarantine.may_run(7)
-    quarantine.count_token(7)
+    quarantine.count_tokens(7, 1)
     quarantine.release(7)
 
 
@@ -25,7 +25,7 @@ def test_quarantine_runs_most_crashes_first_and_one_at_a_time() -> None:
     for number in (1, 0, 2):
         for _ in range(QUARANTINE_TOKENS):
             assert [n for n in range(4) if quarantine.may_run(n)] == [number]
-            quarantine.count_token(number)
+            quarantine.count_tokens(number, 1)
     assert not quarantine
     assert quarantine.may_run(3)
 

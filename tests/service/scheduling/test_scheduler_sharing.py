@@ -16,6 +16,7 @@ from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.structured_output.constraint import Constraint
 from tests.service.scheduling.reference import answer_alone
 from tests.service.scheduling.stepwise import SchedulerHarness, crowded
+from tests.support.oracle_drafts import KINDS, Kind
 
 # Prefixes
 
@@ -259,16 +260,18 @@ def requests(draw: st.DrawFn) -> Ask:
     prefix_cache=st.sampled_from([True, True, False]), flush_at=st.integers(0, 60),
     aging=st.sampled_from([0.001, 0.1, 5]), min_forced=st.sampled_from([2, 1, 0]),
     num_slots=st.sampled_from([0, 0, 2, 5, 12, 40]), spacing=st.sampled_from(SPACINGS),
+    drafts=st.sampled_from(KINDS),
 )
 def test_every_request_is_answered_as_if_alone(
     asks: list[Ask], block_size: int, pool: int, max_num_seqs: int, budget: int,
     depth: int, prefix_cache: bool, flush_at: int, aging: float, min_forced: int, num_slots: int, spacing: Spacing,
+    drafts: Kind,
 ) -> None:
     """Token 1 ends messages. The device checks that each row continues the state of the tokens before it."""
     harness = SchedulerHarness(
         num_blocks=-(-pool // block_size), block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, depth=depth,
         prefix_cache=prefix_cache, aging=aging, min_forced=min_forced, num_slots=num_slots, spacing=spacing,
-        message_end_ids=frozenset([1]),
+        message_end_ids=frozenset([1]), drafts=drafts,
     )
     all_sequences: list[Sequence] = []
     cancels: dict[int, list[Sequence]] = defaultdict(list)
@@ -313,5 +316,6 @@ def test_every_request_is_answered_as_if_alone(
     event(f"preemptions: {min(harness.scheduler.preemptions, 3)}")
     event(f"hits: {harness.scheduler.prefix_hits > 0}")
     event(f"forced tokens: {min(harness.scheduler.forced_tokens, 3)}")
+    event(f"drafts {drafts}: {harness.scheduler.drafting.accepted > 0}")
     event(f"hits of states: {num_slots > 0 and harness.scheduler.prefix_hits > 0}")
     event(f"samples: {len(all_sequences) > len(asks)}")

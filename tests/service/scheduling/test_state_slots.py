@@ -61,6 +61,16 @@ def test_taken_state_is_continued_in_another_slot_and_found_once_registered() ->
     assert other.plan_row(16, is_retractable=False) == (first, other.current)
 
 
+def test_checkpoint_is_not_found_by_a_request_that_has_too_few_slots_to_continue_it() -> None:
+    slots = StateSlots(2)
+    table = allocated(slots)
+    table.plan_row(0, is_retractable=False)
+    slots.take(table, 16)
+    slots.register(table, b"a")
+    assert slots.longest([b"a"]) == (1, b"a")
+    assert slots.longest([b"a"], has_spare=True) == (0, b"")
+
+
 def test_states_taken_by_two_rows_in_flight_are_both_found() -> None:
     slots = StateSlots(3)
     table = allocated(slots)

@@ -105,8 +105,10 @@ def random_walk(rng: random.Random, mask: bytes, run: list[int] | None) -> int:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("kind", "value"), [
-    ("json_schema", PAIRS), ("json_schema", {"type": "string", "minLength": 900}), ("regex", EXPONENTIAL),
-    ("regex", "(日|[a-z]{1,200}é)*")], ids=["pairs", "string", "exponential", "words"])
+    pytest.param("json_schema", PAIRS, id="pairs", marks=pytest.mark.slow),
+    pytest.param("json_schema", {"type": "string", "minLength": 900}, id="string", marks=pytest.mark.slow),
+    pytest.param("regex", EXPONENTIAL, id="exponential"),
+    pytest.param("regex", "(日|[a-z]{1,200}é)*", id="words")])
 def test_masks_and_forced_tokens_do_not_depend_on_the_lexer(
     kind: Any, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ def test_answer_that_exhausts_lexers_ends_alone_and_may_be_retried() -> None:
     assert others[0].lexer is not others[1].lexer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_lexers_of_running_answers_stay_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six strings need more than all memory together. Each ends. A lexer grows beyond the limit by its largest size."""
@@ -222,6 +225,7 @@ def test_lexers_of_running_answers_stay_within_the_memory(monkeypatch: pytest.Mo
     assert peak < 3 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_answer_that_needs_more_than_all_memory_names_the_limit() -> None:
     pool = LexerPool(256 << 10)

@@ -95,7 +95,8 @@ def test_isolated_encode_equals_encode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tokenizer", "text", "message"), [
-    pytest.param(built(None, split(CUBIC)), "a" * 350, r"at most 2.01 seconds of processor time", id="cubic"),
+    pytest.param(built(None, split(CUBIC)), "a" * 350, r"at most 2.01 seconds of processor time", id="cubic",
+                 marks=pytest.mark.slow),
     pytest.param(built(None, split("(a+)+$")), "a" * 40 + "b", "fails on it", id="panic"),
     pytest.param(built(doubled(40)), "a", r"at most 2 seconds of processor time and 2048 MiB", id="growth",
                  marks=pytest.mark.slow),

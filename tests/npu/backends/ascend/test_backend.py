@@ -103,7 +103,7 @@ def test_ascend_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, dtype:
     reports = []
     for runner in (npu, cpu):
         new = NewRequest(1, prompt, [], type(GREEDY)(temperature=0.0, logprobs=5))
-        reports.append(runner.collect(runner.launch(Step([Row(1, prompt, 0, [0], True)], [new]))).logprobs[1])
+        reports.append(runner.collect(runner.launch(Step([Row(1, prompt, 0, [0], True)], [new]))).logprobs[1][0])
     assert reports[0].token_id == reports[1].token_id
     assert reports[0].logprob == pytest.approx(reports[1].logprob, abs=0.05)
 

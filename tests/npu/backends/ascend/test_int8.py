@@ -75,7 +75,7 @@ def test_ascend_w8a8_step_in_device_dtypes_needs_no_relaxation(tmp_path: Path, d
     prompt, reports = [3, 1, 4, 1, 5, 9, 2, 6], []
     for runner in (load(folder, dtype=dtype), load(folder, "cpu", threads=1, int8_levels=ascend.LEVELS)):
         new = NewRequest(1, prompt, [], SamplingParams(temperature=0.0, logprobs=5))
-        reports.append(runner.collect(runner.launch(Step([Row(1, prompt, 0, [0], True)], [new]))).logprobs[1])
+        reports.append(runner.collect(runner.launch(Step([Row(1, prompt, 0, [0], True)], [new]))).logprobs[1][0])
     assert reports[0].token_id == reports[1].token_id
     assert reports[0].logprob == pytest.approx(reports[1].logprob, abs=0.1)
 

@@ -115,7 +115,7 @@ def test_ascend_int8_cache_in_device_dtypes_needs_no_relaxation(tmp_path: Path, 
         for start, end in ((0, 5), (5, 7), (7, 8)):
             step = Step([Row(1, prompt[start:end], start, [0], end == 8)], [new] if start == 0 else [])
             result = runner.collect(runner.launch(step))
-        reports.append(result.logprobs[1])
+        reports.append(result.logprobs[1][0])
     assert reports[0].token_id == reports[1].token_id
     assert reports[0].logprob == pytest.approx(reports[1].logprob, abs=0.1)
 

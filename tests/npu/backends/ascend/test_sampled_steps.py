@@ -141,8 +141,8 @@ def taking_turns(runner: Runner) -> tuple[dict[int, list[int]], list[StepResult]
             new.append(NewRequest(i, [*tokens[i]], [], sampling))
             rows.append(Row(i, [*tokens[i]], 0, [i], True))
         results.append(runner.collect(runner.launch(Step(rows, new, [*ended]))))
-        for i, token in results[-1].token_ids.items():
-            tokens[i].append(token)
+        for i, sampled in results[-1].token_ids.items():
+            tokens[i] += sampled
 
     for _ in range(6):
         step(0, 1)
@@ -210,7 +210,7 @@ def test_sampled_rows_have_the_distribution_of_their_logits(tmp_path: Path, samp
     report = SamplingParams(temperature=0.0, logprobs=100)
     runner.collect(runner.launch(Step([Row(i, prompt, 0, [i], True) for i in rows],
                                       [NewRequest(i, prompt, [], report) for i in rows])))
-    first = runner.collect(runner.launch(Step([Row(0, [5], 3, [0], True)]))).logprobs[0]
+    first = runner.collect(runner.launch(Step([Row(0, [5], 3, [0], True)]))).logprobs[0][0]
     expected = shares(dict(zip(first.top_ids, first.top_logprobs, strict=True)), sampling)
     drawn: Counter[int] = Counter()
     ended, number = list(rows), 100
@@ -221,7 +221,7 @@ def test_sampled_rows_have_the_distribution_of_their_logits(tmp_path: Path, samp
         result = runner.collect(runner.launch(Step(
             [Row(number + i, [5], 3, [i], True) for i in rows], new, ended)))
         assert result.captured_decodes == len(rows)
-        drawn.update(result.token_ids.values())
+        drawn.update(token for sampled in result.token_ids.values() for token in sampled)
         ended, number = [request.request_id for request in new], number + len(rows)
     count = sum(drawn.values())
     assert count == 800

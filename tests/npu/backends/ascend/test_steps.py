@@ -97,6 +97,22 @@ def test_ascend_prompt_token_is_selected_by_its_dispatch(tmp_path: Path) -> None
     assert second.token_ids == decode(cpu, 3, 3).token_ids
 
 
+@emulated(relax=RELAX)
+def test_ascend_row_with_drafts_is_one_dispatch(tmp_path: Path) -> None:
+    """Tokens after right drafts are those of single steps, and the captured step selects all of them."""
+    saved(tmp_path)
+    runner, cpu = load(tmp_path, max_drafts=16), load(tmp_path, "cpu", block_size=128, threads=1)
+    first = prefill(runner, 2).token_ids
+    assert first == prefill(cpu, 2).token_ids
+    single = [decode(cpu, 2, at).token_ids for at in range(3, 7)]
+    answer = [token for each in single for token in each[0]]
+    with counted(runner) as calls:
+        result = runner.collect(runner.launch(Step([
+            Row(0, [*first[0], *answer[:3]], 3, [0], 4), Row(1, first[1], 3, [1], 1)])))
+        assert (calls, result.captured) == ({}, True)
+    assert result.token_ids == {0: answer, 1: single[0][1]}
+
+
 @pytest.mark.parametrize("vocabulary", [
     64, 65, *(pytest.param(size, marks=pytest.mark.full) for size in (63, 100, 128, 200))])  # all other tests have 100
 @emulated(relax=RELAX)
@@ -114,8 +130,8 @@ def test_ascend_rows_of_every_bucket_get_their_results(tmp_path: Path, vocabular
         assert found.token_ids == expected.token_ids
         assert set(found.token_ids) == set(range(rows))
         assert found.captured_decodes == rows
-        assert all(0 <= token < vocabulary for token in found.token_ids.values())
-        seen |= set(found.token_ids.values())
+        assert all(0 <= token < vocabulary for (token,) in found.token_ids.values())
+        seen |= {token for (token,) in found.token_ids.values()}
         at += 1
     assert len(seen) > 4
 

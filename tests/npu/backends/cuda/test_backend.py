@@ -124,7 +124,7 @@ def test_cuda_int8_logprobs_are_near_cpu(tmp_path: Path) -> None:
         chunks = [Row(0, prompt[:12], 0, [0], False), Row(0, prompt[12:], 12, [0, 1], True)]
         results = [runner.collect(runner.launch(Step([row], [new] * (row.start == 0)))) for row in chunks]
         reports = [report for result in results for report in result.prompt_logprobs[0]]
-        found.append([report.logprob for report in [*reports, results[-1].logprobs[0]]])
+        found.append([report.logprob for report in [*reports, *results[-1].logprobs[0]]])
     assert len(found[0]) == 20
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
 
@@ -147,7 +147,7 @@ def test_cuda_fp8_cache_logprobs_are_near_golden(tmp_path: Path) -> None:
         results = [runner.collect(runner.launch(step)) for step in steps]
         assert runner.backend_name == "cpu" or results[2].captured
         found.append([report.logprob for result in results for report in (
-            *result.prompt_logprobs.get(0, []), *result.logprobs.values())])
+            *result.prompt_logprobs.get(0, []), *(each for reports in result.logprobs.values() for each in reports))])
     assert len(found[0]) == 19 + 3
     ours, same_cache, exact = map(torch.tensor, found)
     torch.testing.assert_close(ours, same_cache, atol=0.02, rtol=0.01)

@@ -48,7 +48,7 @@ def test_cuda_float8_logprobs_are_near_golden(tmp_path: Path, scheme: W8A8) -> N
                 Row(0, [7], 20, [0, 1], True)]
         results = [runner.collect(runner.launch(Step([row], [new] * (row.start == 0)))) for row in rows]
         reports = [report for result in results[:2] for report in result.prompt_logprobs[0]]
-        found.append([report.logprob for report in (*reports, results[1].logprobs[0], results[2].logprobs[0])])
+        found.append([report.logprob for report in (*reports, *results[1].logprobs[0], *results[2].logprobs[0])])
     assert len(found[0]) == 21
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.02, rtol=0.01)
 

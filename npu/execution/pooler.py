@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from npuserve.npu.model.config import ModelConfig
-from npuserve.service.ipc.messages import PoolingParams
 
 if TYPE_CHECKING:
     Vector = npt.NDArray[np.float32]
@@ -35,20 +34,24 @@ class Pooler:
             return None
         if config.pooling.task == "embed":
             return Pooler()
-        from npuserve.npu.model.loader import read_head_rows
+        from npuserve.npu.model.loader import read_head_rows  # imports torch
 
         ids = [i for i in (config.pooling.true_id, config.pooling.false_id) if i is not None]
         rows = read_head_rows(Path(folder), config, ids).numpy()
         return Pooler(rows[0] - rows[1] if len(rows) > 1 else rows[0])
 
-    def values(self, hidden: Vector, params: PoolingParams) -> bytes:
-        """Return the values of a request; see messages.Output."""
+    def values(self, hidden: Vector, dimensions: int, is_normalized: bool) -> bytes:
+        """Return an embedding, or one score, as float32, little-endian.
+
+        hidden: [H], last hidden state of a prompt.
+        dimensions, is_normalized: of an embedding, its first values to return, and whether they get a norm of 1.
+        """
         if self._difference is not None:
             odds = float(self._difference.astype(np.float64) @ hidden)
             values = np.array([_sigmoid(odds)])
         else:
-            values = hidden[: params.dimensions]
-            if params.is_normalized:
+            values = hidden[:dimensions]
+            if is_normalized:
                 values = values / max(float(np.linalg.norm(values)), 1e-12)
         return values.astype(_FLOAT).tobytes()
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from npuserve.npu.execution.pooler import Pooler
 from npuserve.npu.model.config import ModelConfig
-from npuserve.service.engine.pooler import Pooler
-from npuserve.service.ipc.messages import PoolingParams
 from tests.support.models import random_model, saved
 from tests.support.pooling import embeds, ranks
 
@@ -23,19 +22,19 @@ def floats(data: bytes) -> list[float]:
     (3, False, [3, 4, 12]), (3, True, [3 / 13, 4 / 13, 12 / 13]), (2, True, [0.6, 0.8]), (1, False, [3]),
 ])
 def test_embedding_is_cut_before_it_is_normalized(dimensions: int, is_normalized: bool, values: list[float]) -> None:
-    made = floats(Pooler().values(HIDDEN, PoolingParams(dimensions, is_normalized)))
+    made = floats(Pooler().values(HIDDEN, dimensions, is_normalized))
     assert made == pytest.approx(values, abs=1e-7)
 
 
 def test_embedding_of_zeros_is_zero() -> None:
-    assert floats(Pooler().values(np.zeros(2, np.float32), PoolingParams(2, True))) == [0, 0]
+    assert floats(Pooler().values(np.zeros(2, np.float32), 2, True)) == [0, 0]
 
 
 @pytest.mark.parametrize(("odds", "score"), [(0, 0.5), (2, 1 / (1 + math.exp(-2))), (-2, 1 / (1 + math.exp(2))),
                                         (1000, 1), (-1000, 0)])
 def test_score_is_the_probability_of_the_true_token(odds: float, score: float) -> None:
     pooler = Pooler(np.array([odds, 0], np.float32))
-    assert floats(pooler.values(np.array([1, 5], np.float32), PoolingParams())) == [pytest.approx(score)]
+    assert floats(pooler.values(np.array([1, 5], np.float32), 0, False)) == [pytest.approx(score)]
 
 
 def test_pooler_of_a_model(tmp_path: Path) -> None:

@@ -1,0 +1,297 @@
+"""Speculative decoding: acceptance and tokens a second, with drafts and without, in turn.
+
+    python bench/engine/speculation.py MODEL [--workloads code summary chat json right wrong adverse]
+        [--streams 1 8 32] [--modes off auto suffix] [--tokens 128] [--rounds 3] [--temperature 0]
+        [--chat mtbench_question.jsonl] [--dtype auto] [--json]
+
+Workloads:
+    code      write a file of this repository again, with a name changed
+    summary   summarise a document of this repository with quotations
+    chat      second turn of a chat; --chat: MT-Bench's questions, one JSON object with `turns` a line
+    json      a list of objects under a schema (schemas.py)
+    right     chat, with drafts that are always right
+    wrong     chat, with drafts that are always wrong and look probable
+    adverse   chat, with drafts that are right and wrong for 24 tokens in turn, and look probable
+
+All modes must give the same tokens, else the program ends with an error. Printed by workload, number of streams and
+mode: tokens a second after the first token of the last stream, the sum of the streams' own rates since some end early
+(median of the rounds), relative to `off` (median of the rounds' ratios), steps, tokens a step and stream, drafted and
+accepted tokens, and the share of time for drafting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from npuserve.npu.execution.load import load_runner
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import SamplingParams, Step
+from npuserve.service.engine.pipeline import StepPipeline
+from npuserve.service.ipc.messages import Request
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.drafting import Drafting
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS, Speculator
+from npuserve.service.speculation.token_history import TokenHistory
+from npuserve.service.structured_output.answer_matcher import AnswerMatcher
+from npuserve.service.structured_output.constraint import Constraint
+from npuserve.service.structured_output.manager import StructuredOutputManager
+from npuserve.service.structured_output.vocabulary import Vocabulary
+from npuserve.service.text.model_folder import ModelFolder, open_folder
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
+
+from bench.engine.forced_tokens import compiled_of
+from bench.engine.schemas import endless_list
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOADS = "code", "summary", "chat", "json", "right", "wrong", "adverse"
+MODES = "off", "auto", "suffix"
+MAX_CHARACTERS = 2400
+"""Characters of a file or document in a prompt."""
+TURN_TOKENS = 24
+"""Tokens for which drafts are right or wrong in turn."""
+QUESTIONS = (
+    ("Write a short story about a lighthouse.", "Write it again, from the view of the sea."),
+    ("What should I see in Lisbon in three days?", "Make it a list by day, with times."),
+    ("Explain how a refrigerator works.", "Explain it again to a child of five."),
+    ("Give arguments for and against remote work.", "Which of them are strongest, and why?"),
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of a workload, one a stream. constraint: of all answers; None for none."""
+
+    token_ids: list[list[int]]
+    constraint: Constraint | None = None
+
+
+@dataclass
+class Run:
+    """Answers of all streams. seconds, steps, rate: after the first token of the last stream."""
+
+    tokens: dict[int, list[int]]
+    seconds: float
+    steps: int
+    generated: int
+    drafted: int
+    accepted: int
+    drafting_seconds: float
+    rate: float
+
+
+class OracleDrafter(Drafter):
+    """Drafter that predicts from a given answer, with a long match."""
+
+    __slots__ = ("_generated", "_oracle")
+
+    def __init__(self, sequence: Sequence, speculator: Speculator, answer: list[int]):
+        super().__init__(sequence.token_ids, None, speculator.rates)
+        self._oracle = TokenHistory(answer)
+        self._generated = sequence.num_generated_tokens
+        self._search(0)
+
+    def extend(self, token_ids: Ordered[int], max_pause: int) -> None:
+        self._generated += len(token_ids)
+        super().extend(token_ids, max_pause)
+        self._search(0)
+
+    def _search(self, max_pause: int) -> None:
+        self._source, self._position, self._length = self._oracle, self._generated, 32
+
+
+class OracleDrafting(Drafting):
+    """Drafting from given answers by stream."""
+
+    def __init__(self, speculator: Speculator, max_drafts: int, answers: dict[int, list[int]]):
+        super().__init__(speculator, max_drafts)
+        self._answers = answers
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        assert self.speculator
+        return OracleDrafter(sequence, self.speculator, self._answers[sequence.origin[1]])
+
+
+def spoiled(workload: str, answer: list[int]) -> list[int]:
+    """Return what the drafts of a workload predict in place of an answer."""
+    if workload == "right":
+        return answer
+    return [token + 1 if workload == "wrong" or place // TURN_TOKENS % 2 else token
+            for place, token in enumerate(answer)]
+
+
+def chats(path: Path | None) -> list[tuple[str, str]]:
+    if path is None:
+        return list(QUESTIONS)
+    all_turns = [json.loads(line)["turns"] for line in path.read_text().splitlines()]
+    return [(turns[0], turns[1]) for turns in all_turns if len(turns) > 1]
+
+
+def prompts_of(workload: str, folder: ModelFolder, streams: int, chat: Path | None) -> Prompts:
+    """Return the prompts of a workload."""
+    assert folder.tokenizer
+    if workload == "code":
+        files = sorted((ROOT / "service").rglob("*.py"), key=lambda file: (len(file.name), file))
+        texts = [file.read_text() for file in files if len(file.read_text()) > MAX_CHARACTERS]
+        asked = [[("user", f"Rename `name` to `label` in this file, and write the whole file:\n```python\n"
+                           f"{text[:MAX_CHARACTERS]}\n```")] for text in texts[:streams]]
+    elif workload == "summary":
+        pages = sorted((ROOT / "docs").glob("*.md"))
+        texts = [page.read_text()[start : start + MAX_CHARACTERS] for start in (0, MAX_CHARACTERS, 2 * MAX_CHARACTERS)
+                 for page in pages]
+        asked = [[("user", f"Quote the three most important sentences word for word, then summarise:\n\n{text}")]
+                 for text in texts[:streams]]
+    elif workload == "json":
+        asked = [[("user", f"Invent a list of people of town {number}, as JSON.")] for number in range(streams)]
+    else:
+        questions = chats(chat)
+        asked = []
+        for number in range(streams):
+            first, second = questions[number % len(questions)]
+            asked.append([("user", first), ("assistant", f"{first} Let me answer step by step, in simple words."),
+                          ("user", f"{second} ({number})")])
+    ids = [folder.tokenizer.encode(_rendered(messages)) for messages in asked]
+    return Prompts(ids, Constraint("json_schema", endless_list("people")) if workload == "json" else None)
+
+
+def _rendered(messages: list[tuple[str, str]]) -> str:
+    """Return a chat in ChatML, which both models know."""
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages) + "<|im_start|>assistant\n"
+
+
+class Bench:
+    """Runs of one model."""
+
+    def __init__(self, runner: Runner, folder: ModelFolder, args: argparse.Namespace):
+        assert folder.tokenizer
+        self._runner = runner
+        self._args = args
+        self._vocabulary = Vocabulary.from_tokenizer(
+            folder.tokenizer, runner.config.vocab_size, folder.eos_token_ids)
+        self._speculators: dict[str, Speculator] = {}
+        self._num_runs = 0  # a salt for each, so that no run finds the same answers of the run before
+
+    def drafting(self, workload: str, mode: str, answers: dict[int, list[int]]) -> Drafting:
+        """Return the drafting of a run. A mode keeps its speculator, as a server does."""
+        if mode == "off":
+            return Drafting()
+        speculator = self._speculators.setdefault(mode, Speculator(mode))  # type: ignore[arg-type]
+        if workload in ("right", "wrong", "adverse"):
+            spoiled_answers = {stream: spoiled(workload, answer) for stream, answer in answers.items()}
+            return OracleDrafting(speculator, self._runner.max_drafts, spoiled_answers)
+        return Drafting(speculator, self._runner.max_drafts)
+
+    def run(self, prompts: Prompts, drafting: Drafting) -> Run:
+        """Answer all prompts at the same time, as the engine does."""
+        self._num_runs += 1
+        streams = len(prompts.token_ids)
+        scheduler = Scheduler(
+            BlockManager(self._runner.num_blocks, self._runner.block_size, prefix_cache=False), max_num_seqs=streams,
+            max_num_batched_tokens=512, max_queue=0, aging_seconds=1.0, min_forced=self._runner.min_forced,
+            drafting=drafting)
+        pipeline = StepPipeline(
+            scheduler, self._runner, 2,
+            structured_output=StructuredOutputManager(vocabulary_size=self._runner.config.vocab_size))
+        sequences: list[Sequence] = []
+        compiled = compiled_of(self._vocabulary, prompts.constraint) if prompts.constraint else None
+        for stream, token_ids in enumerate(prompts.token_ids):
+            sampling = SamplingParams(temperature=self._args.temperature, seed=stream)
+            request = Request("", token_ids, self._args.tokens, time.monotonic(), sampling,
+                              constraint=prompts.constraint, cache_salt=f"run {self._num_runs}")
+            sequences.append(scheduler.add(request, (b"", stream), 0.0).sequence)
+            if compiled:
+                scheduler.constrain(sequences[-1], AnswerMatcher(request, compiled, self._vocabulary.end_ids))
+        tokens: dict[int, list[int]] = defaultdict(list)
+        began = 0.0
+        steps = 0
+        before: dict[int, int] = {}
+        ends: dict[int, float] = {}
+        drafting_before = drafting.seconds
+        while scheduler.has_work or pipeline:
+            if (done := pipeline.advance()) is None:
+                continue
+            steps += 1
+            for progress in done.progress:
+                assert progress.error is None, progress.error
+                stream = progress.sequence.origin[1]
+                tokens[stream] += progress.token_ids
+                if progress.reason:
+                    ends[stream] = time.perf_counter()
+            if not began and len(tokens) == streams:
+                began = time.perf_counter()
+                before = {stream: len(ids) for stream, ids in tokens.items() if stream not in ends}
+                steps = 0
+                drafting_before = drafting.seconds
+        seconds = time.perf_counter() - began
+        self._runner.launch(Step([], ended=scheduler.take_ended()))
+        rate = sum((len(tokens[stream]) - count) / (ends[stream] - began) for stream, count in before.items())
+        generated = sum(len(tokens[stream]) - count for stream, count in before.items())
+        return Run(tokens, seconds, steps, generated, drafting.drafted, drafting.accepted,
+                   drafting.seconds - drafting_before, rate)
+
+    def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
+        """Run all modes in turn."""
+        answers = self.run(prompts, Drafting()).tokens
+        runs: dict[str, list[Run]] = {mode: [] for mode in self._args.modes}
+        for round_ in range(self._args.rounds):
+            for mode in self._args.modes[:: -1 if round_ % 2 else 1]:
+                run = self.run(prompts, self.drafting(workload, mode, answers))
+                assert run.tokens == answers, f"{workload}, {mode}: the tokens differ"
+                runs[mode].append(run)
+        return runs
+
+
+def summary(runs: list[Run], base: list[Run], streams: int) -> dict[str, Any]:
+    last = runs[-1]
+    return {
+        "tokens_per_second": round(statistics.median(run.rate for run in runs), 1),
+        "ratio": round(statistics.median(run.rate / off.rate for run, off in zip(runs, base, strict=True)), 2),
+        "steps": last.steps, "tokens_per_step_and_stream": round(last.generated / last.steps / streams, 2),
+        "drafted": last.drafted, "accepted": last.accepted,
+        "drafting_share": round(last.drafting_seconds / last.seconds, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="see the top of this file")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32])
+    for name, value in (("tokens", 128), ("rounds", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
+    parser.add_argument("--chat", type=Path, help="questions of MT-Bench")
+    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    args = parser.parse_args()
+    folder = open_folder(args.model, str(args.model), "")
+    runner = load_runner(
+        args.model, backend="cpu", dtype=args.dtype, max_num_seqs=max(args.streams), max_model_len=2048,
+        max_num_batched_tokens=512, max_drafts=MAX_STEP_DRAFTS, progress=lambda done, total: None)
+    bench = Bench(runner, folder, args)
+    print(f"load average {os.getloadavg()[0]:.1f}")
+    for workload in args.workloads:
+        for streams in args.streams:
+            runs = bench.compare(workload, prompts_of(workload, folder, streams, args.chat))
+            for mode, of_mode in runs.items():
+                line = {"workload": workload, "streams": streams, "mode": mode,
+                        **summary(of_mode, runs[args.modes[0]], streams)}
+                print(json.dumps(line) if args.json else "  ".join(f"{key} {value}" for key, value in line.items()),
+                      flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Drafts of the scheduler's requests: which may have some, and when rows wait for the step before.
+
+Rules and method: the docstring of service/speculation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Ordered
+from typing import NamedTuple
+
+from npuserve.npu.step import Row, Step
+from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.speculator import Candidate, Speculator
+
+MIN_SHARED_ANSWER = 16
+"""Least tokens of an answer that later requests search."""
+MAX_CONSTRAINED_DRAFTS = 8
+"""Most drafts of a row whose masks the engine's loop computes, while the device computes the row."""
+REASONS = "request", "penalties", "state", "device"
+"""Why a request has no drafts: it asked for none, its penalties depend on the tokens before, the model has a recurrent
+state, or the device computes rows with drafts slowly."""
+
+
+class _StepInFlight(NamedTuple):
+    """A planned step.
+
+    rows: number of its rows.
+    drafts: number of its drafts.
+    is_pure: it computes decode rows and drafts alone.
+    is_overlapped: it was planned while another was in flight, or has no drafts where none can be.
+    is_continued: it was planned as soon as the step before was applied.
+    """
+
+    rows: int
+    drafts: int
+    is_pure: bool
+    is_overlapped: bool
+    is_continued: bool
+
+
+class Drafting:
+    """Owner of the requests' drafters.
+
+    speculator: None for no drafts.
+    max_drafts: most drafts of a step that the runner can compute; 0 for none.
+    obstacle: one of REASONS if no request may have drafts; "" otherwise.
+    overlaps: two steps may be in flight. If not, steps without drafts are what others are compared with.
+    clock: seconds, to measure the time of searches.
+
+    drafted, accepted: number of drafts since the start that steps computed, and that were accepted.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator | None = None,
+        max_drafts: int = 0,
+        obstacle: str = "",
+        overlaps: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.speculator = speculator
+        self.drafted = 0
+        self.accepted = 0
+        self._lengths: Counter[int] = Counter()  # rows with drafts by their accepted drafts
+        self._skipped: Counter[str] = Counter()  # tokens of requests without drafts, by reason
+        self._max_drafts = max_drafts
+        self._obstacle = obstacle
+        self._overlaps = overlaps
+        self._clock = clock
+        self._steps: deque[_StepInFlight] = deque()
+        self._tokens = 0  # appended by the step that is being applied
+        self._last_applied = 0.0
+        self._was_busy = False  # requests ran when the last step was applied
+
+    @property
+    def seconds(self) -> float:
+        """Time of searches and choices since the start."""
+        return self.speculator.drafting_seconds if self.speculator is not None else 0.0
+
+    def take_lengths(self) -> Counter[int]:
+        """Return the number of rows with drafts by their accepted drafts, since the last call."""
+        lengths = self._lengths
+        self._lengths = Counter()
+        return lengths
+
+    def take_skipped(self) -> Counter[str]:
+        """Return the number of tokens of requests that cannot have drafts, by reason, since the last call."""
+        skipped = self._skipped
+        self._skipped = Counter()
+        return skipped
+
+    def must_wait(self, running: Iterable[Sequence]) -> bool:
+        """Return whether the next step is planned only after those in flight are applied.
+
+        running: requests that may have rows; none if prompts are computed.
+        """
+        if self.speculator is None or not self._steps:
+            return False
+        if any(step.drafts for step in self._steps):
+            return True
+        return self.speculator.waits and any(sequence.drafter is not None for sequence in running)
+
+    def choose(self, running: Ordered[Sequence], budget: int) -> Mapping[int, list[int]]:
+        """Return the drafts of the next step by sequence id.
+
+        running: requests that may have rows; none if prompts are computed.
+        budget: tokens that the step may compute.
+        """
+        if self.speculator is None or self._steps or not running:
+            return {}
+        began = self._clock()
+        candidates, sequences, rows = self._candidates(running)
+        drafts: dict[int, list[int]] = {}
+        if candidates:
+            counts = self.speculator.choose(candidates, rows, self._budget(rows, budget))
+            for sequence, (drafter, _), count in zip(sequences, candidates, counts, strict=True):
+                if tokens := drafter.drafts(count):
+                    drafts[sequence.id] = tokens
+        self.speculator.add_drafting(self._clock() - began)
+        return drafts
+
+    def planned(self, step: Step) -> None:
+        """Record a step with rows."""
+        if self.speculator is None:
+            return
+        drafts = sum(row.samples - 1 for row in step.rows if row.samples > 1)
+        self._steps.append(_StepInFlight(
+            len(step.rows), drafts, all(map(_is_decode, step.rows)),
+            is_overlapped=bool(self._steps) if self._overlaps else not drafts,
+            is_continued=bool(self._steps) or self._was_busy))
+
+    def extend(self, sequence: Sequence, token_ids: Ordered[int], num_drafts: int = 0) -> None:
+        """Record new tokens of a request, sampled after `num_drafts` drafts or forced."""
+        if self.speculator is None:
+            if self._obstacle:
+                self._skipped[self._obstacle] += len(token_ids)
+            return
+        self._tokens += len(token_ids)
+        if num_drafts:
+            accepted = max(0, len(token_ids) - 1)
+            sequence.num_drafted += num_drafts
+            sequence.num_accepted += accepted
+            self.drafted += num_drafts
+            self.accepted += accepted
+            self._lengths[accepted] += 1
+        if reason := _reason(sequence):
+            self._skipped[reason] += len(token_ids)
+            return
+        began = self._clock()
+        if sequence.drafter is None:
+            sequence.drafter = self._drafter(sequence)
+        else:
+            sequence.drafter.extend(token_ids, self.speculator.max_pause)
+        self.speculator.add_drafting(self._clock() - began)
+
+    def step_applied(self, running: Ordered[Sequence], budget: int, now: float) -> None:
+        """Record that the oldest step in flight was applied.
+
+        running: as for `choose`.
+        """
+        if self.speculator is None:
+            return
+        step = self._steps.popleft()
+        if step.is_pure and step.is_continued and now > self._last_applied:
+            self.speculator.step_applied(
+                step.rows, step.drafts, self._tokens, now - self._last_applied, is_overlapped=step.is_overlapped)
+        if self._steps and running:
+            began = self._clock()
+            candidates, _, rows = self._candidates(running)
+            if candidates:
+                self.speculator.review(candidates, rows, self._budget(rows, budget))
+            self.speculator.add_drafting(self._clock() - began)
+        self._tokens = 0
+        self._last_applied = now
+        self._was_busy = bool(running)
+
+    def end(self, sequence: Sequence) -> None:
+        """Keep the answer of a request that ends for later ones."""
+        if self.speculator is None or not _is_shared(sequence) or not sequence.request.speculate:
+            return
+        if sequence.num_generated_tokens >= MIN_SHARED_ANSWER:
+            self.speculator.shared.add(_group(sequence), sequence.token_ids, sequence.num_prompt_tokens)
+
+    def _drafter(self, sequence: Sequence) -> Drafter:
+        """Return the drafter of a request."""
+        assert self.speculator is not None
+        shared = self.speculator.shared.history(_group(sequence)) if _is_shared(sequence) else None
+        return Drafter(sequence.token_ids, shared, self.speculator.rates)
+
+    def _budget(self, rows: int, budget: int) -> int:
+        """Return the most drafts of a step of decode rows."""
+        return min(self._max_drafts, budget - rows)
+
+    @staticmethod
+    def _candidates(running: Iterable[Sequence]) -> tuple[list[Candidate], list[Sequence], int]:
+        """Return the candidates among the running requests, their sequences, and the number of decode rows."""
+        candidates: list[Candidate] = []
+        sequences: list[Sequence] = []
+        rows = 0
+        for sequence in running:
+            if sequence.num_uncomputed_tokens != 1 or sequence.is_preparing:
+                continue
+            rows += 1
+            limit = sequence.request.max_tokens - sequence.num_generated_tokens - 1
+            if sequence.matcher is not None:
+                limit = min(limit, MAX_CONSTRAINED_DRAFTS) if sequence.matcher.can_draft else 0
+            if sequence.drafter is not None and limit > 0:
+                candidates.append(Candidate(sequence.drafter, limit))
+                sequences.append(sequence)
+        return candidates, sequences, rows
+
+
+def _is_decode(row: Row) -> bool:
+    """Return whether a row computes one known token of an answer, and maybe drafts."""
+    return row.samples > 0 and len(row.token_ids) == row.samples and row.start > 0
+
+
+def _reason(sequence: Sequence) -> str:
+    """Return why a request has no drafts; "" if it may have some."""
+    if not sequence.request.speculate:
+        return "request"
+    return "penalties" if sequence.request.sampling.penalized else ""
+
+
+def _is_shared(sequence: Sequence) -> bool:
+    return not sequence.request.bypass_prefix_cache
+
+
+def _group(sequence: Sequence) -> tuple[str, str]:
+    return sequence.request.client, sequence.request.cache_salt

@@ -1,0 +1,37 @@
+"""Speculative decoding: drafts from the text itself, verified without changing a bit of the answer.
+
+A decode step reads all weights for one token of each request, and a few more tokens cost little. So a row may compute
+drafts: tokens that probably follow. It samples after each of them (`Row.samples`):
+
+    row         [ t | d1  d2  d3 ]      t: last token of the request; d1 to d3: drafts
+    samples       s1  s2  s3  s4        s1 == d1, s2 == d2, s3 != d3: the step yields s1, s2 and s3
+
+A sample is a function of the tokens before it, of (seed, position) and of nothing else. So the sample after a right
+draft is the one that a step of its own would yield, at any temperature, and "accept a draft that equals the sample of
+its position" is exact. The sample after the last accepted draft is valid too; what follows it is discarded.
+
+Withdrawn tokens. Drafts are in no request's `token_ids` and are not counted as computed when they are planned.
+`Sequence.apply` appends the accepted tokens one by one, with all checks of a single token (end, matcher, max_tokens),
+and only then counts their positions as computed. So the prefix cache and the KV events get accepted tokens only. Slots
+of rejected drafts are overwritten by the next row. Budget and fairness charge all tokens of a row.
+
+Where drafts come from (drafter.py, token_history.py). The longest earlier occurrence of the end of the text is
+searched in prompt and answer, then in ended answers of the same client and cache salt (shared_answers.py, bounded).
+What followed there is the draft. The match continues as long as its predictions are right.
+
+Two steps in flight. Drafts need the last token on the host, so a step with drafts is planned when no other step is in
+flight. Either all decode rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The
+rows overlap as without speculation
+
+- while a prompt is computed or can be admitted, and in quarantine;
+- if no running request can have drafts: it asks for none, or has penalties, or a recurrent state;
+- with `auto`, as long as drafts are expected to bring less than the overlap.
+
+How many drafts (speculator.py). A drafter counts in each mode which of its predictions were right, also of those that
+no step computed: the tokens are the same. So `auto` knows what drafts would have brought without trying them
+(acceptance.py). With the measured seconds of steps by their number of tokens (step_costs.py) it takes the number of
+drafts, over all rows, with the most tokens a second. A balance bounds the loss if predictions or measurements mislead:
+steps with drafts are planned only while they have cost less than one percent of the time.
+
+Plain values: nothing here imports the scheduler. `scheduling/drafting.py` joins both.
+"""

@@ -1,0 +1,100 @@
+"""Measured seconds of decode steps by their number of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_WEIGHT = 0.25
+"""Weight of the latest step in the average of its number of tokens."""
+_COMMON_WEIGHT = 0.05
+"""Weight of the latest step in all other averages: contexts grow, and other processes take time, for all steps."""
+_MAX_CHANGE = 1.5
+"""Most by which one step changes an average: single steps take very long."""
+_FIRST_SLOPE, _FIRST_SHARE = 0.03, 0.3
+"""Seconds of a token beyond the largest measured step, before they are measured: a share of that step's seconds, or of
+its seconds a token if that is less."""
+_CURVE_TOKENS = 128
+"""Least number of tokens of an estimated curve."""
+_MIN_SAMPLES = 3
+"""Steps after which an average is used as the time of overlapped steps."""
+
+Seconds = npt.NDArray[np.float64]
+
+
+def _rounded(tokens: int) -> int:
+    """Return a number of tokens rounded up to one that has an average: there are 8 from a power of two to the next."""
+    unit = 1 << max(0, (tokens - 1).bit_length() - 4)
+    return -(-tokens // unit) * unit
+
+
+class _Average:
+    """Average of the seconds of a number of tokens."""
+
+    __slots__ = ("samples", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.samples = 1
+
+    def change(self, seconds: float) -> float:
+        """Add a step. Return its seconds relative to the average before, limited."""
+        self.samples += 1
+        ratio = min(max(seconds / self.seconds, 1 / _MAX_CHANGE), _MAX_CHANGE)
+        self.seconds *= 1.0 + (ratio - 1.0) * max(_WEIGHT, 1.0 / self.samples)
+        return ratio
+
+
+class StepCosts:
+    """Averages of seconds: of steps of which two are in flight, and of steps that wait for the one before."""
+
+    def __init__(self) -> None:
+        self._overlapped: dict[int, _Average] = {}
+        self._waiting: dict[int, _Average] = {}
+        self._curve: Seconds | None = None
+
+    def record(self, tokens: int, seconds: float, *, is_overlapped: bool) -> None:
+        """Record a step of decode rows and drafts, and nothing else."""
+        averages = self._overlapped if is_overlapped else self._waiting
+        self._curve = None
+        average = averages.get(_rounded(tokens))
+        if average is None:
+            averages[_rounded(tokens)] = _Average(seconds)
+            return
+        common = 1.0 + (average.change(seconds) - 1.0) * _COMMON_WEIGHT
+        for other in (*self._overlapped.values(), *self._waiting.values()):
+            if other is not average:
+                other.seconds *= common
+
+    def overlapped_seconds(self, rows: int) -> float | None:
+        """Return the seconds of an overlapped step; None until some of as many rows were measured."""
+        average = self._overlapped.get(_rounded(rows))
+        return average.seconds if average is not None and average.samples >= _MIN_SAMPLES else None
+
+    def seconds_of(self, tokens: int) -> float:
+        """Return the estimated seconds of a step of `tokens` tokens that waits for the step before."""
+        average = self._waiting.get(_rounded(tokens)) or self._overlapped.get(_rounded(tokens))
+        return average.seconds if average is not None else float(self.waiting_seconds(tokens, tokens)[0])
+
+    def waiting_seconds(self, first: int, last: int) -> Seconds:
+        """Return the estimated seconds of steps of `first` to `last` tokens that wait for the step before.
+
+        At least one step must be measured.
+        """
+        if self._curve is None or len(self._curve) < last:
+            self._curve = self._estimate(max(last, _CURVE_TOKENS))
+        return self._curve[first - 1 : last]
+
+    def _estimate(self, last: int) -> Seconds:
+        """Return the estimated seconds of steps of 1 to `last` tokens. Overlapped steps stand for missing ones."""
+        points = {tokens: average.seconds for averages in (self._overlapped, self._waiting)
+                  for tokens, average in averages.items()}
+        tokens = sorted(points)
+        seconds = [points[count] for count in tokens]
+        numbers = np.arange(1, last + 1)
+        estimates: Seconds = np.interp(numbers, tokens, seconds)
+        slope = min(_FIRST_SLOPE, _FIRST_SHARE / tokens[-1]) * seconds[-1]
+        if len(tokens) > 1:
+            slope = max(slope, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
+        estimates += slope * np.maximum(numbers - tokens[-1], 0)
+        return np.maximum.accumulate(estimates)
