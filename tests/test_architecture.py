@@ -43,13 +43,9 @@ LARGE_FOLDERS = {
     "kernels": "one file per kernel",
     "kernels/triton": "one file per kernel, and the launches of each",
     "service": "what its folders share",
-    "service/engine": "one file per part of the loop, and per record that it keeps",
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
-    "service/engine": "one file per part of the loop",
-    "bench/reliability": "one file per fault, and what they share",
     "bench/gpu/gpu_parts": "one file per part of the run",
-    "bench/peers": "one file per contestant, and what they share",
     "bench/reliability": "one file per question that it answers, and what they share",
     "npu/execution": "one file per part of a step",
 }

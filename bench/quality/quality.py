@@ -1,4 +1,4 @@
-"""Loss of quality by int8 and 4 bits: a model in several formats compared with float32, on texts not used for calibration.
+"""Loss of quality by int8 and 4 bits: formats of a model compared with float32, on texts not used for calibration.
 
     python bench/quality/quality.py MODEL [--rounded FOLDER] [--balanced FOLDER] [--int4-rounded FOLDER] [--int4 FOLDER]
         [--tokens 8192] [--json]
@@ -7,8 +7,8 @@ The texts are every other topic of Python's help, which `npuserve quantize` does
 standard library. Both are cut into sequences of --length tokens; the runner predicts each position on the CPU. Prints
 for each format the perplexity, also in float32, and the share of positions with float32's argmax. Also prints the mean
 KL divergence from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of
-`npuserve quantize` with and without --calibration none, --int4-rounded and --int4 those of --scheme w4a16 --group-size 32;
-they are made where not given.
+`npuserve quantize` with and without --calibration none, --int4-rounded and --int4 those of --scheme w4a16 with groups
+of 32; they are made where not given.
 """
 
 from __future__ import annotations

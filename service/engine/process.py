@@ -145,7 +145,7 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     history = RequestHistory()
 
     def observe(kernel: str, phase: str, backend: str, seconds: float) -> None:
-        history.observe_kernel(kernel, seconds)
+        history.observe_kernel(f"{kernel}, {phase}", seconds)
         publish_kernel(kernel, phase, backend, seconds)
 
     runner = load_model(args.config, args.folder, observe, memory=memory, kernels=args.kernels,

@@ -104,7 +104,7 @@ class RequestHistory:
         self._kernels: dict[str, Calls] = {}
 
     def observe_kernel(self, kernel: str, seconds: float) -> None:
-        """Record a timed kernel call of the step that is collected next."""
+        """Record a timed kernel call of the step collected next. kernel: with its phase, such as "linear, decode"."""
         calls, total = self._kernels.get(kernel, (0, 0.0))
         self._kernels[kernel] = calls + 1, total + seconds
 

@@ -37,7 +37,10 @@ class Delay(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KernelComparison(msgspec.Struct, frozen=True, array_like=True):
-    """Mean seconds of a kernel's calls in the timed steps of a request, and in other timed steps; 0: there was none."""
+    """Mean seconds of a kernel's calls in the timed steps of a request, and in other timed steps; 0: there was none.
+
+    kernel: with the phase, as in "linear, decode".
+    """
 
     kernel: str
     calls: int

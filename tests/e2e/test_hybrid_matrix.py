@@ -116,7 +116,7 @@ def budget_parameter(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def served(kind: Kind, budget: int) -> Iterator[Server]:
-    memory = f"{1024 // kind.ranks}KiB"
+    memory = f"{512 // kind.ranks}KiB"
     with serving(str(kind.folder), *FLAGS, "--tensor-parallel-size", str(kind.ranks), "--kv-cache-memory", memory,
                  "--max-num-batched-tokens", str(budget), "--max-model-len", "256") as server:
         yield server

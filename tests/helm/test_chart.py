@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import npuserve
 from npuserve.cli import generate
 from npuserve.service import settings
 from npuserve.service.config import ServerConfig
@@ -256,8 +257,7 @@ def test_accelerators(presets: tuple[str, ...], device: str, resource: Object):
     kind = presets[0] if presets else "cpu"
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert container["image"] == f"npuserve:{version}-{kind}"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert version == project["version"]
+    assert version == npuserve.__version__
     assert ("NPUSERVE_THREADS" in environment(container)) == (kind == "cpu")
 
 

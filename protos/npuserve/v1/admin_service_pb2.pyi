@@ -539,6 +539,7 @@ class KernelComparison(_message.Message):
     MEAN_SECONDS_FIELD_NUMBER: _builtins.int
     USUAL_SECONDS_FIELD_NUMBER: _builtins.int
     kernel: _builtins.str
+    """With the phase of its calls, such as `linear, decode`."""
     calls: _builtins.int
     """Calls in the timed steps."""
     mean_seconds: _builtins.float

@@ -88,7 +88,8 @@ def test_config_keys_without_effect_are_accepted(harmless):
     [
         ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'.*Qwen3For.*, Qwen2For.*, LlamaFor"),
         ({"architectures": None}, "architectures: .* is not supported"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantization_config: .*\(gptq\)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config: group_size: None is not"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, r"quantization_config: .*\(bitsandbytes\)"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 21}, "window of 4096 tokens"),
