@@ -113,7 +113,7 @@ draft_tokens_total = _counter("draft_tokens_total", "Draft tokens that steps com
 accepted_draft_tokens_total = _counter("accepted_draft_tokens_total", "Draft tokens that became tokens of an answer")
 acceptance_length_tokens = _histogram(
     "acceptance_length_tokens", "Accepted drafts of a row with drafts", ACCEPTED)
-drafting_seconds_total = _counter("drafting_seconds_total", "Time of the engine's loop for drafts")
+drafting_seconds_total = _counter("drafting_seconds_total", "Processor time of the engine's loop for drafts")
 undrafted_tokens_total = _counter(
     "undrafted_tokens_total", "Tokens of requests that cannot have drafts, by reason", "reason")
 step_tokens = _histogram("step_tokens", "Tokens computed in a step", TOKENS, "phase")

@@ -49,7 +49,7 @@ class Drafting:
     max_drafts: most drafts of a step that the runner can compute; 0 for none.
     obstacle: one of REASONS if no request may have drafts; "" otherwise.
     overlaps: two steps may be in flight. If not, steps without drafts are what others are compared with.
-    clock: seconds, to measure the time of searches.
+    clock: processor seconds of this thread, to measure searches; other processes and threads do not count.
 
     drafted, accepted: number of drafts since the start that steps computed, and that were accepted.
     """
@@ -60,7 +60,7 @@ class Drafting:
         max_drafts: int = 0,
         obstacle: str = "",
         overlaps: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.speculator = speculator
         self.drafted = 0
