@@ -243,7 +243,7 @@ def main() -> int:
         command = [
             sys.executable, "-m", "npuserve.cli", "serve", *([args.model] if args.model else []), "--port", "0",
             "--metrics-port", "0", "--frontends", "2", "--max-num-seqs", "16", "--max-queue", "32", "--log-format",
-            "text", "--kernel-sampling", "8", *flags]
+            "text", "--kernel-sampling", "8", "--speculate", "suffix", *flags]
         server = stack.enter_context(running(command, folder / "server.log"))
         target = wait_for(r"listening on (\S+)", folder / "server.log", server)
         url = wait_for(r"metrics=(\S+)", folder / "server.log", server)

@@ -45,7 +45,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step_tokens": ("iteration_tokens_total",),
 }
 REASONS = {"eos": "stop", "stop_token": "stop", "stop_string": "stop", "length": "length", "deadline": "length",
-           "aborted": "abort"}
+           "aborted": "abort", "pooled": "stop"}
 LABELS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
 """Our labels that vLLM has -> vLLM's."""
 
