@@ -150,12 +150,12 @@ class PackedInt4:
     @classmethod
     def pack(cls, plain: PlainInt4) -> PackedInt4:
         """Return a packed copy."""
-        made = cls.allocate(*plain.shape, plain.grouping)
-        made.write(0, plain.words)
-        made.write_scale(0, plain.scale)
+        packed = cls.allocate(*plain.shape, plain.grouping)
+        packed.write(0, plain.words)
+        packed.write_scale(0, plain.scale)
         if plain.zero is not None:
-            made.write_zero(0, plain.zero)
-        return made
+            packed.write_zero(0, plain.zero)
+        return packed
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -49,9 +49,9 @@ class Int4Weight(WeightForm):
         grouping = self.numbers.grouping
         if grouping.zeros:
             raise TypeError("weight: floats are rounded to symmetric numbers only")
-        made = rounded(rows.float(), grouping.size, grouping.scales)
-        self.numbers.write(first, made.words)
-        self.numbers.write_scale(first, made.scale)
+        numbers = rounded(rows.float(), grouping.size, grouping.scales)
+        self.numbers.write(first, numbers.words)
+        self.numbers.write_scale(first, numbers.scale)
 
     def repeat_first(self, first: int) -> None:
         ids = torch.zeros(len(self) - first, dtype=torch.int64)

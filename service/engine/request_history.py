@@ -140,9 +140,9 @@ class RequestHistory:
         client: of the requests; "" for any. now: seconds of time.monotonic().
         """
         lives = [Life.of(sequence, now, is_live=True) for sequence in live] + list(self._ended)
-        found = [life for life in lives if life.request_id == request_id and client in ("", life.client)]
-        found.sort(key=lambda life: (-life.timer.arrival, life.sample))
-        return [self._explain(life) for life in found[:MAX_EXPLAINED]]
+        matching = [life for life in lives if life.request_id == request_id and client in ("", life.client)]
+        matching.sort(key=lambda life: (-life.timer.arrival, life.sample))
+        return [self._explain(life) for life in matching[:MAX_EXPLAINED]]
 
     def _explain(self, life: Life) -> Explanation:
         timer = life.timer
@@ -216,10 +216,10 @@ class RequestHistory:
         self, steps: list[tuple[float, StepRecord]], first: float, end: float
     ) -> list[KernelComparison]:
         """Return the kernels of timed steps, the longest first, beside other timed steps."""
-        own = _total(step.kernels for _, step in steps if step.kernels)
+        of_request = _total(step.kernels for _, step in steps if step.kernels)
         other = _total(
             step.kernels for step in self._steps if step.kernels and not first < step.collected <= end)
-        rows = sorted(own.items(), key=lambda item: -item[1][1])
+        rows = sorted(of_request.items(), key=lambda item: -item[1][1])
         return [
             KernelComparison(kernel, calls, seconds / calls, other[kernel][1] / other[kernel][0] if kernel in other
                              else 0.0)
