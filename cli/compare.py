@@ -109,7 +109,7 @@ def compare(config: ServerConfig) -> Comparison:
     folder = resolve(config.model)
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
-    facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8)
+    facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8, int4=backend.int4)
     if facts.pooling:
         raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker "
                           "(modules.json), which gives none")

@@ -48,7 +48,7 @@ def load(
 
     The KV cache holds max_num_seqs requests of max_model_len tokens, or fewer if they do not fit.
     """
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=backend.float8)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=backend.float8, int4=backend.int4)
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
                    kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=max_num_batched_tokens)
@@ -71,7 +71,7 @@ def load_reference(
     It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
     model's float8 layers or the device's quantized KV cache. Raises ModelError if the host has not enough memory.
     """
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8, int4=of.int4)
     cached = QUANTIZED.get(kv_cache_dtype)
     float8 = config.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)

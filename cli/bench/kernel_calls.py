@@ -274,7 +274,7 @@ def load(
     """
     device = select(backend, emulate)
     device.set_threads(threads)
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8, int4=device.int4)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
     resolved_dtype: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))

@@ -147,7 +147,7 @@ def test_chat(served: OpenAIServer, ask: Caller) -> None:
 def test_streamed_chat(served: OpenAIServer, ask: Caller) -> None:
     parts = ask(served, MODEL, ("chat", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}))
     choices = [choice for part in parts for choice in part["choices"]]
-    assert len(choices) > 5
+    assert sum(bool(choice["delta"].get("content")) for choice in choices) > 1  # a message may have several tokens
     assert "".join(choice["delta"].get("content") or "" for choice in choices).strip() == expected(served, 30)
     assert choices[-1]["finish_reason"] == "length"
     assert parts[-1]["usage"]["completion_tokens"] == 30
