@@ -19,6 +19,7 @@ pairs of turns, with the middle half of them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -106,9 +107,9 @@ def _processor_seconds(work: Callable[[], object]) -> float:
 def work(args: argparse.Namespace) -> None:
     """Run the commands of the parent process."""
     try:
-        from npuserve.cli.bench.step import Bench, spare
+        step = importlib.import_module("npuserve.cli.bench.step")
     except ImportError:  # checkouts before the command line had a folder of its own
-        from npuserve.service.cli.bench.step import Bench, spare  # type: ignore[import-not-found,no-redef]
+        step = importlib.import_module("npuserve.service.cli.bench.step")
     import msgspec
 
     from npuserve.service.config import ServerConfig
@@ -118,11 +119,11 @@ def work(args: argparse.Namespace) -> None:
         ServerConfig(), model=str(args.model), threads=threads, cpu_gemm=args.gemm, cpu_weights=args.weights,
         kv_cache_memory=KV_CACHE, double_buffering=False)  # no step is in flight between two turns
     steps = (args.turns + 1) * max(STEPS.values())
-    bench = Bench.load(config, args.rows, args.context, args.prompt, steps)
+    bench = step.Bench.load(config, args.rows, args.context, args.prompt, steps)
     for thread in threading.enumerate():
         if thread.name == "npuserve-pages":  # it maps the cache's pages, in processor time of this process
             thread.join()
-    worker = Worker(bench, steps + spare(largest, args.context, bench.budget))
+    worker = Worker(bench, steps + step.spare(largest, args.context, bench.budget))
     print(0.0, flush=True)
     for line in sys.stdin:
         name, *values = json.loads(line)
