@@ -107,7 +107,8 @@ def test_int4_weights_of_hybrids_equal_floats(tmp_path, seed, method, rank, back
 
 
 @pytest.mark.parametrize(("method", "act_order"), [
-    ("awq", False), ("compressed-tensors", False), ("gptq", False), ("gptq", True), ("gptq_v2", False), ("gptq_v2", True),
+    ("awq", False), ("compressed-tensors", False), ("gptq", False), ("gptq", True), ("gptq_v2", False),
+    ("gptq_v2", True),
 ])
 def test_int4_ranks_have_their_parts(tmp_path, method, act_order, backend):
     """Each rank has the rows and columns that it has of a checkpoint in floats."""
