@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from npuserve.service.access.api_keys import (
     LIMITS,
-    PREFIX,
     check_count,
     check_table,
     hash_key,
     hashes,
     load_tables,
+    new_key,
     save_tables,
 )
 from npuserve.service.config import ConfigError
@@ -76,7 +75,7 @@ def _remove(file: str, name: str) -> None:
 def _add(args: argparse.Namespace) -> str:
     """Add a key, and return it."""
     tables = load_tables(args.file) if os.path.exists(args.file) else {}
-    key = PREFIX + secrets.token_urlsafe(32)
+    key = new_key()
     entry = tables.setdefault(args.name, {"sha256": []})
     entry["sha256"] = [*hashes(entry), hash_key(key).hex()]
     if args.admin:

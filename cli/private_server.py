@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import sys
 import tempfile
 import threading
@@ -18,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from npuserve.service import logs
-from npuserve.service.access.api_keys import PREFIX, hash_key, save_tables
+from npuserve.service.access.api_keys import hash_key, new_key, save_tables
+from npuserve.service.access.peer_process import LOOPBACK
 from npuserve.service.config import ServerConfig
 from npuserve.service.supervisor.supervisor import Supervisor
 
@@ -33,11 +33,11 @@ def serve_privately(config: ServerConfig) -> int:
     Raises ConfigError if the model does not exist.
     """
     with tempfile.TemporaryDirectory(prefix="npuserve-key-") as folder:
-        key = PREFIX + secrets.token_urlsafe(32)
+        key = new_key()
         keys = Path(folder, "keys.toml")
         save_tables(str(keys), {KEY_NAME: {"sha256": [hash_key(key).hex()]}})
         config = logs.with_format(msgspec.structs.replace(
-            config, host="127.0.0.1", port=0, metrics_port=0, health_port=0, api_keys=str(keys)))
+            config, host=LOOPBACK, port=0, metrics_port=0, health_port=0, api_keys=str(keys)))
         logs.setup(config, "supervisor")
         return asyncio.run(_serve(Supervisor(config), key))
 

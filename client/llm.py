@@ -214,8 +214,10 @@ class _PrivateServer:
             [sys.executable, "-m", "npuserve.cli", "serve", "--private", *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)
-        self._is_listening = threading.Event()
-        self._reader = threading.Thread(target=self._forward_stderr, daemon=True)
+        is_listening = threading.Event()
+        # Without a reference to this object, which would otherwise live as long as the process.
+        self._reader = threading.Thread(
+            target=_forward_stderr, args=(self._process, self._lines, is_listening), daemon=True)
         self._reader.start()
         self._finalizer = weakref.finalize(self, _stop_process, self._process)
         assert self._process.stdout is not None
@@ -223,7 +225,7 @@ class _PrivateServer:
             server = json.loads(self._process.stdout.readline())
             self.address: str = server["address"]
             self.api_key: str = server["api_key"]
-        self._is_listening.set()
+        is_listening.set()
 
     def stop(self) -> None:
         """End the process. Further calls do nothing."""
@@ -242,13 +244,14 @@ class _PrivateServer:
             self._reader.join(STOP_SECONDS)
             raise ValueError("the private server ended: " + "\n".join(self._lines)) from None
 
-    def _forward_stderr(self) -> None:
-        """Write the server's messages to stderr, but for those before it listens, which an error quotes."""
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._lines.append(line.rstrip())
-            if self._is_listening.is_set():
-                sys.stderr.write(line)
+
+def _forward_stderr(process: subprocess.Popen[str], lines: deque[str], is_listening: threading.Event) -> None:
+    """Keep the server's last messages, and write those after it listens to stderr. An error quotes earlier ones."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line.rstrip())
+        if is_listening.is_set():
+            sys.stderr.write(line)
 
 
 def _stop_process(process: subprocess.Popen[str]) -> None:

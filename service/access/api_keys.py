@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import os
 import re
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -69,6 +70,11 @@ def read(path: str) -> Keys:
             limits = Limits(**{field: entry.get(field) for field in LIMITS})
             callers[digest] = Caller(name, limits, entry.get("admin", False))
     return Keys(callers)
+
+
+def new_key() -> str:
+    """Return a random key."""
+    return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_key(key: str) -> bytes:

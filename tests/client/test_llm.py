@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -135,3 +136,12 @@ def test_serve_private_prints_its_address_and_key_once_it_listens():
             assert client.model_info().name
         server.stdin.close()
         assert server.wait() == 0
+
+
+def test_private_server_ends_with_the_last_reference_to_its_llm():
+    before = private_servers()
+    model = LLM()
+    assert len(private_servers()) == len(before) + 1
+    del model
+    gc.collect()
+    assert private_servers() == before
