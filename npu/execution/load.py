@@ -198,7 +198,7 @@ def open_devices(
     """
     device = select(backend, emulate, place)
     device.check_ranks(ranks)
-    device.check_state_dtype(state_dtype)
+    device.choose_state_dtype(state_dtype)
     device.set_threads(threads)
     if decode_buckets:
         device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)
