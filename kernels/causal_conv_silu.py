@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, ascend_delta, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.registry import Case, kernel, to_host
 
 
 def _case(rows: list[tuple[int, int]], channels: int, taps: int = 4, benchmark: bool = False) -> Case:
@@ -96,3 +97,36 @@ def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, sta
     p = [x, weight, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out]
     native.call("causal_conv_silu", ("causal_conv_silu", x.dtype, p, [len(x), len(state_slots), *weight.shape]))
     return out
+
+
+def _by_token(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, weight, state, *rest = args
+    return ascend.to_device((x, weight, state.transpose(1, 2).contiguous().view(state.shape), *rest))
+
+
+def _by_channel(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, weight, state, *rest = to_host(args)
+    return x, weight, state.view(len(state), -1, state.shape[1]).transpose(1, 2), *rest
+
+
+@ascend.implementation(causal_conv_silu, adapt=_by_token, restore=_by_channel)
+def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, state_slots: Tensor) -> Tensor:
+    """Multiply shifted inputs by the taps, since torch_npu has no such convolution.
+
+    state: memory of [slots, C, K - 1], in which the channels of an input are consecutive: [slots, K - 1, C].
+    """
+    tokens, channels = x.shape
+    taps = weight.shape[1]
+    rows = ascend_delta.rows_of(metadata, state_slots, x.dtype)
+    inputs_of_slots = state.view(-1, taps - 1, channels)
+    earlier = inputs_of_slots.index_select(0, rows.slots) * rows.keep
+    if ascend_delta.has_single_tokens(tokens, metadata):
+        inputs = torch.cat([earlier, x.unsqueeze(1)], 1)
+        last = inputs[:, 1:]
+    else:
+        windows = ascend_delta.windows_of(tokens, taps, metadata, state_slots, rows.lengths)
+        source = torch.cat([earlier.flatten(0, 1), x])
+        inputs = source.index_select(0, windows.inputs).view(tokens, taps, channels)
+        last = source.index_select(0, windows.last).view(earlier.shape)
+    torch_npu.npu_scatter_nd_update_(inputs_of_slots, rows.slots.unsqueeze(1), last)
+    return F.silu((inputs * ascend_delta.taps_of(weight)).sum(1)).to(x.dtype)

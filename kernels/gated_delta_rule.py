@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, ascend_delta, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.causal_conv_silu import name_of, random_rows, rows_output
-from npuserve.kernels.registry import Case, kernel
+from npuserve.kernels.registry import Case, kernel, to_host
 
 NORM_EPS = 1e-6
 """Epsilon of the l2 norm of queries and keys."""
@@ -125,4 +127,114 @@ def _(
     p = [qkv, a, b, a_log, dt_bias, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out]
     n = [len(qkv), len(state_slots), key_heads, value_heads, key_dim, value_dim]
     native.call("gated_delta_rule", ("gated_delta_rule", qkv.dtype, p, n, [NORM_EPS]))
+    return out
+
+
+def _by_value(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lay states out as [slots, Hv, Dv, Dk], in the dtype of bfloat16 activations."""
+    *others, state, metadata, slots, key_heads = args
+    dtype = torch.bfloat16 if args[0].dtype == torch.bfloat16 else state.dtype
+    laid_out = state.transpose(2, 3).contiguous().view(state.shape).to(dtype)
+    return ascend.to_device((*others, laid_out, metadata, slots, key_heads))
+
+
+def _by_key(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    *others, state, metadata, slots, key_heads = to_host(args)
+    count, heads, key_dim, value_dim = state.shape
+    return *others, state.view(count, heads, value_dim, key_dim).transpose(2, 3), metadata, slots, key_heads
+
+
+@ascend.implementation(gated_delta_rule, adapt=_by_value, restore=_by_key)
+def _(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    metadata: AttentionMetadata,
+    state_slots: Tensor,
+    key_heads: int,
+) -> Tensor:
+    """Call the operator for rows of one token, or the one for chunks; without them, operators of torch.
+
+    The operator for chunks takes and returns the states of the rows. A row without tokens keeps its state. The results
+    of both operators are in bfloat16.
+
+    state: memory of [slots, Hv, Dk, Dv], which holds [slots, Hv, Dv, Dk].
+    """
+    tokens = len(qkv)
+    slots, value_heads, key_dim, value_dim = state.shape
+    memory = state.view(slots, value_heads, value_dim, key_dim)
+    rows = ascend_delta.rows_of(metadata, state_slots, qkv.dtype)
+    both = qkv[:, : 2 * key_heads * key_dim].unflatten(1, (2 * key_heads, key_dim))
+    gamma = ascend_delta.unit_gamma(key_dim, qkv.dtype, qkv.device)
+    q, k = torch_npu.npu_rms_norm(both, gamma, epsilon=NORM_EPS / key_dim)[0].split(key_heads, 1)
+    v = qkv[:, 2 * key_heads * key_dim :].unflatten(1, (value_heads, value_dim))
+    step = F.softplus(a + dt_bias)
+    operators = ascend_delta.operators
+    fits = qkv.dtype == state.dtype == operators.dtype
+    sizes = key_heads, value_heads, key_dim, value_dim
+    scale = key_dim**-0.5
+    if ascend_delta.has_single_tokens(tokens, metadata):
+        decay = torch.addcmul(rows.forget, step, ascend_delta.rates(a_log))
+        recur = _recur if fits and operators.can_recur(*sizes) else _recur_in_torch
+        return recur(q, k, v, b, decay, memory, rows.slots, scale).flatten(1).to(qkv.dtype)
+    decay = step * ascend_delta.rates(a_log)
+    if not (fits and operators.can_chunk(*sizes)):
+        return _chunks_in_torch(q, k, v, b, decay, memory, rows, metadata, scale).flatten(1)
+    begin = memory.index_select(0, rows.slots) * rows.keep.unsqueeze(3)
+    out, end = torch_npu.npu_chunk_gated_delta_rule(
+        q, k, v, beta=b.sigmoid(), initial_state=begin, actual_seq_lengths=rows.lengths, scale=scale, g=decay)
+    torch_npu.npu_scatter_nd_update_(memory, rows.slots.unsqueeze(1), end)
+    return out.flatten(1).to(qkv.dtype)  # type: ignore[no-any-return]
+
+
+def _recur(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, memory: Tensor, slots: Tensor, scale: float
+) -> Tensor:
+    """Advance the states of rows of one token; return [R, Hv, Dv]. A call takes no more rows than there are slots."""
+    beta = b.sigmoid()
+    parts = []
+    for part in torch.arange(len(q)).split(len(memory)):
+        here = slice(int(part[0]), int(part[-1]) + 1)
+        each = ascend_delta.ones(len(part), q.device)
+        parts.append(torch_npu.npu_recurrent_gated_delta_rule(
+            q[here], k[here], v[here], memory, beta=beta[here], scale=scale, actual_seq_lengths=each,
+            ssm_state_indices=slots[here], num_accepted_tokens=each, g=decay[here]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _recur_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, memory: Tensor, slots: Tensor, scale: float
+) -> Tensor:
+    out, states = _advanced(memory.index_select(0, slots).float(), q, k, v, b, decay, scale)
+    torch_npu.npu_scatter_nd_update_(memory, slots.unsqueeze(1), states.to(memory.dtype))
+    return out
+
+
+def _advanced(
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the results [R, Hv, Dv] of one token for each of the states [R, Hv, Dv, Dk] in float32, and its next."""
+    group = v.shape[1] // q.shape[1]
+    query, key = (x.float().repeat_interleave(group, 1).unsqueeze(2) for x in (q, k))
+    states = states * decay.exp().unsqueeze(2).unsqueeze(3)
+    delta = b.float().sigmoid().unsqueeze(2) * (v.float() - (states * key).sum(3))
+    states = states + delta.unsqueeze(3) * key
+    return ((states * query).sum(3) * scale).to(q.dtype), states
+
+
+def _chunks_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, memory: Tensor, rows: ascend_delta.StepRows,
+    metadata: AttentionMetadata, scale: float,
+) -> Tensor:
+    """Advance the states of rows token by token, by lengths on the host: a step that calls it cannot be captured."""
+    out = torch.zeros_like(v)
+    for row, (begin, end) in enumerate(pairwise(metadata.host_cu_seqlens_q)):
+        slot = rows.slots[row : row + 1]
+        states = memory.index_select(0, slot).float() * rows.keep[row].float()
+        for token in (slice(t, t + 1) for t in range(begin, end)):
+            out[token], states = _advanced(states, q[token], k[token], v[token], b[token], decay[token], scale)
+        torch_npu.npu_scatter_nd_update_(memory, slot.unsqueeze(1), states.to(memory.dtype))
     return out

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.norm import native_gamma
 from npuserve.kernels.registry import Case, kernel
 
@@ -48,3 +49,11 @@ def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
     narrow, wide = native_gamma(gamma, x.dtype)
     native.call("gated_rms_norm", ("gated_rms_norm", x.dtype, [x, z, narrow, out, wide], [*x.shape, len(gamma)], [eps]))
     return out
+
+
+@ascend.implementation(gated_rms_norm)
+def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """Compute silu(z) times the norm by npu_swiglu, which rounds once. The norm is rounded once, too, with gamma."""
+    groups = x.unflatten(1, (-1, len(gamma)))
+    normed = torch_npu.npu_rms_norm(groups, gamma, epsilon=eps)[0].flatten(1)
+    return torch_npu.npu_swiglu(torch.cat([z, normed], 1), dim=-1)  # type: ignore[no-any-return]

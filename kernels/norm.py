@@ -111,7 +111,7 @@ def _(
 @ascend.implementation(rms_norm)
 def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Round once, after the product with gamma, which the operator takes in x's dtype."""
-    out: Tensor = torch_npu.npu_rms_norm(x, gamma.to(x.dtype), epsilon=eps)[0]
+    out: Tensor = torch_npu.npu_rms_norm(x, ascend.table_as(gamma, x.dtype), epsilon=eps)[0]
     return out if scheme is None else ascend_quantize(out, scheme)
 
 
@@ -120,7 +120,7 @@ def _(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """Use one fused operator for a dynamic scheme. The operators take gamma in x's dtype."""
-    weight = gamma.to(x.dtype)
+    weight = ascend.table_as(gamma, x.dtype)
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, weight, epsilon=eps, output_mask=[True, False])

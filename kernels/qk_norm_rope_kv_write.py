@@ -239,8 +239,8 @@ def _(
     tokens = len(qkv)
     kv_heads = k_cache.values.shape[1] if isinstance(k_cache, Quantized) else k_cache.shape[2]
     dim = head_dim_of(qkv, num_q_heads, kv_heads)
-    q_weight = None if q_gamma is None else q_gamma.to(qkv.dtype)
-    k_weight = None if k_gamma is None else k_gamma.to(qkv.dtype)
+    q_weight = None if q_gamma is None else ascend.table_as(q_gamma, qkv.dtype)
+    k_weight = None if k_gamma is None else ascend.table_as(k_gamma, qkv.dtype)
     if (ascend.fused_heads is not None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
             and dim == k_cache.shape[-1]):
         return ascend.fused_heads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import ascend, native
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -29,3 +29,8 @@ def _(x: Tensor, gate: Tensor) -> Tensor:
     out = native.empty(*x.shape, dtype=x.dtype)
     native.call("sigmoid_gate", ("sigmoid_gate", x.dtype, [x, gate, out], [*x.shape]))
     return out
+
+
+@ascend.implementation(sigmoid_gate)
+def _(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)

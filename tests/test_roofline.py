@@ -73,3 +73,22 @@ def test_designs_of_captures_have_graphs_of_default_buckets(roofline: ModuleType
 
 def test_page_is_up_to_date(roofline: ModuleType) -> None:
     assert roofline.PAGE.read_text() == roofline.default_page(), "run python bench/kernels/roofline.py --write"
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 1024), (16, 8192)])
+def test_a_step_of_a_hybrid_reads_each_weight_and_moves_each_state(
+    roofline: ModuleType, rows: int, context: int
+) -> None:
+    c = ModelConfig.from_dict(roofline.QWEN3_5_27B)
+    hidden, layers, attention = 5120, 64, 16
+    linear = layers - attention
+    qkv, values = 2 * 16 * 128 + 48 * 128, 48 * 128
+    products = attention * hidden * (2 * 24 + 2 * 4 + 24) * 256 + linear * hidden * (qkv + 2 * values)
+    products += layers * 3 * hidden * 17408
+    small, head = linear * 2 * 48 * hidden, 248320 * hidden
+    plain, narrow = (roofline.decode_hybrid(c, rows, context, quantized) for quantized in (False, True))
+    assert plain.weights == 2 * (products + small + head)
+    assert plain.weights / 2 < narrow.weights - head - small < 1.01 * plain.weights / 2  # scales and sums of rows
+    assert plain.cache == rows * context * attention * 2 * 4 * 256 * 2
+    assert plain.states == 2 * rows * linear * (48 * 128 * 128 + 3 * qkv) * 2
+    assert 0 < plain.nbytes - plain.weights - plain.cache - plain.states < 0.06e9 * rows + 0.1e9

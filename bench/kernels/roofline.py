@@ -21,12 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 from npuserve.kernels import ascend
 from npuserve.kernels.bench.costs import Cost, nbytes
+from npuserve.kernels.layer import Linear
 from npuserve.kernels.registry import KERNELS
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend.backend import BACKEND, TOKEN_BUCKET
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.execution.dispatch import MAX_CHOSEN
+from npuserve.npu.execution.state_store import KeysAndValues, Slots
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Paged
 from npuserve.npu.profiling.floor import MetaModel
 from npuserve.npu.quantization.assignment import LINEAR, Quantization
 from npuserve.npu.quantization.w8a8 import W8A8
@@ -39,6 +42,12 @@ QWEN3_14B = {
 QWEN3_8B = {**QWEN3_14B, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
             "num_attention_heads": 32}
 """Also the text model of Qwen3-VL-8B."""
+QWEN3_5_27B = {
+    "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+    "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, "dtype": "bfloat16"}
+"""Also the text model of Qwen3.6-27B and Qwen3.8-27B."""
 SEEN = "hw-native-sys/pypto-serving, read on 2026-11-20"
 LIB, VLLM = "https://github.com/hw-native-sys/pypto-lib/pull", "https://github.com/vllm-project/vllm-ascend/pull"
 
@@ -75,6 +84,9 @@ FORMATS = {"bf16": False, "w8a8": True}
 LAUNCHES = {"bf16": (12, 19), "w8a8": (13, 20)}
 """Format -> operators of a greedy decode step: for each layer, and besides the layers. A profile of the emulated NPU
 counts them (tests/e2e/emulated/test_profile.py)."""
+HYBRID_LAUNCHES = {"bf16": (27, 15, 24), "w8a8": (31, 17, 24)}
+"""Format -> operators of a greedy decode step of one row of a hybrid: for each layer of linear attention, for each
+layer of attention, and besides the layers (tests/npu/backends/ascend/test_hybrid.py)."""
 EVENT_TASKS = 2
 """Further tasks of each layer: attention waits for the event of its lengths, and resets it."""
 ATTENTION_SECONDS = 21e-6
@@ -151,6 +163,33 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
     token = nbytes(*model.states) // BACKEND.block_size
     return Step(model.costs([(1, context)] * rows, rows), linear + nbytes(weights.lm_head.weight),
                 rows * context * token)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridStep:
+    """Bytes of a decode step of a hybrid: weights of products, keys and values, fixed states, and all."""
+
+    weights: int
+    cache: int
+    states: int
+    nbytes: int
+
+
+def decode_hybrid(config: ModelConfig, rows: int, context: int, quantized: bool) -> HybridStep:
+    """Return the bytes of a greedy step of `rows` requests with `context` tokens each and states in bfloat16."""
+    w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=("lm_head", "re:.*in_proj_[ab]$"))
+    model = MetaModel(replace(config, quantization=w8a8 if quantized else None), torch.bfloat16,
+                      vocabulary_tile=BACKEND.vocabulary_tile, int8_levels=BACKEND.int8_levels,
+                      block_size=BACKEND.block_size, state_dtype=torch.bfloat16)
+    linears = [part.weight for block in model.weights.blocks for part in block.weights if isinstance(part, Linear)]
+    paged = [state for state in model.states if isinstance(state, KeysAndValues)]
+    fixed = [state for state in model.states if isinstance(state, Slots)]
+    costs = model.costs([(1, context)] * rows, rows)
+    return HybridStep(
+        nbytes(*linears, model.weights.lm_head.weight),
+        rows * context * nbytes(*(tensor for state in paged for tensor in state)) // BACKEND.block_size,
+        2 * rows * nbytes(*(tensor for state in fixed for tensor in state)),
+        sum(c.nbytes for calls in costs.values() for c in calls))
 
 
 class Traffic(TorchDispatchMode):
@@ -272,6 +311,27 @@ def prediction(config: ModelConfig, batches: Sequence[int], contexts: Sequence[i
     return table(["format", "batch", "context", "tasks", "GB", "floor ms", "predicted TPOT ms"], rows)
 
 
+def hybrid_prediction(
+    config: ModelConfig, batches: Sequence[int], contexts: Sequence[int], bandwidth: float
+) -> str:
+    """Return the table of a hybrid's floor and predicted times as Markdown."""
+    attention = sum(isinstance(layer.state, Paged) for layer in config.local_layers)
+    linear = config.num_layers - attention
+    rows = []
+    for name, quantized in FORMATS.items():
+        of_linear, of_attention, others = HYBRID_LAUNCHES[name]
+        tasks = linear * of_linear + attention * (of_attention + EVENT_TASKS) + others
+        for context in contexts:
+            for batch in batches:
+                step = decode_hybrid(config, batch, context, quantized)
+                best, worst = predicted(step.nbytes, tasks, attention, bandwidth)
+                rows.append([name, str(batch), str(context), str(tasks), f"{step.weights / 1e9:.1f}",
+                             f"{step.cache / 1e9:.2f}", f"{step.states / 1e9:.2f}", f"{step.nbytes / 1e9:.1f}",
+                             f"{milliseconds(step.nbytes, bandwidth):.1f}", f"{best:.1f} – {worst:.1f}"])
+    return table(["format", "batch", "context", "tasks", "weights GB", "keys, values GB", "states GB", "in all GB",
+                  "floor ms", "predicted TPOT ms"], rows)
+
+
 def comparison(bandwidth: float) -> str:
     """Return the table of published figures as Markdown."""
     rows = []
@@ -359,6 +419,18 @@ communication.
 
 Fewer `decode_buckets` have a larger effect: with 1,4,16,64 A has 40 graphs.
 """
+HYBRID = """## Qwen3.5-27B
+
+The same for Qwen3.5, 3.6 and 3.8 with 27 billion parameters: 48 of 64 layers are linear attention, whose states are
+read and written in each step, in bfloat16. W8A8 leaves in_proj_a, in_proj_b and the LM head in bfloat16. A layer of
+linear attention has more tasks than one of attention, since its convolution is computed by shifted products
+([ascend-audit.md](ascend-audit.md#linear-attention)).
+"""
+HYBRID_COMPARISON = """Published for this size, on other cards and with drafts, so none is a row of the table: 32 ms a
+token at 4 streams of 8K for W8A8 with MTP on 910B4, TP4 × 2 (vllm-ascend, Alauda), and 50 ms at 54 streams for W8A8
+with MTP on an A3 card (SGLang's CI). 16 and 64 requests of 65,536 tokens have 69 and 275 GB of keys and values, more
+than one card's memory.
+"""
 COMPARISON = """## Published figures
 
 They are compared with the floor of a step at their batch and context: batches of 1 and of 16 where up to 16 requests
@@ -375,7 +447,9 @@ def default_page() -> str:
     return "\n".join((
         INTRODUCTION, page(config, batches, CONTEXTS[0], BANDWIDTH), PREDICTION,
         prediction(config, batches, CONTEXTS, BANDWIDTH), CAPTURES, captures(config, batches, BANDWIDTH), DECISION,
-        COMPARISON, comparison(BANDWIDTH)))
+        COMPARISON, comparison(BANDWIDTH), HYBRID,
+        hybrid_prediction(ModelConfig.from_dict(QWEN3_5_27B), batches, (*CONTEXTS, 65536), BANDWIDTH),
+        HYBRID_COMPARISON))
 
 
 def main() -> None:

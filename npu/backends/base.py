@@ -148,8 +148,8 @@ class Backend(ABC):
     sampler_filters: filters of the captured steps that contain the kernels `penalize` and `sample`, which then copy
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
-    state_dtypes: dtypes of the states of linear attention that the kernels support, the default first.
-    state_dtype: the one in use.
+    state_dtypes: dtypes of the states of linear attention that the kernels support.
+    chosen_state_dtype: the setting, one of them or "auto".
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
     int8_zeros: the kernels support int8 zero points.
@@ -182,7 +182,7 @@ class Backend(ABC):
     fixed_state: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
-    state_dtype: torch.dtype = torch.float32
+    chosen_state_dtype: str = "auto"
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
@@ -327,18 +327,27 @@ class Backend(ABC):
         return nullcontext(False)
 
     def choose_state_dtype(self, requested: str) -> None:
-        """Set `state_dtype` to the default for "auto", or to a dtype by its name.
+        """Set the dtype of the states of linear attention: "auto" or a name.
 
         Raises BackendError for a dtype that the kernels do not support. Where answers must not depend on chunks, a
         state in bfloat16 would have to be rounded after every token.
         """
         possible = "auto", *self.state_dtypes
         if requested not in possible:
-            raise BackendError(
-                f"state_dtype: {requested!r} is not possible on {self.name}, since a state that is rounded after every "
-                "token, so that answers do not depend on chunks, loses more than the activations do; possible are "
-                f"{', '.join(possible)}")
-        self.state_dtype = getattr(torch, self.state_dtypes[0] if requested == "auto" else requested)
+            reason = (", since a state that is rounded after every token, so that answers do not depend on chunks, "
+                      "loses more than the activations do") if requested == "bfloat16" else ""
+            raise BackendError(f"state_dtype: {requested!r} is not possible on {self.name}{reason}; possible are "
+                               f"{', '.join(possible)}")
+        self.chosen_state_dtype = requested
+
+    def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the states of linear attention beside activations of `dtype`."""
+        chosen = self.default_state_dtype(dtype) if self.chosen_state_dtype == "auto" else self.chosen_state_dtype
+        return getattr(torch, chosen)  # type: ignore[no-any-return]
+
+    def default_state_dtype(self, dtype: torch.dtype) -> str:
+        """Return the name of the dtype of states that "auto" stands for."""
+        return self.state_dtypes[0]
 
     def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or that of a setting.
@@ -373,6 +382,13 @@ class Backend(ABC):
         sizes: of `Layer.operator_sizes`. dtype: of the activations.
         """
         return False
+
+    def operator_bytes(self, kernel: str, sizes: Sequence[int], rows: int, tokens: int, itemsize: int) -> int:
+        """Return the bytes that a kernel's operators take beside its inputs and outputs, in a step of `rows` rows.
+
+        sizes: of `Layer.operator_sizes`. itemsize: bytes of a number of the activations.
+        """
+        return 0
 
     def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
         """Return True if steps with chunks are captured, over a KV cache of this dtype."""

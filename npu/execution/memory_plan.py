@@ -174,6 +174,7 @@ def predict(
     decode_rows = min(max_num_seqs, max_num_batched_tokens) if prefill else 0
     activations = _device_activations(config, backend, decode_rows, max_num_batched_tokens, length, resolved.itemsize)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
+    activations += _operator_bytes(config, backend, max_num_seqs, max_num_batched_tokens, resolved.itemsize)
     logits = _logits(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
@@ -400,6 +401,12 @@ def _device_activations(
     if not decode_rows:
         return _activations(config, backend, tokens, context, itemsize)
     return _activations(config, backend, decode_rows, context, itemsize) + tokens * config.hidden_size * itemsize
+
+
+def _operator_bytes(config: ModelConfig, backend: Backend, rows: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of the largest layer's operators beside their inputs and outputs."""
+    return max(sum(backend.operator_bytes(kernel, sizes, rows, tokens, itemsize)
+                   for kernel, sizes in layer.operator_sizes.items()) for layer in config.local_layers)
 
 
 def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:

@@ -62,7 +62,7 @@ def _paged_bytes(state: Paged, block_size: int, dtype: torch.dtype, backend: Bac
 
 
 def _dtype(name: str, model: torch.dtype, backend: Backend) -> torch.dtype:
-    return model if name == "model" else backend.state_dtype
+    return model if name == "model" else backend.state_dtype(model)
 
 
 @dataclass(frozen=True, slots=True)

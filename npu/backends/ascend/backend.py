@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels import ascend
+from npuserve.kernels import ascend, ascend_delta
 from npuserve.kernels.attention import gathered_bytes
 from npuserve.kernels.sample import Filters
 from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.ascend import fault_codes, functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
+from npuserve.npu.backends.ascend.delta_check import working_operators
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall
@@ -79,6 +80,8 @@ class AscendBackend(StreamBackend):
     vocabulary_tile = 64
     cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     scale_dtype = torch.float32
+    fixed_state = True
+    state_dtypes = ("bfloat16", "float32")
     block_size = ascend.BLOCK
     block_multiple = ascend.BLOCK
     max_block_size = ascend.BLOCK
@@ -111,6 +114,7 @@ class AscendBackend(StreamBackend):
         self._acl = functions.runtime()
         self._takes_lengths = False
         self._captured = False
+        self._delta_operators: ascend_delta.DeltaOperators | None = None
         self._lengths = self._first_lengths()
         ascend.fused_heads = None  # of an earlier backend
         ascend.fused_heads = self.fused_heads()
@@ -203,6 +207,31 @@ class AscendBackend(StreamBackend):
 
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
         return num_blocks, kv_heads, block_size
+
+    def default_state_dtype(self, dtype: torch.dtype) -> str:
+        """Return bfloat16, which the operators take, beside activations in it."""
+        return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+    def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+        """Call the operators of the gated delta rule once; both must take the model's dtypes and sizes."""
+        if kernel != "gated_delta_rule":
+            return False
+        if dtype != self.state_dtype(dtype):
+            log.warning("linear attention is computed without its operators, which take a state in bfloat16 and "
+                        "activations in bfloat16 alone")
+            return True
+        if self._delta_operators is None or self._delta_operators.dtype != dtype:
+            self._delta_operators = working_operators(dtype, self.device)
+        operators = ascend_delta.operators = self._delta_operators
+        key_heads, value_heads, key_dim, value_dim = sizes
+        return not (operators.can_recur(key_heads, value_heads, key_dim, value_dim)
+                    and operators.can_chunk(key_heads, value_heads, key_dim, value_dim))
+
+    def operator_bytes(self, kernel: str, sizes: Sequence[int], rows: int, tokens: int, itemsize: int) -> int:
+        if kernel != "gated_delta_rule":
+            return 0
+        key_heads, value_heads, key_dim, value_dim = sizes
+        return ascend_delta.chunk_bytes(key_heads, value_heads, key_dim, value_dim, rows + 1, tokens, itemsize)
 
     def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
         """Return False for an int8 cache.

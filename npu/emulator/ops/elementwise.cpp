@@ -224,3 +224,18 @@ OP(aclnnInplaceMaskedFillTensor, const aclTensor *self, const aclTensor *mask, c
   return plan(PHASE,
               [&] { return [x = view(self), m = view(mask), v = view(value)] { x.masked_fill_(m, v.reshape({})); }; });
 }
+OP(aclnnSoftplus, const aclTensor *self, const aclScalar *beta, const aclScalar *threshold, const aclTensor *out) {
+  return plan(PHASE, [&] {
+    return [x = view(self), b = beta->value, most = threshold->value, y = view(out)] {
+      write(y, at::softplus(x, b, most));
+    };
+  });
+}
+OP(aclnnAddcmul, const aclTensor *self, const aclTensor *first, const aclTensor *second, const aclScalar *value,
+   const aclTensor *out) {
+  return plan(PHASE, [&] {
+    return [x = view(self), a = view(first), b = view(second), c = value->value, y = view(out)] {
+      write(y, at::addcmul(x, a, b, c));
+    };
+  });
+}

@@ -97,7 +97,7 @@ class Fixed:
     """State of constant size for each request, in a slot: tensors of these shapes.
 
     shapes: shape of each tensor of a request.
-    dtypes: dtype of each, "model" for that of the activations, "state" for `Backend.state_dtype`.
+    dtypes: dtype of each, "model" for that of the activations, "state" for that of `Backend.state_dtype`.
     """
 
     shapes: tuple[tuple[int, ...], ...]

@@ -145,7 +145,8 @@ def answers(
             ids += [PENDING] * (end - ask.done - len(ids))
             own = list(range(key * blocks, (key + 1) * blocks))
             rows.append(Row(key, ids, ask.done, own, end == length,
-                            is_constrained=end == length and ask.mask is not None))
+                            is_constrained=end == length and ask.mask is not None,
+                            state_slot=key if runner.num_slots else -1))
             ask.done, ask.sampled = end, ask.sampled + (end == length)
         step += 1
         if rows:

@@ -11,10 +11,11 @@ from npuserve.npu import emulator
 from tests.npu.emulator.arguments import F32, I8, nz, on, ops, whole
 from tests.npu.emulator.child import emulated
 from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
+from tests.npu.emulator.violations_delta import chunk, recur
 from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
 BREAKING = ("scatter.range", "scatter.distinct", "scatternd.range", "ropecache.range", "dequantswiglu.count",
-            "topktopp.p_range", "topktopp.k_range")
+            "topktopp.p_range", "topktopp.k_range", "recurrent.lengths", "recurrent.range", "chunk.lengths")
 """Constraints that the stream reports, which breaks it."""
 
 
@@ -81,6 +82,10 @@ def test_valid_calls_are_accepted() -> None:
     mrope()
     qkv = on(2, 512)
     mrope(query=qkv[:, :256], key=qkv[:, 256:384])
+    recur()
+    recur(actual_seq_lengths=whole(2), ssm_state_indices=whole(1, 1), num_accepted_tokens=None)
+    chunk()
+    chunk(actual_seq_lengths=whole(4, 0))
     ops().npu_top_k_top_p(on(2, 8), on(2) * 0, whole(1, 8))
     torch.npu.synchronize()
 

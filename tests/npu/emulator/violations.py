@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.npu.emulator.arguments import BF, F32, FP, I8, direct, nz, on, ops, strided, whole
+from tests.npu.emulator.violations_delta import DELTA
 from tests.npu.emulator.violations_int8 import QUANTIZED, quant
 
 
@@ -113,6 +114,7 @@ def mrope(**changed: Any) -> Any:
 
 VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
     **QUANTIZED,
+    **DELTA,
     "fia.dtype": [lambda: attend(query=on(2, 8, 128, dtype=F32)), lambda: attend(query=on(2, 8, 128, dtype=I8))],
     "fia.kv_dtype": [lambda: attend(key=on(3, 128, 256, dtype=FP)), lambda: attend(key=on(3, 128, 256, dtype=I8))],
     "fia.kv_shape": [lambda: attend(value=on(4, 128, 256))],

@@ -1,0 +1,297 @@
+"""Hybrids (Qwen3.5) on the emulated Ascend device: tokens equal the CPU's, by the operators or without them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.kernels.causal_conv_silu import causal_conv_silu
+from npuserve.kernels.gated_delta_rule import gated_delta_rule
+from npuserve.npu import emulator
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.quantize.checkpoint import quantize_checkpoint
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
+from tests.npu.backends.ascend.test_backend import RELAX, load
+from tests.npu.backends.ascend.test_launches import EVENT, nodes
+from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, loaded, share
+from tests.npu.backends.hybrid import saved_hybrid
+from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, masked
+from tests.npu.emulator.child import emulated, needs_npu, run
+from tests.npu.emulator.ranks import Place, on_ranks
+
+MEMORY = {"kv_cache_memory": 64 << 20}
+SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+
+
+def on_cpu(folder: Path, **settings: Any) -> Runner:
+    return load(folder, "cpu", block_size=128, threads=1, **{**MEMORY, **settings})
+
+
+def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: bool = True, **sizes: Any) -> None:
+    saved_hybrid(folder, **sizes)
+    npu = load(folder, decode_buckets=(1, 2, 4), capture_chunks=capture_chunks, **MEMORY)
+    assert npu.fallbacks == []
+    got, results = answers(npu, asks(6, 8, **sampling))
+    expected, _ = answers(on_cpu(folder), asks(6, 8, **sampling))
+    assert got == expected
+    assert {result.captured for result in results} == ({True} if capture_chunks else {True, False})
+    if capture_chunks:
+        assert not any(result.decoder_decodes for result in results)
+
+
+@needs_npu
+@pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
+@pytest.mark.parametrize(("order", "seed"), [
+    ("lazy", 0), ("shuffled", 1), pytest.param("eager", 0, marks=pytest.mark.full)])
+def test_hybrid_tokens_equal_cpu(tmp_path: Path, order: str, seed: int, capture_chunks: bool) -> None:
+    """Prompts arrive in chunks beside decode rows; padded rows and tokens do not touch the requests' states."""
+    options = {"relax": RELAX, "order": order, "seed": seed, "poison": True}
+    run(equal_to_the_cpu, {"folder": tmp_path, "sampling": {}, "capture_chunks": capture_chunks}, options)
+
+
+# Configurations
+
+HEADS = {"1/1": (1, 1), "1/2": (1, 2), "2/2": (2, 2), "2/6": (2, 6)}
+LAYERS: dict[str, dict[str, Any]] = {
+    "3 of 4": {"head_dim": 256}, "2 of 3": {"layers": 3, "full": (1,), "head_dim": 128},
+    "1 of 2": {"layers": 2, "full": (0,), "head_dim": 64}}
+DIMS = {"operator": 128, "fallback": 64}
+"""What computes the rule -> size of the heads of linear attention."""
+CONFIGURATIONS = [(heads, layers, by) for heads in HEADS for layers in LAYERS for by in DIMS]
+"""docs/models.md has them as a table."""
+DEFAULT = [("2/6", "2 of 3", "operator"), ("1/2", "1 of 2", "fallback")]
+
+
+@pytest.mark.parametrize(("heads", "layers", "by"), [
+    pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.full, id=", ".join(case))
+    for case in CONFIGURATIONS])
+@emulated(relax=RELAX, poison=True)
+def test_hybrid_configuration_equals_cpu(tmp_path: Path, heads: str, layers: str, by: str) -> None:
+    """Without the operators decode rows are captured, and chunks are computed token by token."""
+    key_heads, value_heads = HEADS[heads]
+    saved_hybrid(
+        tmp_path, key_heads=key_heads, value_heads=value_heads, linear_dim=DIMS[by], **LAYERS[layers], seed=3)
+    npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+    assert npu.fallbacks == ([] if by == "operator" else ["gated_delta_rule"])
+    got, results = answers(npu, asks(4, 6))
+    assert got == answers(on_cpu(tmp_path), asks(4, 6))[0]
+    decodes = [result for result in results if result.captured_decodes]
+    assert len(decodes) > 5
+    assert all(result.captured for result in results) == (by == "operator")
+
+
+@emulated(relax=RELAX)
+def test_hybrid_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None:
+    """Constrained rows are sampled after the dispatch."""
+    saved_hybrid(tmp_path)
+    requests = []
+    for _ in range(2):
+        made = asks(6, 8)
+        for index, ask in enumerate(made):
+            ask.sampling = SamplingParams(seed=index, **({"temperature": 0.0} if index % 2 else SAMPLED))
+            ask.mask = masked(index) if index % 3 == 2 else None
+        requests.append(made)
+    got, _ = answers(load(tmp_path, decode_buckets=(1, 4), **MEMORY), requests[0])
+    assert got == answers(on_cpu(tmp_path), requests[1])[0]
+
+
+# Missing operators
+
+
+@pytest.mark.parametrize("lacking", ["ChunkGatedDeltaRule", "RecurrentGatedDeltaRule"])
+@needs_npu
+def test_hybrid_without_an_operator_equals_cpu(tmp_path: Path, lacking: str) -> None:
+    """CANN before 9.1 has no aclnnChunkGatedDeltaRule. The kernel counts as a fallback."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMULATED_CANN_WITHOUT", f"aclnn{lacking}")
+        run(equal_without_operator, {"folder": tmp_path}, {"relax": RELAX}, fresh=True)
+
+
+def equal_without_operator(folder: Path) -> None:
+    saved_hybrid(folder, layers=2, full=(1,))
+    npu = load(folder, decode_buckets=(1, 2, 4), **MEMORY)
+    assert npu.fallbacks == ["gated_delta_rule"]
+    got, results = answers(npu, asks(4, 6))
+    assert got == answers(on_cpu(folder), asks(4, 6))[0]
+    assert sum(result.captured_decodes for result in results) > 5
+
+
+@emulated(relax=RELAX)
+def test_hybrid_with_other_dtypes_of_states_and_activations_is_a_fallback(tmp_path: Path) -> None:
+    """The operators take both in bfloat16 alone; float32 states beside them are possible without the operators."""
+    saved_hybrid(tmp_path, layers=2, full=(1,))
+    npu = load(tmp_path, dtype="bfloat16", **MEMORY, state_dtype="float32")
+    assert npu.fallbacks == ["gated_delta_rule"]
+    assert npu._store.fixed[1].dtype == torch.float32
+    assert load(tmp_path, **MEMORY)._store.fixed[1].dtype == torch.float32
+    assert load(tmp_path, dtype="float16", **MEMORY).fallbacks == ["gated_delta_rule"]
+    assert load(tmp_path, dtype="bfloat16", **MEMORY).fallbacks == []
+    with pytest.raises(BackendError, match="state_dtype: 'float16'"):
+        load(tmp_path, **MEMORY, state_dtype="float16")
+
+
+# States
+
+
+@emulated(relax=RELAX, poison=True)
+def test_hybrid_slots_are_cleared_copied_and_continued(tmp_path: Path) -> None:
+    """A checkpoint of a prompt is continued by two rows, and the slot of a request that ended by a new one."""
+    saved_hybrid(tmp_path)
+    prompt, first, second = ids_of(128, 1), ids_of(9, 2), ids_of(5, 3)
+
+    def found(runner: Runner) -> list[int]:
+        tokens = []
+
+        def step(rows: list[Row], ended: tuple[int, ...] = ()) -> None:
+            new = [NewRequest(row.request_id, [], [], GREEDY) for row in rows if row.request_id not in known]
+            known.update(row.request_id for row in rows)
+            result = runner.collect(runner.launch(Step(rows, new, list(ended))))
+            tokens.extend(token for key in sorted(result.token_ids) for token in result.token_ids[key])
+
+        known: set[int] = set()
+        step([Row(0, prompt[:60], 0, [0], 0, state_slot=3)])
+        step([Row(0, prompt[60:120], 60, [0], 0, state_slot=3)])
+        step([Row(0, prompt[120:], 120, [0], 0, state_slot=3)])
+        step([Row(0, first, 128, [0, 1], 1, state_slot=1, state_source=3),
+              Row(1, second, 128, [0, 2], 1, state_slot=2, state_source=3)])
+        step([Row(0, [tokens[0]], 137, [0, 1], 1, state_slot=1), Row(1, [tokens[1]], 133, [0, 2], 1, state_slot=2)])
+        step([Row(2, second, 0, [3], 1, state_slot=1), Row(1, [7], 134, [0, 2], 1, state_slot=2)], ended=(0,))
+        step([Row(3, [5], 0, [4], 1, state_slot=0), Row(2, [7], 5, [3], 1, state_slot=1)])  # a prompt of one token
+        return tokens
+
+    assert found(load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)) == found(on_cpu(tmp_path))
+
+
+@emulated(relax=RELAX)
+def test_hybrid_decodes_more_rows_than_slots(tmp_path: Path) -> None:
+    """The operator takes no more tokens than slots, and graphs for more rows are captured anyway."""
+    saved_hybrid(tmp_path, layers=2, full=(1,))
+    npu = load(tmp_path, kv_cache_memory=10 << 20, max_num_seqs=64)
+    assert npu.num_slots < 64
+    got, results = answers(npu, asks(2, 6))
+    assert got == answers(on_cpu(tmp_path), asks(2, 6))[0]
+    assert all(result.captured for result in results)
+
+
+# Quantized
+
+
+INT8 = [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"},
+        {"kv_cache_dtype": "int8", "lm_head_dtype": "int8"}]
+
+
+@pytest.mark.parametrize("settings", INT8, ids=str)
+@pytest.mark.parametrize("w8a8", [False, True], ids=["floats", "w8a8"])
+@emulated()
+def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, w8a8: bool, settings: dict[str, Any]) -> None:
+    """Of a prompt, in the device's dtypes without relaxation. The CPU has float32 and the device's int8 levels."""
+    folder = saved_hybrid(tmp_path / "floats")
+    if w8a8:
+        quantize_checkpoint(folder, tmp_path / "int8")
+        folder = tmp_path / "int8"
+    npu = load(folder, dtype="bfloat16", **MEMORY, **settings)
+    assert npu.fallbacks == []
+    reports = []
+    for runner in (npu, on_cpu(folder, int8_levels=127.0, **settings)):
+        prompt = ids_of(60, 4)
+        new = NewRequest(1, prompt, [], SamplingParams(temperature=0.0, prompt_logprobs=1))
+        step = Step([Row(1, prompt, 0, [0], 1, state_slot=0)], [new])
+        reports.append(runner.collect(runner.launch(step)).prompt_logprobs[1])
+    apart = [abs(one.logprob - other.logprob) for one, other in zip(*reports, strict=True)]
+    assert 0 < sum(apart) / len(apart) < (0.12 if w8a8 else 0.05)
+    assert max(apart) < (0.6 if w8a8 else 0.2)
+    assert sum(one.top_ids[0] == other.top_ids[0] for one, other in zip(*reports, strict=True)) >= 0.85 * len(apart)
+
+
+# Ranks
+
+
+@pytest.mark.slow
+@on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
+def test_hybrid_tokens_of_two_ranks_equal_cpu(place: Place, tmp_path: Path) -> None:
+    """Each rank has the states of its heads."""
+    folder = share(place, "model", lambda: saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4))
+    runner, _ = loaded(place, folder, decode_buckets=(1, 4), **MEMORY)
+    assert runner.fallbacks == []
+    got, results = answers(runner, asks(4, 6))
+    assert got == answers(on_cpu(folder), asks(4, 6))[0]
+    assert all(result.captured for result in results)
+
+
+# Calls
+
+
+LAUNCHES = {"1": (27, 15), "4": (27, 16), "chunk": (33, 16)}
+"""Step -> tasks of a layer of linear attention, and of one of attention without the two of its lengths' event."""
+
+
+@emulated()
+def test_hybrid_launches_of_layers_by_kind(tmp_path: Path) -> None:
+    found = []
+    for full in ((2,), (1, 2), (1,)):
+        folder = saved_hybrid(tmp_path / repr(full), layers=max(full) + 1, full=full)
+        dispatch = load(folder, dtype="bfloat16", decode_buckets=(1, 4), **MEMORY)._dispatch
+        found.append({kind: nodes(dispatch.chunks.hidden, 64, tmp_path / "graph.json") if kind == "chunk" else
+                      nodes(dispatch.decodes.argmax, int(kind), tmp_path / "graph.json") for kind in LAUNCHES})
+    two_linear, one_linear, shorter = found
+    for kind, expected in LAUNCHES.items():
+        linear, full_layer = two_linear[kind] - shorter[kind], one_linear[kind] - shorter[kind]
+        assert full_layer >= EVENT
+        assert (linear.total(), full_layer.total() - EVENT.total()) == expected, (kind, linear, full_layer)
+
+
+@emulated(relax=RELAX)
+def test_hybrid_steady_step_is_one_replay(tmp_path: Path) -> None:
+    """Slots and lengths are inputs of the graph: no call beyond those of a model without states."""
+    saved_hybrid(tmp_path)
+    runner = load(tmp_path, **MEMORY)
+    rows, here = range(3), threading.get_native_id()
+    flying = runner.launch(Step([Row(i, [5, 7, 9], 0, [i], 1, state_slot=i) for i in rows],
+                                [NewRequest(i, [5, 7, 9], [], GREEDY) for i in rows]))
+    for step in range(6):
+        runner.backend._lengths.check(runner.backend._lengths.given)  # type: ignore[attr-defined]
+        emulator.clear_calls()
+        following = runner.launch(Step([Row(i, [PENDING], 3 + step, [i], 1, state_slot=i) for i in rows]))
+        emulator.mark("launched")
+        result = runner.collect(flying)
+        flying = following
+    own = Counter(call.name for call in emulator.calls() if call.thread == here and call.name != "# launched")
+    assert result.captured_decodes == 3
+    assert own["aclmdlRIExecuteAsync"] == 1
+    assert own.total() <= 12
+    runner.collect(flying)
+
+
+@emulated(relax=RELAX)
+def test_hybrid_chunk_of_512_tokens_is_one_replay(tmp_path: Path) -> None:
+    saved_hybrid(tmp_path, layers=2, full=(1,))
+    npu = load(tmp_path, max_num_batched_tokens=512, max_num_seqs=4, **MEMORY)
+    prompt = ids_of(500)
+    found = []
+    for runner in (npu, on_cpu(tmp_path, max_num_batched_tokens=512)):
+        got, results = answers(runner, [Ask(prompt, 3), Ask(ids_of(12, 5), 4)], chunk=500)
+        found.append(got)
+        if runner is npu:
+            assert all(result.captured for result in results)
+    assert found[0] == found[1]
+
+
+@emulated()
+def test_hybrid_operators_are_called() -> None:
+    """The case with heads of 128 runs by the operators in bfloat16, and the others without."""
+    for kernel, task, present in (
+        (gated_delta_rule, "aclnnChunkGatedDeltaRule", True), (causal_conv_silu, "aclnnChunkGatedDeltaRule", False)):
+        case = [case for case in kernel.cases if not case.benchmark][-1]
+        made = kernel.implementations["ascend"]
+        args = made.adapt(case.make(torch.Generator().manual_seed(0), torch.bfloat16))
+        emulator.log_tasks(True)
+        made.function(*args)
+        torch.npu.synchronize()
+        emulator.log_tasks(False)
+        assert (task in {each.name for each in emulator.tasks()}) == present
