@@ -56,7 +56,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "kv_cache_memory": "size of the KV cache, in bytes or as 4GiB; 0: derived from the free memory",
         "kv_cache_dtype": "type of the KV cache; auto: that of the activations; int8, fp8: twice the tokens in the "
                           "same memory; fp8 on CUDA",
-        "state_dtype": "type of the states of linear attention; auto: float32, the only one on a CPU",
+        "state_dtype": "type of the states of linear attention; auto: float32, the only one on a CPU, and "
+                       "bfloat16 on an NPU",
         "block_size": "tokens per block of the KV cache, a power of two; 0: the backend's choice",
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
                    "as auto, without the sampler; off: never",

@@ -67,7 +67,7 @@ def check_model(
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - answer)
     golden = load_reference(
         folder, backend, "float32", length, config.threads, config.lm_head_dtype, config.kv_cache_dtype)
-    for dtype in dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []), served]):
+    for dtype in dict.fromkeys([*exact_dtypes(backend, hybrid=facts.has_fixed_state), served]):
         loaded = load(
             folder, backend, dtype, max_model_len=length, max_num_seqs=rows, max_num_batched_tokens=budget,
             block_size=config.block_size, kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory,
@@ -84,6 +84,15 @@ def check_model(
             yield from guarded("latency", dtype, latencies.steps(loaded, context, budget))
         del loaded
         gc.collect()  # frees the memory for the next dtype
+
+
+def exact_dtypes(backend: Backend, *, hybrid: bool) -> list[str]:
+    """Return float32 if a device computes in it without rounding between.
+
+    hybrid: the model has linear attention. Where its states may be in bfloat16, so are the results of its operators.
+    """
+    rounds = hybrid and "bfloat16" in backend.state_dtypes
+    return ["float32"] if supports_dtype(backend, "float32") and not rounds else []
 
 
 def check_tokens(

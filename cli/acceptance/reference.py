@@ -66,16 +66,22 @@ def load_reference(
     folder: Path, of: Backend, dtype: str, max_model_len: int, threads: int, lm_head_dtype: HeadDtype = "auto",
     kv_cache_dtype: str = "auto",
 ) -> tuple[Model, Backend]:
-    """Load the same model on the CPU, with the int8 levels and the cache's scales of the device `of`.
+    """Load the same model on the CPU, with int8 levels, scales of the cache and dtype of states of the device `of`.
 
     It uses the native kernels, or only golden functions if `of` is the CPU, or if the native kernels do not take the
-    model's float8 layers or the device's quantized KV cache. Raises ModelError if the host has not enough memory.
+    model's float8 layers, the device's quantized KV cache or its states: those of linear attention are then rounded at
+    the ends of chunks, as on the device. Raises ModelError if the host has not enough memory.
     """
     config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8, int4=of.int4)
     cached = QUANTIZED.get(kv_cache_dtype)
     float8 = config.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
-    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other or float8 else CpuBackend()
+    states = of.state_dtype(getattr(torch, dtype))
+    other_states = config.has_fixed_state and states != torch.float32
+    golden = isinstance(of, CpuBackend) or other or float8 or other_states
+    backend = CpuBackend(native=False) if golden else CpuBackend()
+    if other_states:
+        backend.chosen_state_dtype = str(states).removeprefix("torch.")
     backend.float8 = float8
     backend.set_threads(threads)
     backend.int8_levels = of.int8_levels

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from npuserve.cli.acceptance import tokens as accept_tokens
-from npuserve.cli.acceptance.kernels import supports_dtype
-from npuserve.cli.acceptance.model import check_tokens
+from npuserve.cli.acceptance.model import check_tokens, exact_dtypes
 from npuserve.cli.acceptance.reference import load, load_reference
 from npuserve.cli.acceptance.report import Finding, guarded
 from npuserve.kernels.kv_cache import QUANTIZED
@@ -39,8 +38,8 @@ WIDE_ANSWER = 16
 
 KEY_HEADS = 2
 VALUE_HEADS = 4
-KEY_DIM = 32
-VALUE_DIM = 48
+KEY_DIM = 128
+VALUE_DIM = 128
 TAPS = 4
 """Sizes of the linear attention."""
 
@@ -86,8 +85,7 @@ def check_variants(backend: Backend, threads: int, *, hybrid: bool = False) -> I
     hybrid: check the small model with linear attention.
     """
     plain = resolve("")
-    dtypes = dict.fromkeys([*(["float32"] if supports_dtype(backend, "float32") else []),
-                            backend.resolve_dtype("auto", "bfloat16")])
+    dtypes = dict.fromkeys([*exact_dtypes(backend, hybrid=hybrid), backend.resolve_dtype("auto", "bfloat16")])
     with tempfile.TemporaryDirectory() as folder:
         if hybrid:
             plain = Path(folder) / "hybrid"

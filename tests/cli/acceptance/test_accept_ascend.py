@@ -113,3 +113,20 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     # In bfloat16 the fault is visible only if it exceeds the rounding, which depends on the processor.
     assert ("tokens", "beside the CPU, float32") in failed
     assert ("capture", "8 rows") in failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, -1])
+@emulated(relax=RELAX)
+def test_variants_of_a_hybrid_pass(place: int) -> None:
+    """In bfloat16 alone, with states in it: the CPU's rounded reference has the same."""
+    from npuserve.npu.backends import select
+
+    with mock.patch.object(accept_tokens, "ANSWER", 16), \
+            mock.patch.object(variants, "VARIANTS", (variants.VARIANTS[place],)):
+        found = {x.name: x for x in variants.check_variants(select("npu"), 1, hybrid=True)}
+    assert [name for name, finding in found.items() if finding.passed is False] == []
+    name = variants.VARIANTS[place].name
+    assert set(found) == {f"{name}: beside the CPU, bfloat16", f"{name}: overlapped and not, bfloat16",
+                          f"{name}: captured decodes, bfloat16"}
+    assert found[f"{name}: captured decodes, bfloat16"].figures["share"] == 1.0
