@@ -62,12 +62,15 @@ class Matrix:
     columns: columns of this rank. If the ranks divide them, each rank computes a part of the sum.
     biased: the modules have biases.
     can_quantize: the weight may be int8 or float8.
+    stacked: number of matrices that a tensor [stacked, rows, columns] of the checkpoint has, and whose name is the
+        module's. 0 for a tensor [rows, columns] named `weight` in the module.
     """
 
     parts: Mapping[str, Span | Rows]
     columns: Span
     biased: bool = False
     can_quantize: bool = True
+    stacked: int = 0
 
 
 def norm(name: str, size: int, *, zero_centred: bool = False) -> Array:
