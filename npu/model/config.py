@@ -16,7 +16,7 @@ from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
 from npuserve.npu.model.layers.attention import Attention
-from npuserve.npu.model.layers.experts import STACKED, Experts
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.pooling import MODULES, Pooling, read_pooling
@@ -254,7 +254,11 @@ class ModelConfig:
         if found is None:
             return self
         index, block = found
-        stacked = has_tensor(folder, f"{self.prefix}layers.{index}.{block.name}.{STACKED}")
+        name = f"{self.prefix}layers.{index}.{block.name}.experts.gate_up_proj"
+        return self.with_experts(stacked=has_tensor(folder, name))
+
+    def with_experts(self, *, stacked: bool) -> ModelConfig:
+        """Return the configuration of a checkpoint that has the experts stacked in one tensor, or one by one."""
         return replace(self, layers=tuple(
             tuple(replace(block, layer=replace(block.layer, stacked=stacked)) if isinstance(block.layer, Experts)
                   else block for block in blocks) for blocks in self.layers))

@@ -234,8 +234,11 @@ struct Unit {
         return call.op.at<char>(1) + panel_index * panels.panel_bytes(k);
     }
 
+    // Address of the rows of which this thread has copied all words; null if it has copied a part of some rows since.
+    INLINE const X *&copied() const { return *reinterpret_cast<const X **>(x_copy - layout.MARK); }
     // Copies words [begin, begin + count) of the unit's rows of x side by side and pads the last word with zeros.
     INLINE void copy(int64_t begin, int64_t count) const {
+        copied() = nullptr;
         int64_t numbers = std::min(count * Dot::PER_WORD, k - begin * Dot::PER_WORD);
         const X *from = call.op.at<X>(0) + row * k + begin * Dot::PER_WORD;
         for (int64_t r = 0; r < rows; r++) {
@@ -246,10 +249,10 @@ struct Unit {
     }
     // Copies all words of the unit's rows, unless this thread's last copy was of the same rows.
     INLINE void copy_all() const {
-        const X *&copied = *reinterpret_cast<const X **>(x_copy - layout.MARK), *begin = call.op.at<X>(0) + row * k;
-        if (call.again && copied == begin) return;
+        const X *begin = call.op.at<X>(0) + row * k;
+        if (call.again && copied() == begin) return;
         copy(0, words);
-        copied = begin;
+        copied() = begin;
     }
     INLINE const char *x_of(int64_t r, int64_t begin, int64_t count) const {
         if (layout.copies) return x_copy + r * count * By::X_BYTES;

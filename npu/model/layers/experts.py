@@ -17,8 +17,8 @@ PANEL = 16
 """The columns of an expert on a rank must be a multiple of this: its weights are whole panels of the kernels."""
 
 
-STACKED = "experts.gate_up_proj"
-"""Name of the tensor with the first matrices of all experts, in a checkpoint that stacks them."""
+STACKED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensor of a checkpoint that stacks the experts -> matrices of each expert in it, by rows."""
 
 
 class ExpertsWeights(NamedTuple):
@@ -67,7 +67,7 @@ class Experts(Layer):
             halves = ((part * self.width + rows.first, rows.size) for part in range(2))
             gate_up = Rows.of_units(Span.all(self.count), 2 * self.width, *halves, by_unit=True)
             parameters |= {
-                "gate_up": Matrix({STACKED: gate_up}, everything, stacked=self.count),
+                "gate_up": Matrix({"experts.gate_up_proj": gate_up}, everything, stacked=self.count),
                 "down": Matrix({"experts.down_proj": Span.all(self.count * hidden)}, rows, stacked=self.count)}
         else:
             parameters |= {

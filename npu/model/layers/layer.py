@@ -44,6 +44,11 @@ class Array:
     whole_row_shape: tuple[int, ...] | None = None
 
     @property
+    def is_linear(self) -> bool:
+        """True if the tensor is the weight of a linear layer, such as a router."""
+        return len(self.row_shape) == 1 and self.whole_row_shape is None
+
+    @property
     def whole(self) -> tuple[int, ...]:
         """Shape in the checkpoint."""
         return self.rows.whole, *(self.row_shape if self.whole_row_shape is None else self.whole_row_shape)
