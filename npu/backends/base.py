@@ -152,6 +152,7 @@ class Backend(ABC):
     state_dtype: the one in use.
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
+    experts: the kernels support mixtures of experts.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
@@ -180,6 +181,7 @@ class Backend(ABC):
     float8: bool = False
     int4: bool = False
     fixed_state: bool = False
+    experts: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
     state_dtype: torch.dtype = torch.float32

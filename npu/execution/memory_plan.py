@@ -265,6 +265,9 @@ def _checked(
     if config.has_fixed_state and not backend.fixed_state:
         raise BackendError(f"device: {backend.name} does not serve models with linear attention ({config.family}); "
                            "possible is device: cpu")
+    if config.has_experts and not backend.experts:
+        raise BackendError(f"device: {backend.name} does not serve mixtures of experts ({config.family}); possible is "
+                           "device: cpu")
     for state in config.paged_states:
         backend.check_heads(state.head_dim, config.rotary_dim)
     check_schemes(config, backend)

@@ -55,7 +55,7 @@ from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.storage import read_bytes, stored_bytes
+from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
@@ -159,6 +159,10 @@ class Runner:
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
+
+    def unread_expert_bytes(self, tokens: int) -> int:
+        """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""
+        return idle_bytes(self.config, getattr(torch, self.dtype_name), self.backend, tokens)
 
     @property
     def parameters(self) -> int:

@@ -16,6 +16,7 @@ from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
 from npuserve.npu.model.layers.attention import Attention
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.pooling import MODULES, Pooling, read_pooling
@@ -127,6 +128,11 @@ class ModelConfig:
         return list(dict.fromkeys(layer.state for layer in self.local_layers if isinstance(layer.state, Paged)))
 
     @property
+    def has_experts(self) -> bool:
+        """True if layers are mixtures of experts."""
+        return any(isinstance(layer, Experts) for layer in self.kinds)
+
+    @property
     def has_fixed_state(self) -> bool:
         """True if requests need a slot beside blocks."""
         return any(isinstance(layer.state, Fixed) for layer in self.local_layers)
@@ -157,6 +163,12 @@ class ModelConfig:
         blocks = sum(self.hidden_size + of_kind[block.layer] for blocks in self.layers for block in blocks)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return blocks + tables + self.hidden_size
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that compute a token: those of all layers and tables but the experts not chosen."""
+        blocks = (block.layer for blocks in self.layers for block in blocks)
+        return self.num_parameters - sum(layer.idle_parameters for layer in blocks if isinstance(layer, Experts))
 
     @property
     def headless(self) -> ModelConfig:
@@ -224,7 +236,8 @@ class ModelConfig:
         if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
             config = replace(config, quantization=_modelslim(description))
             _check_tied(config)
-        return config._pooling(pooling, path.parent) if pooling else config
+        config = config._pooling(pooling, path.parent) if pooling else config
+        return config._experts_of(path.parent)
 
     def _pooling(self, pooling: Pooling, folder: Path) -> ModelConfig:
         """Return the configuration of a model that pools. Some of their checkpoints hold the decoder alone, whose names
@@ -233,6 +246,22 @@ class ModelConfig:
         prefix = "" if is_bare else self.prefix
         head = f"{prefix}embed_tokens" if self.tie_word_embeddings else "lm_head"
         return replace(self.headless, pooling=pooling, prefix=prefix, head=head)
+
+    def _experts_of(self, folder: Path) -> ModelConfig:
+        """Return the configuration with the form of the folder's experts: stacked in one tensor, or one by one."""
+        blocks = ((index, block) for index, blocks in enumerate(self.layers) for block in blocks)
+        found = next(((index, block) for index, block in blocks if isinstance(block.layer, Experts)), None)
+        if found is None:
+            return self
+        index, block = found
+        name = f"{self.prefix}layers.{index}.{block.name}.experts.gate_up_proj"
+        return self.with_experts(stacked=has_tensor(folder, name))
+
+    def with_experts(self, *, stacked: bool) -> ModelConfig:
+        """Return the configuration of a checkpoint that has the experts stacked in one tensor, or one by one."""
+        return replace(self, layers=tuple(
+            tuple(replace(block, layer=replace(block.layer, stacked=stacked)) if isinstance(block.layer, Experts)
+                  else block for block in blocks) for blocks in self.layers))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, is_pooling: bool = False) -> ModelConfig:

@@ -199,7 +199,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
     for name, rows in matrix.parts.items():
         if not isinstance(rows, Span):
             continue
-        tensor = f"{name}.weight"
+        tensor = matrix.tensor_name(name)
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
