@@ -22,7 +22,6 @@ REFUSED = {
     "Qwen3_5MoeForCausalLM": f"{_EXPERTS}; serve a dense model of the same release, such as Qwen/Qwen3.5-27B",
     "Qwen3_5MoeForConditionalGeneration":
         f"{_EXPERTS}; serve a dense model of the same release, such as Qwen/Qwen3.5-27B",
-    "Qwen3ForSequenceClassification": "it has a classifier and no LM head; serve the model that it was made from",
     "Qwen3VLForConditionalGeneration": "it needs images; serve its text model, such as Qwen/Qwen3-8B",
 }
 """Class name of related models -> why they are not served, and what to serve instead."""
