@@ -156,6 +156,7 @@ class Backend(ABC):
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
+    measures_memory: the KV cache takes what `excess_bytes` of a warm-up step leaves; False: what a prediction leaves.
     """
 
     name: ClassVar[str]
@@ -182,6 +183,7 @@ class Backend(ABC):
     int4: bool = False
     fixed_state: bool = False
     experts: bool = False
+    measures_memory: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
     state_dtype: torch.dtype = torch.float32
@@ -253,6 +255,13 @@ class Backend(ABC):
     @abstractmethod
     def memory_available(self) -> int:
         """Return the bytes of device memory that this process can still allocate."""
+
+    def excess_bytes(self, work: Callable[[], None]) -> int:
+        """Run `work`, and return the bytes by which its peak of device memory exceeds the memory that it leaves taken.
+
+        Only for devices that have `measures_memory`.
+        """
+        raise NotImplementedError
 
     def wait_for_memory(self) -> None:  # noqa: B027 - a device without memory of its own has nothing to wait for
         """Wait while memory of ended processes returns to the device, before its free memory is planned."""

@@ -8,9 +8,10 @@ the weights are unchanged, the new process follows the described plan and reuses
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,16 +25,16 @@ from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError, CaptureMode
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
-from npuserve.npu.execution.memory_plan import MemoryPlan, predict
+from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
-from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.layers.shard import WHOLE, Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
 from npuserve.npu.model.pooling import TaskSetting
 from npuserve.npu.model.progress import Progress
-from npuserve.npu.model.storage import choose_kernels
+from npuserve.npu.model.storage import choose_kernels, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -94,25 +95,35 @@ def load_runner(
     memory = None if host else memory
     device.wait_for_memory()
     kept = memory.plan(Path(folder)) if memory else None
+    planned = partial(
+        predict, config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
+    measures = device.measures_memory and host is None and not kv_cache_memory
     with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
-        plan = kept if shared and kept else predict(
-            config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
+        plan = kept if shared and kept else planned()
         if plan is not kept:
-            plan.require_fit()
+            (replace(plan, kv_cache=0, fixed_state=0, activations=0, logits=0) if measures else plan).require_fit()
             report_ignored_head(folder, config)
         if group:
             group.minimum(0)  # wait until all ranks have read the free memory
         weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress, loaded=plan is kept)
+    build = partial(
+        Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
+        max_drafts=max_drafts)
+    if measures:
+        length = max_model_len or config.context_length
+        measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)
+        plan = planned(measured=measured)
+        plan.require_fit()
     plan = _completed(plan, weights, config, device, group)
-    runner = Runner(
-        device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+    runner = build(
+        num_blocks=plan.num_blocks, num_slots=plan.num_slots, max_model_len=plan.max_model_len,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, weights.dtype, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen, ranks=ranks, num_slots=plan.num_slots, max_drafts=max_drafts)
+        cpu_kernels=chosen)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
@@ -138,6 +149,38 @@ def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
         what = "the sampler runs" if agreed == "decoder" else "steps run"
         log.warning("%s kernel by kernel, which is slower: another rank could not use captured steps", what)
     return agreed
+
+
+def _measured(
+    device: Backend, config: ModelConfig, weights: ModelWeights, build: Callable[..., Runner], plan: MemoryPlan,
+    length: int, max_tokens: int,
+) -> MeasuredMemory:
+    """Measure the memory of the largest step and of captured steps, by a runner whose cache holds no more.
+
+    build: builds a runner from its cache's sizes. length: longest context, which bounds the memory of attention.
+
+    Raises ModelError if the step does not fit.
+    """
+    cache_bytes = 0
+
+    def work() -> None:
+        nonlocal cache_bytes
+        runner = build(
+            num_blocks=-(-max_tokens // plan.block_size), num_slots=min(plan.num_slots, 2), max_model_len=length)
+        cache_bytes = runner.cache_bytes
+        runner.compute_largest_step()
+
+    try:
+        excess = device.excess_bytes(work)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"a step of {max_tokens} tokens does not fit the memory that the weights leave; a smaller "
+            "max_num_batched_tokens, max_num_seqs or dtype takes less") from error
+    step = max(excess - cache_bytes - rotary_bytes(config, length), 0)
+    log.info("the largest step, its buffers and captured steps take %s of %s; predicted were %s for the step alone",
+             mib(step), device.name, mib(plan.activations + plan.logits))
+    available = device.memory_available() + stored_bytes(config, weights.dtype, device) + weights.unplanned_bytes
+    return MeasuredMemory(available, step)
 
 
 def _completed(

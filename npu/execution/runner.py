@@ -180,6 +180,22 @@ class Runner:
             return self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
         return self.recording.times(step)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache and of the slots of fixed state."""
+        return sum(tensor.nbytes for tensor in self._store.tensors)
+
+    @torch.inference_mode()
+    def compute_largest_step(self) -> None:
+        """Compute a step of as many tokens and samples as possible kernel by kernel, to measure its memory.
+
+        Its rows have no context. The memory of attention is that of the longest one, since it depends on the tables.
+        """
+        self._buffers.clear()
+        hidden = self._forward.hidden(self._buffers.tokens(self._buffers.most_tokens))
+        self._forward.warm_up(hidden[: len(self._last)])
+        self.backend.synchronize()
+
     def map_cache(self) -> None:
         """Map the pages of the KV cache in the background. Call it once, when nothing else delays the first request."""
         self._pages.start()

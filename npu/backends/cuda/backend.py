@@ -81,6 +81,7 @@ class CudaBackend(StreamBackend):
     float8 = True
     sampling_bytes = 8
     compiles = True
+    measures_memory = True
     collectives = "nccl"
 
     def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
