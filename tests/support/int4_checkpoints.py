@@ -97,7 +97,7 @@ def section(method: str, group: int, *, symmetric: bool, act_order: bool = False
     if method == "awq":
         return {**base, "bits": 4, "group_size": group}
     return {**base, "bits": 4, "group_size": group, "sym": symmetric, "desc_act": act_order,
-            "dynamic": {"-:.*in_proj_[ab]": {}}}
+            "dynamic": {"-:.*(in_proj_[ab]|shared_expert_gate)": {}}}
 
 
 class Numbers:
