@@ -152,9 +152,12 @@ class Backend(ABC):
     chosen_state_dtype: the setting, one of them or "auto".
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
+    experts: the kernels support mixtures of experts.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
+    measures_memory: the KV cache takes what `excess_bytes` of a warm-up step leaves; False: what a prediction leaves.
+    int4_rows: rows of such a weight are a multiple of it.
     """
 
     name: ClassVar[str]
@@ -179,7 +182,10 @@ class Backend(ABC):
     int8_levels: float = 127.5
     float8: bool = False
     int4: bool = False
+    int4_rows: int = 1
     fixed_state: bool = False
+    experts: bool = False
+    measures_memory: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
     chosen_state_dtype: str = "auto"
@@ -252,6 +258,13 @@ class Backend(ABC):
     def memory_available(self) -> int:
         """Return the bytes of device memory that this process can still allocate."""
 
+    def excess_bytes(self, work: Callable[[], None]) -> int:
+        """Run `work`, and return the bytes by which its peak of device memory exceeds the memory that it leaves taken.
+
+        Only for devices that have `measures_memory`.
+        """
+        raise NotImplementedError
+
     def wait_for_memory(self) -> None:  # noqa: B027 - a device without memory of its own has nothing to wait for
         """Wait while memory of ended processes returns to the device, before its free memory is planned."""
 
@@ -287,8 +300,13 @@ class Backend(ABC):
         return PlainInt4.allocate(n, k, grouping, partial(torch.zeros, device=self.device))
 
     def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
-        """Return the bytes of an `int4_weight`."""
+        """Return the bytes of an `int4_weight`, after `prepare_weight`."""
         return grouping.plain_bytes(n, k)
+
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
+        """Return why the kernels do not multiply activations of `dtype` by an `int4_weight`, after "layers"; "" if they
+        do. Such weights become floats while loading."""
+        return ""
 
     def check_scheme(self, scheme: WeightScheme) -> None:
         """Raise BackendError for a quantization scheme that the kernels do not support."""

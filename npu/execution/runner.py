@@ -55,7 +55,7 @@ from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.storage import read_bytes, stored_bytes
+from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
@@ -160,6 +160,10 @@ class Runner:
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
 
+    def unread_expert_bytes(self, tokens: int) -> int:
+        """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""
+        return idle_bytes(self.config, getattr(torch, self.dtype_name), self.backend, tokens)
+
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
@@ -175,6 +179,22 @@ class Runner:
         if self.recording is None:
             return self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
         return self.recording.times(step)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache and of the slots of fixed state."""
+        return sum(tensor.nbytes for tensor in self._store.tensors)
+
+    @torch.inference_mode()
+    def compute_largest_step(self) -> None:
+        """Compute a step of as many tokens and samples as possible kernel by kernel, to measure its memory.
+
+        Its rows have no context. The memory of attention is that of the longest one, since it depends on the tables.
+        """
+        self._buffers.clear()
+        hidden = self._forward.hidden(self._buffers.tokens(self._buffers.most_tokens))
+        self._forward.warm_up(hidden[: len(self._last)])
+        self.backend.synchronize()
 
     def map_cache(self) -> None:
         """Map the pages of the KV cache in the background. Call it once, when nothing else delays the first request."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.npu.emulator.arguments import BF, F32, FP, I8, direct, nz, on, ops, strided, whole
 from tests.npu.emulator.violations_delta import DELTA
+from tests.npu.emulator.violations_int4 import INT4
 from tests.npu.emulator.violations_int8 import QUANTIZED, quant
 
 
@@ -113,6 +114,7 @@ def mrope(**changed: Any) -> Any:
 
 
 VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
+    **INT4,
     **QUANTIZED,
     **DELTA,
     "fia.dtype": [lambda: attend(query=on(2, 8, 128, dtype=F32)), lambda: attend(query=on(2, 8, 128, dtype=I8))],
