@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import native, triton
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.registry import Case, kernel
 
@@ -96,3 +96,11 @@ def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, sta
     p = [x, weight, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out]
     native.call("causal_conv_silu", ("causal_conv_silu", x.dtype, p, [len(x), len(state_slots), *weight.shape]))
     return out
+
+
+@triton.implementation(causal_conv_silu)
+def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, state_slots: Tensor) -> Tensor:
+    """Read all lengths on the device, as `paged_attention` does."""
+    from npuserve.kernels.triton import launch_gated_delta
+
+    return launch_gated_delta.causal_conv_silu(x, weight, state, metadata, state_slots)

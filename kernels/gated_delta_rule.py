@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import native, triton
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.causal_conv_silu import name_of, random_rows, rows_output
 from npuserve.kernels.registry import Case, kernel
@@ -126,3 +126,22 @@ def _(
     n = [len(qkv), len(state_slots), key_heads, value_heads, key_dim, value_dim]
     native.call("gated_delta_rule", ("gated_delta_rule", qkv.dtype, p, n, [NORM_EPS]))
     return out
+
+
+@triton.implementation(gated_delta_rule)
+def _(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    metadata: AttentionMetadata,
+    state_slots: Tensor,
+    key_heads: int,
+) -> Tensor:
+    """Read all lengths on the device, as `paged_attention` does. Rows of many tokens are advanced in chunks."""
+    from npuserve.kernels.triton import launch_gated_delta
+
+    return launch_gated_delta.gated_delta_rule(
+        qkv, a, b, a_log, dt_bias, state, metadata, state_slots, key_heads, NORM_EPS)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import native, triton
 from npuserve.kernels.norm import native_gamma
 from npuserve.kernels.registry import Case, kernel
 
@@ -48,3 +48,10 @@ def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
     narrow, wide = native_gamma(gamma, x.dtype)
     native.call("gated_rms_norm", ("gated_rms_norm", x.dtype, [x, z, narrow, out, wide], [*x.shape, len(gamma)], [eps]))
     return out
+
+
+@triton.implementation(gated_rms_norm)
+def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.gated_rms_norm(x, z, gamma, eps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import native, triton
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -29,3 +29,10 @@ def _(x: Tensor, gate: Tensor) -> Tensor:
     out = native.empty(*x.shape, dtype=x.dtype)
     native.call("sigmoid_gate", ("sigmoid_gate", x.dtype, [x, gate, out], [*x.shape]))
     return out
+
+
+@triton.implementation(sigmoid_gate)
+def _(x: Tensor, gate: Tensor) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.sigmoid_gate(x, gate)

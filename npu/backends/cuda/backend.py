@@ -80,6 +80,7 @@ class CudaBackend(StreamBackend):
     cache_dtypes: tuple[torch.dtype, ...] = tuple(QUANTIZED.values())
     float8 = True
     sampling_bytes = 8
+    fixed_state = True
     compiles = True
     collectives = "nccl"
 
