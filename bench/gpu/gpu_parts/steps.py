@@ -129,7 +129,7 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     capacity = length + WARM_UP + max(steps, WARM_UP + PROFILED) + 2
     blocks_a_row = -(-capacity // backend.block_size) + 1
     per_row = (block_bytes(config, backend.block_size, dtype, backend) * blocks_a_row
-               + config.slots_of(2) * slot_bytes(config, dtype))
+               + config.slots_of(2) * slot_bytes(config, dtype, backend))
     fitting = [n for n in batches if n * per_row < 0.8 * backend.memory_available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
     buckets = [*(n for n in batches if n < rows), rows]

@@ -14,6 +14,7 @@ from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.model import check_tokens
 from npuserve.cli.acceptance.reference import load_reference
 from npuserve.npu import backends
+from npuserve.npu.backends.cuda import backend as cuda_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
@@ -35,6 +36,17 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32, "intermediate_size": 40,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 1,
     "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+
+
+@pytest.fixture(autouse=True)
+def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture two sizes of steps of any rows, since each capture is interpreted."""
+
+    def token_buckets(largest: int) -> tuple[int, ...]:
+        largest = min(largest, cuda_graphs.MAX_TOKENS)
+        return min(8, largest), largest
+
+    monkeypatch.setattr(cuda_backend, "token_buckets", token_buckets)
 
 
 def hybrid(**changes: Any) -> PreTrainedModel:
@@ -155,7 +167,7 @@ def test_memory_plan_has_the_states(tmp_path: Path) -> None:
     """Slots, with one for padding, of float32 states beside windows in the dtype of activations."""
     config = ModelConfig.from_folder(saved(hybrid(), tmp_path))
     plan = predict(config, started(), dtype="bfloat16", max_num_seqs=4, kv_cache_memory=4 << 20)
-    size = slot_bytes(config, torch.bfloat16)
+    size = slot_bytes(config, torch.bfloat16, started())
     assert size == 2 * 16 * 16 * 4 + (2 * 16 + 2 * 16) * 3 * 2
     assert plan.num_slots >= 8
     assert plan.fixed_state == (plan.num_slots + 1) * size
