@@ -18,11 +18,6 @@ def power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def row_capacity(rows: int) -> int:
-    """Return a power of two that is at least `rows`. It takes few values, since each is compiled."""
-    return next((n for n in (1, 16, 64, 256) if rows <= n), power(rows))
-
-
 def within(name: str, value: int, least: int, most: int) -> None:
     """Raise ValueError unless least <= value <= most. name: name of the value in the message."""
     if not least <= value <= most:

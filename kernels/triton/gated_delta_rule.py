@@ -41,6 +41,14 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _columns_to_l2(state, i, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Prefetch BLOCK_V columns of a state [KEY_DIM, VALUE_DIM] of a head into the L2 cache, if blocks are whole."""
+    if VALUE_DIM % BLOCK_V == 0:
+        NBYTES: tl.constexpr = BLOCK_V * (state.dtype.element_ty.primitive_bitwidth // 8)
+        to_l2(state + tl.minimum(i, KEY_DIM - 1) * VALUE_DIM, tl.full((), NBYTES, tl.int32))
+
+
+@triton.jit
 def _clear(out, first, tokens, step, WIDTH: tl.constexpr, inside):
     """Set every step-th row of `out` [tokens, WIDTH] to 0, from `first` on. out: pointers to columns of the row 0."""
     for token in range(first, tokens, step):
@@ -70,7 +78,7 @@ def recurrent_kernel(
     """Advance rows of 1 to `most` tokens token by token.
 
     qkv: [tokens, 2 KEY_HEADS KEY_DIM + VALUE_HEADS VALUE_DIM], rows qkv_stride apart. a, b: [tokens, VALUE_HEADS].
-    a_log, dt_bias: [VALUE_HEADS] float32. state: [slots, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32.
+    a_log, dt_bias: [VALUE_HEADS] float32. state: [slots, VALUE_HEADS, KEY_DIM, VALUE_DIM], rounded once a call.
     context_lens: [rows] int32. cu_seqlens: [rows + 1] int32. state_slots: [rows] int64.
     out: [tokens, VALUE_HEADS VALUE_DIM]; tokens of no row are set to 0.
 
@@ -98,14 +106,12 @@ def recurrent_kernel(
     known_keys = tl.where(tl.load(context_lens + row) > count, KEY_DIM, 0)  # a row from its first token has no state
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if VALUE_DIM % BLOCK_V == 0:  # noqa: SIM102  known to the compiler
-            if (known_keys > 0) & (count > 0) & (count <= most):
-                # The previous step wrote this state. Its part of each key is one or more sectors.
-                first = (place * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + block * BLOCK_V
-                to_l2(state + first + tl.minimum(i, KEY_DIM - 1) * VALUE_DIM, tl.full((), 4 * BLOCK_V, tl.int32))
+        if (known_keys > 0) & (count > 0) & (count <= most):  # the previous step wrote this state
+            first = (place * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + block * BLOCK_V
+            _columns_to_l2(state + first, i, KEY_DIM, VALUE_DIM, BLOCK_V)
         tl.extra.cuda.gdc_wait()
     if (count > 0) & (count <= most):
-        memory = tl.load(at, mask=(i < known_keys)[:, None] & values_inside[None, :], other=0.0)
+        memory = tl.load(at, mask=(i < known_keys)[:, None] & values_inside[None, :], other=0.0).to(tl.float32)
         for index in range(count):
             token = (begin + index).to(tl.int64)
             source = qkv + token * qkv_stride
@@ -117,7 +123,7 @@ def recurrent_kernel(
             memory, result = _advance(memory * decay, q, k, v, beta, eps, KEY_DIM)
             target = out + token * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j
             tl.store(target, result.to(out.dtype.element_ty), mask=values_inside)
-        tl.store(at, memory, mask=inside)
+        tl.store(at, memory.to(state.dtype.element_ty), mask=inside)
     if not ONE_EACH:
         first = tl.load(cu_seqlens + rows) + row
         _clear(out + head * VALUE_DIM + j, first, tokens, rows, VALUE_HEADS * VALUE_DIM, values_inside)
@@ -276,7 +282,7 @@ def chunk_states_kernel(
         keys_inside, values_inside = i < KEY_DIM, j < VALUE_DIM
         inside = keys_inside[:, None] & values_inside[None, :]
         at = state + (place * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-        memory = tl.load(at, mask=(i < known_keys)[:, None] & values_inside[None, :], other=0.0)
+        memory = tl.load(at, mask=(i < known_keys)[:, None] & values_inside[None, :], other=0.0).to(tl.float32)
         for first in range(0, count, CHUNK):
             there = first + t < count
             tokens = (begin + first + t).to(tl.int64)
@@ -295,4 +301,4 @@ def chunk_states_kernel(
             memory, result = _advance_chunk(memory, q, k, v, inverse, scores, decays, q_factor, k_factor, last, WIDE)
             target = out + tokens[:, None] * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j[None, :]
             tl.store(target, result.to(out.dtype.element_ty), mask=there[:, None] & values_inside[None, :])
-        tl.store(at, memory, mask=inside)
+        tl.store(at, memory.to(state.dtype.element_ty), mask=inside)

@@ -20,7 +20,6 @@ from npuserve.kernels.triton.common import (
     power,
     processors,
     rotary_dim,
-    row_capacity,
     shared_memory,
     within,
 )
@@ -233,7 +232,7 @@ def plan_launch(
     return LaunchPlan(
         (items + chunks) * kv_heads, min(4 * parts // 3, items * kv_heads),
         {"CHUNKS": chunks, "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "D_BLOCK": wide, "SIZE": size,
-         "ROWS": row_capacity(rows), "BLOCK_M": height, "BLOCK_N": chosen.keys, "PROGRAMS": parts,
+         "ROWS": _rows(rows), "BLOCK_M": height, "BLOCK_N": chosen.keys, "PROGRAMS": parts,
          "LEAST_PART": chosen.least, "MERGED_ROWS": merged_rows, "MERGED": max(1, _MERGED // (merged_rows * wide)),
          "WIDE": triton.DEVICE == "cpu"},
         {"num_warps": chosen.warps, "num_stages": chosen.stages})
@@ -293,6 +292,11 @@ def _arrived(device: torch.device, count: int) -> Tensor:
     if device not in _counters:
         _counters[device] = torch.zeros(_ARRIVED, dtype=torch.int32, device=device)
     return _counters[device]
+
+
+def _rows(rows: int) -> int:
+    """Return a power of two that is at least `rows`. It takes few values, since each is compiled."""
+    return next((n for n in (1, 16, 64, 256) if rows <= n), power(rows))
 
 
 def _parts(name: str, cache: Cache, q: Tensor) -> tuple[Tensor, Tensor | None]:

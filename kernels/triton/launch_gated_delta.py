@@ -15,7 +15,7 @@ from torch import Tensor
 from npuserve.kernels import triton
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.triton.causal_conv_silu import causal_conv_silu_kernel
-from npuserve.kernels.triton.common import INT32, check, matrix, power, row_capacity, shared_memory, within
+from npuserve.kernels.triton.common import INT32, check, matrix, power, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.gated_delta_rule import chunk_products_kernel, chunk_states_kernel, recurrent_kernel
 
@@ -64,7 +64,7 @@ def causal_conv_silu(
         block = min(block, power(channels))
         causal_conv_silu_kernel[(tiles, -(-channels // block))](
             x, weight, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out, tokens, rows, channels,
-            x.stride(0), TAPS=taps, ROWS=0 if one_each else row_capacity(rows), TILE=tile, BLOCK=block,
+            x.stride(0), TAPS=taps, ROWS=0 if one_each else _capacity(rows), TILE=tile, BLOCK=block,
             **dependent(x))
     return out if rows else out.zero_()
 
@@ -103,7 +103,7 @@ def gated_delta_rule(
     chunk = 32 if qkv.dtype == torch.float32 else 64
     long_rows, chunks = chunk_bounds(tokens, rows, lengths, few, chunk)
     if not one_each and chunks:
-        exact = {"CHUNK": chunk, "ROWS": row_capacity(rows), "WIDE": triton.DEVICE == "cpu"}
+        exact = {"CHUNK": chunk, "ROWS": _capacity(rows), "WIDE": triton.DEVICE == "cpu"}
         inverses, products = torch.empty(
             2, chunks, value_heads, chunk, chunk, dtype=qkv.dtype, device=qkv.device).unbind()
         factors = torch.empty(chunks, value_heads, 3, chunk, dtype=torch.float32, device=qkv.device)
@@ -129,6 +129,11 @@ def chunk_bounds(tokens: int, rows: int, lengths: Sequence[int], few: int, chunk
     return most, tokens // chunk + most if most else 0
 
 
+def _capacity(rows: int) -> int:
+    """Return a power of two that is at least `rows`: one for all steps of a server, since each is compiled."""
+    return max(256, power(rows))
+
+
 def _check_rule(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, key_heads: int
 ) -> None:
@@ -136,7 +141,7 @@ def _check_rule(
     if state.dim() != 4:
         raise ValueError(f"state: {list(state.shape)} is not [slots, value heads, key_dim, value_dim]")
     tokens, (value_heads, key_dim, value_dim) = len(qkv), state.shape[1:]
-    check("state", state, tuple(state.shape), (torch.float32,), qkv.device)
+    check("state", state, tuple(state.shape), (torch.float32, torch.bfloat16), qkv.device)
     within("key_heads", key_heads, 1, value_heads)
     if value_heads % key_heads:
         raise ValueError(f"key_heads: {key_heads} does not divide {value_heads} value heads")

@@ -85,6 +85,7 @@ class CudaBackend(StreamBackend):
     int4 = True
     sampling_bytes = 8
     fixed_state = True
+    state_dtypes = ("float32", "bfloat16")
     compiles = True
     measures_memory = True
     collectives = "nccl"

@@ -65,6 +65,17 @@ def test_chunks_are_near_the_recurrence(launch: ModuleType, rows: Rows) -> None:
         torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_state_in_bfloat16_is_rounded_once_a_call(launch: ModuleType) -> None:
+    """Results are those of the rounded state; the interpreter rounds towards zero."""
+    rows, slots = [(1, 9), (3, 7), (40, 60)], torch.tensor([4, 1, 2])
+    state, expected = states().bfloat16(), states().bfloat16().float()
+    out = launch.gated_delta_rule(*rule_inputs(44), state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS)
+    golden = gated_delta_rule(*rule_inputs(44), expected, metadata_of(rows), slots, KEY_HEADS)
+    torch.testing.assert_close(out, golden, rtol=1e-5, atol=1e-5)
+    assert state.dtype == torch.bfloat16
+    torch.testing.assert_close(state.float(), expected, rtol=2**-7, atol=1e-6)
+
+
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float) -> None:
     """All keys are nearly equal, rates nearly 1 and decays nearly none: powers of A reach 1e17 in a chunk of 64."""
@@ -118,7 +129,7 @@ def test_bounds_of_captured_chunks_hold_for_any_lengths(launch: ModuleType) -> N
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"state": states().half()}, "^state: not a contiguous .* of float32"),
+    ({"state": states().half()}, "^state: not a contiguous .* of float32 or bfloat16"),
     ({"state": states()[0]}, "^state: .* is not .slots, value heads, key_dim, value_dim"),
     ({"key_heads": 3}, "^key_heads: 3 is not from 1 to 2"),
     ({"a": randn(4, 3)}, r"^a: \[4, 3\] .* is not \[4, 2\]"),

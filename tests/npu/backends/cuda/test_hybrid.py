@@ -148,13 +148,15 @@ def test_quantized_hybrid_is_near_golden(tmp_path: Path, quantized: str) -> None
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
 
 
-def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """The rule of `npuserve check --accept`: near the golden functions in float32, and equal with and without two steps
     in flight."""
     folder = saved(hybrid(), tmp_path)
     monkeypatch.setattr(accept_tokens, "BUDGET", 24)
     backend = started()
     backend.decode_buckets = (2,)
+    backend.choose_state_dtype(state)
     golden = load_reference(folder, backend, "float32", 64, 1)
     loaded = reference.load(folder, backend, "bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=24,
                             block_size=16)
@@ -164,10 +166,12 @@ def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_memory_plan_has_the_states(tmp_path: Path) -> None:
-    """Slots, with one for padding, of float32 states beside windows in the dtype of activations."""
-    config = ModelConfig.from_folder(saved(hybrid(), tmp_path))
-    plan = predict(config, started(), dtype="bfloat16", max_num_seqs=4, kv_cache_memory=4 << 20)
-    size = slot_bytes(config, torch.bfloat16, started())
-    assert size == 2 * 16 * 16 * 4 + (2 * 16 + 2 * 16) * 3 * 2
-    assert plan.num_slots >= 8
-    assert plan.fixed_state == (plan.num_slots + 1) * size
+    """Slots, with one for padding, of states beside windows in the dtype of activations."""
+    config, backend = ModelConfig.from_folder(saved(hybrid(), tmp_path)), started()
+    for state, itemsize in (("auto", 4), ("bfloat16", 2)):
+        backend.choose_state_dtype(state)
+        plan = predict(config, backend, dtype="bfloat16", max_num_seqs=4, kv_cache_memory=4 << 20)
+        size = slot_bytes(config, torch.bfloat16, backend)
+        assert size == 2 * 16 * 16 * itemsize + (2 * 16 + 2 * 16) * 3 * 2
+        assert plan.num_slots >= 8
+        assert plan.fixed_state == (plan.num_slots + 1) * size
