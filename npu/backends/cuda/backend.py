@@ -42,6 +42,9 @@ KERNEL_NAMES = {
     "^decoder_layers": "decoder_layers", "paged_attention_kernel": "paged_attention",
     "^rms_norm_kernel": "rms_norm,add_rms_norm",
     "kv_write_kernel": "qk_norm_rope_kv_write", "embedding_kernel": "embedding",
+    "causal_conv_silu_kernel": "causal_conv_silu", "gated_rms_norm_kernel": "gated_rms_norm",
+    "recurrent_kernel|chunk_products_kernel|chunk_states_kernel": "gated_delta_rule",
+    "sigmoid_gate_kernel": "sigmoid_gate",
     "product_kernel|finish_kernel|argmax_merge_kernel|gemm|gemv|nvjet|cutlass|cublas|splitk":
         "linear,linear_swiglu,linear_argmax",
 }
@@ -81,6 +84,8 @@ class CudaBackend(StreamBackend):
     float8 = True
     int4 = True
     sampling_bytes = 8
+    fixed_state = True
+    state_dtypes = ("float32", "bfloat16")
     compiles = True
     measures_memory = True
     collectives = "nccl"
