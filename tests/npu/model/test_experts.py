@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npuserve.kernels.experts import distinct_experts
+from npuserve.kernels.native import available
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict
@@ -25,10 +26,11 @@ from npuserve.npu.model.storage import idle_bytes
 from npuserve.npu.step import Row, SamplingParams
 from tests.npu.execution.test_decoder import Bench, oracle
 from tests.npu.execution.test_runner import load
-from tests.support.hybrids import logprobs_of, prompts
+from tests.support.hybrids import VOCABULARY, logprobs_of, prompts
 from tests.support.loop import Ask, serve
 from tests.support.mixtures import random_mixture, restack, use_recurrent_rule
 from tests.support.models import greedy, saved
+from tests.support.oracle_drafts import Kind, drafting_of
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
 
@@ -187,3 +189,18 @@ def test_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert one == 4 * (config.num_parameters - config.active_parameters)
     assert 0 < idle_bytes(config, torch.float32, backend, 8) < one < 4 * of_experts
     assert distinct_experts(1, layer.top_k, layer.count) == pytest.approx(layer.top_k)
+
+
+@pytest.mark.skipif(not available(), reason="the native kernels are not built")
+@pytest.mark.parametrize("kind", ["right", "mixed"])
+def test_answers_with_drafts_equal_those_without(tmp_path: Path, kind: Kind) -> None:
+    runner = load(saved(random_mixture(0), tmp_path), dtype="float32", max_num_batched_tokens=48, max_drafts=24)
+    asks = [ask(prompt, 30, index) for index, prompt in enumerate(prompts(6, 3))]
+    plain, _ = serve(runner, asks, 1, 40, 4, 48)
+    known = {tuple(each.fields["prompt_ids"]): answer.tokens for each, answer in zip(asks, plain, strict=True)}
+    drafting = drafting_of(
+        kind, lambda sequence: known[tuple(sequence.request.prompt_ids)], VOCABULARY, runner.max_drafts)
+    drafted, _ = serve(runner, asks, 2, 40, 4, 48, drafting=drafting)
+    assert [(answer.tokens, answer.logprobs) for answer in drafted] == [
+        (answer.tokens, answer.logprobs) for answer in plain]
+    assert drafting.accepted > 0
