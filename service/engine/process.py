@@ -152,6 +152,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
                         capture=args.capture or None, group=ranks.group if ranks else None)
     if runner.backend.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
+    if runner.config.has_experts:
+        metrics.feed_gauge(metrics.expert_imbalance, runner.expert_balance.take)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     return build_engine(args, runner, publisher, began, ranks, history), ranks

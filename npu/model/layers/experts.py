@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from npuserve.npu.model.layers.layer import Array, Inputs, Layer, Matrix, Parameters
+from npuserve.npu.model.layers.layer import Array, Counts, Inputs, Layer, Matrix, Parameters
 from npuserve.npu.model.layers.shard import DivisionError, Rows, Shard, Span
 
 if TYPE_CHECKING:
@@ -107,9 +107,14 @@ class Experts(Layer):
     def kernels(self) -> tuple[str, ...]:
         return "route_experts", "experts_swiglu", "experts_sum"
 
-    def forward(self, x: Tensor, weights: ExpertsWeights, state: None, inputs: Inputs) -> Tensor:
+    @property
+    def state(self) -> Counts:
+        return Counts(self.count)
+
+    def forward(self, x: Tensor, weights: ExpertsWeights, state: Tensor | None, inputs: Inputs) -> Tensor:
+        """Compute the layer, and add the tokens of each expert to `state` [E]."""
         k, w = inputs.kernels, weights
-        routing = k.route_experts(x, w.router, self.top_k, self.renormalize, 0, self.count)
+        routing = k.route_experts(x, w.router, self.top_k, self.renormalize, 0, self.count, state)
         gated = k.experts_swiglu(x, w.gate_up.weight, routing, w.down.inputs)
         shared = gate = None
         if w.shared_gate_up is not None and w.shared_down is not None and w.shared_gate is not None:
