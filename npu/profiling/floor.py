@@ -140,22 +140,25 @@ class MetaModel:
     vocabulary_tile, int8_levels: see `Backend`.
     block_size: tokens of a KV-cache block.
     cache_dtype: `dtype`, or that of a quantized cache with scales of `scale_dtype`.
+    state_dtype: of the states of linear attention.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int, int8_levels: float,
         block_size: int = 128, cache_dtype: torch.dtype | None = None, scale_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
     ):
         self.config = config
         self._dtype = dtype
         self._block_size = block_size
+        self._state_dtype = state_dtype
         self.weights: ModelWeights = allocate_meta(
             config, dtype, vocabulary_tile=vocabulary_tile, int8_levels=int8_levels).weights
         self.states = [self._meta_state(layer.state, cache_dtype, scale_dtype) for layer in config.local_layers]
 
     def _meta_state(self, state: State, cache_dtype: torch.dtype | None, scale_dtype: torch.dtype) -> LayerState:
         if isinstance(state, Fixed):
-            return Slots(meta(1, *shape, dtype=self._dtype if name == "model" else torch.float32)
+            return Slots(meta(1, *shape, dtype=self._dtype if name == "model" else self._state_dtype)
                          for shape, name in zip(state.shapes, state.dtypes, strict=True))
         if not isinstance(state, Paged):
             return None

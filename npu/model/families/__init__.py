@@ -19,7 +19,6 @@ FAMILIES: dict[str, Family] = {family.architecture: family for family in (
 """Class name in config.json's `architectures` -> family. The first that a config.json names is served."""
 
 REFUSED = {
-    "Qwen3ForSequenceClassification": "it has a classifier and no LM head; serve the model that it was made from",
     "Qwen3VLForConditionalGeneration": "it needs images; serve its text model, such as Qwen/Qwen3-8B",
 }
 """Class name of related models -> why they are not served, and what to serve instead."""

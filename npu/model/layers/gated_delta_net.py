@@ -39,7 +39,7 @@ class GatedDeltaNetWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet(Layer):
-    """Mixer with a state [Hv, Dk, Dv] in float32, and the last inputs of its convolution.
+    """Mixer with a state [Hv, Dk, Dv], and the last inputs of its convolution.
 
     key_heads, value_heads: heads of queries and keys; heads of values. Value head h uses key head
         h // (value_heads / key_heads).
@@ -116,11 +116,15 @@ class GatedDeltaNet(Layer):
     @property
     def state(self) -> Fixed:
         return Fixed(((self.channels, self.conv_kernel - 1), (self.value_heads, self.key_dim, self.value_dim)),
-                     ("model", "float32"))
+                     ("model", "state"))
 
     @property
     def kernels(self) -> tuple[str, ...]:
         return "causal_conv_silu", "gated_delta_rule", "gated_rms_norm"
+
+    @property
+    def operator_sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"gated_delta_rule": (self.key_heads, self.value_heads, self.key_dim, self.value_dim)}
 
     def forward(
         self, x: Tensor, weights: GatedDeltaNetWeights, state: tuple[Tensor, Tensor], inputs: Inputs

@@ -105,11 +105,11 @@ class Fixed:
     """State of constant size for each request, in a slot: tensors of these shapes.
 
     shapes: shape of each tensor of a request.
-    dtypes: dtype of each, "model" for that of the activations.
+    dtypes: dtype of each, "model" for that of the activations, "state" for `Backend.state_dtype`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Literal["model", "float32"], ...]
+    dtypes: tuple[Literal["model", "state"], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,11 @@ class Layer(ABC):
     def kernels(self) -> tuple[str, ...]:
         """Kernels that the layer calls and that are marked `by_layer`."""
         return ()
+
+    @property
+    def operator_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Sizes of the calls of those kernels for which a device may have an operator for some sizes alone."""
+        return {}
 
     def input_scheme(self, weights: Any) -> Scheme | None:
         """Return the scheme in which the layer takes its input; None for floats."""
