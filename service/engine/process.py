@@ -141,7 +141,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     ranks = None
     if args.config.tensor_parallel_size > 1:
         whole = ModelConfig.from_folder(args.folder, task=args.config.task)
-        whole.sharded(Shard(0, args.config.tensor_parallel_size))  # checks it before ranks start
+        shard = Shard(0, args.config.tensor_parallel_size, args.config.expert_parallel)
+        whole.sharded(shard)  # checks it before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     history = RequestHistory()
 

@@ -65,15 +65,19 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [SHARED, False])
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_divide_each_expert(tmp_path: Path, seed: int, shared: bool) -> None:
-    """Each rank has a part of the rows of all experts: tokens as those of transformers, and of one process."""
-    from tests.support.mixtures import random_mixture
+def test_ranks_divide_experts(tmp_path: Path, seed: int, whole: bool, shared: bool) -> None:
+    """Each rank has a part of the rows of all experts, or whole ones: tokens as those of transformers, and of one
+    process."""
+    from tests.support.mixtures import random_mixture, restack
     from tests.support.models import greedy, saved
 
     reference = random_mixture(seed, **MIXTURES[seed])
     folder = saved(reference, tmp_path)
-    divided, alone = (answers(folder, size, GREEDY, shared=shared) for size in (2, 1))
+    restack(folder, stacked=seed == 1)
+    divided = answers(folder, 2, GREEDY, shared=shared, expert_parallel=whole)
+    alone = answers(folder, 1, GREEDY, shared=shared)
     assert [tokens for tokens, *_ in divided] == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
     assert [tokens for tokens, *_ in divided] == [tokens for tokens, *_ in alone]
 

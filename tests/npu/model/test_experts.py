@@ -161,6 +161,17 @@ def test_experts_that_ranks_cannot_divide(ranks: int, message: str) -> None:
         ModelConfig.from_dict(config_of(0, **changes)).sharded(Shard(0, ranks))
 
 
+@pytest.mark.parametrize(("config", "shard", "message"), [
+    ({}, Shard(0, 1, True), "expert_parallel: needs a tensor_parallel_size of at least 2$"),
+    ({"num_experts": 9, "num_attention_heads": 4, "num_key_value_heads": 4}, Shard(0, 2, True),
+     "expert_parallel: 2 ranks do not divide the model's 9 experts$"),
+    ({"architectures": ["Qwen3ForCausalLM"]}, Shard(0, 2, True), "expert_parallel: the model has no experts$"),
+])
+def test_whole_experts_that_ranks_cannot_have(config: dict[str, Any], shard: Shard, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict(config_of(0, **config)).sharded(shard)
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_missing_experts_are_named(tmp_path: Path, stacked: bool) -> None:
     folder = saved(random_mixture(2), tmp_path)
