@@ -221,7 +221,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
     report: dict[str, Any] = {
         "name": config.served_name or config.model or "built-in", "fits": False, "missing_weights": None}
     try:
-        shard = Shard(0, config.tensor_parallel_size)
+        shard = Shard(0, config.tensor_parallel_size, config.expert_parallel)
         world = read_world(config, os.environ)
         place = 0, len(world.ranks(config)) if world else shard.size
         backend, prefill = open_devices(

@@ -63,7 +63,8 @@ def _route_case(
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x = torch.randn(tokens, hidden, generator=generator)
         weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
-        return x.to(dtype), weight.to(dtype), top_k, renormalize, *(part or (0, experts))
+        first, count = part or (0, experts)
+        return x.to(dtype), weight.to(dtype), top_k, renormalize, first, count, torch.arange(count)
 
     name = f"{tokens}x{hidden} top {top_k} of {experts}{' renormalized' if renormalize else ''}"
     return Case(name + (f" from {part[0]}" if part else ""), make, benchmark)
@@ -73,13 +74,16 @@ def _route_case(
     _route_case(1, 8, 4, 1), _route_case(5, 33, 7, 7), _route_case(19, 64, 128, 8, True),
     _route_case(9, 40, 12, 3, True, (4, 5)),
     *(_route_case(tokens, 2048, 128, 8, True, benchmark=True) for tokens in (1, 32, 512))])
-def route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Routing:
+def route_experts(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> Routing:
     """Choose the `top_k` experts of x [T, H] with the largest logits; weight: [E, H].
 
     Logits and weights are computed in float32. The first of equal logits is chosen. The weights are the softmax over
     all experts, or over the chosen ones if `renormalize`.
 
     first, count: experts of this rank; the places of others are -1.
+    tokens: [count] int64, to which the number of each expert's rows is added; or None.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide))
@@ -91,21 +95,25 @@ def route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, firs
     begins = torch.searchsorted(local[order], torch.arange(count + 1, device=x.device)).int()
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     places = torch.where(local < count, places, -1).int().view_as(experts)
+    if tokens is not None:
+        tokens += begins.diff()
     return Routing(weights, places, begins)
 
 
 @native.implementation(route_experts)
-def _(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Routing:
-    tokens, experts = len(x), len(weight)
-    logits = native.empty(tokens, experts, dtype=torch.float32)
-    chosen, places = (native.empty(tokens, top_k, dtype=torch.int32) for _ in range(2))
-    weights = native.empty(tokens, top_k, dtype=torch.float32)
+def _(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> Routing:
+    rows, experts = len(x), len(weight)
+    logits = native.empty(rows, experts, dtype=torch.float32)
+    chosen, places = (native.empty(rows, top_k, dtype=torch.int32) for _ in range(2))
+    weights = native.empty(rows, top_k, dtype=torch.float32)
     begins = native.empty(count + 1, dtype=torch.int32)
     native.call(
         "route_experts",
         ("router_logits", x.dtype, [x, weight, logits], [*x.shape, experts]),
-        ("choose_experts", torch.float32, [logits, chosen, weights], [tokens, experts, top_k, renormalize]),
-        ("group_experts", torch.int32, [chosen, places, begins], [tokens, top_k, first, count]))
+        ("choose_experts", torch.float32, [logits, chosen, weights], [rows, experts, top_k, renormalize]),
+        ("group_experts", torch.int32, [chosen, places, begins, tokens], [rows, top_k, first, count]))
     return Routing(weights, places, begins)
 
 

@@ -57,7 +57,8 @@ VLLM: dict[tuple[str, ...], str] = {
         "none: merge the adapter into its model (merge_and_unload and save_pretrained of peft) and serve that folder"),
     ("--limit-mm-per-prompt",): "none: models of text alone are served",
     ("--speculative-config", "--pipeline-parallel-size", "--enable-sleep-mode", "--cpu-offload-gb", "--swap-space",
-     "--kv-transfer-config", "--enable-expert-parallel"): "none: not supported",
+     "--kv-transfer-config"): "none: not supported",
+    ("--enable-expert-parallel",): "{expert_parallel}",
 }
 OTHERS: dict[tuple[str, ...], str] = {
     ("--model-id", "--model-path", "--hf-repo", "-m", "-hf"): MODEL,

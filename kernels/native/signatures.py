@@ -224,7 +224,7 @@ SIGNATURES: dict[str, Signature] = {
         Argument("logits", FLOAT32, _matrix), Argument("experts", INT32, _pairs), Argument("weights", FLOAT32, _pairs)),
     "group_experts": (
         Argument("experts", INT32, _matrix), Argument("places", INT32, _matrix),
-        Argument("begins", INT32, lambda n: n[3] + 1)),
+        Argument("begins", INT32, lambda n: n[3] + 1), Argument("tokens", INT64, lambda n: n[3], optional=True)),
     "gather_experts": (_X, _PLACES, Argument("out", None, lambda n: n[0] * n[1] * n[2])),
     "gather_experts_int8": (
         _X, _PLACES, Argument("out", None, lambda n: n[0] * n[1] * n[2]), Argument("scale", FLOAT32, _rows),

@@ -30,7 +30,7 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
-from npuserve.npu.model.layers.shard import WHOLE, Shard
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
 from npuserve.npu.model.pooling import TaskSetting
 from npuserve.npu.model.progress import Progress
@@ -65,7 +65,7 @@ def load_runner(
     lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
-    max_drafts: int = 0, task: TaskSetting = "auto",
+    max_drafts: int = 0, task: TaskSetting = "auto", expert_parallel: bool = False,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
@@ -79,6 +79,7 @@ def load_runner(
     cpu: requested CPU kernels.
     cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host, which needs all cores.
     group: ranks that share the model. Each calls this function. None: load the whole model.
+    expert_parallel: each rank has whole experts (`Shard.whole_experts`).
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
@@ -89,7 +90,7 @@ def load_runner(
     device.capture_mode = _agreed(capture, group) if group else capture
     device.capture_chunks = capture_chunks
     _preflight(device, num_ranks)
-    config = _config(folder, lm_head_dtype, task, device, group)
+    config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -133,10 +134,11 @@ def load_runner(
 
 
 def _config(
-    folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None
+    folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None,
+    *, expert_parallel: bool,
 ) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
-    shard = Shard(group.rank, group.size) if group else WHOLE
+    shard = Shard(group.rank, group.size, expert_parallel) if group else Shard(whole_experts=expert_parallel)
     return ModelConfig.from_folder(
         folder, lm_head_dtype, task=task, float8=device.float8, int4=device.int4).sharded(shard)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
+from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import (
@@ -55,6 +56,7 @@ from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Counts
 from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
@@ -159,6 +161,13 @@ class Runner:
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
+
+    @cached_property
+    def expert_balance(self) -> ExpertBalance:
+        """Balance of the work of the model's experts."""
+        layers = [index for index, blocks in enumerate(self.config.layers) for block in blocks
+                  if isinstance(block.layer.state, Counts)]
+        return ExpertBalance(list(zip(layers, self._store.counters, strict=True)))
 
     def unread_expert_bytes(self, tokens: int) -> int:
         """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""

@@ -141,7 +141,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     ranks = None
     if args.config.tensor_parallel_size > 1:
         whole = ModelConfig.from_folder(args.folder, task=args.config.task)
-        whole.sharded(Shard(0, args.config.tensor_parallel_size))  # checks it before ranks start
+        shard = Shard(0, args.config.tensor_parallel_size, args.config.expert_parallel)
+        whole.sharded(shard)  # checks it before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     history = RequestHistory()
 
@@ -153,6 +154,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
                         capture=args.capture or None, group=ranks.group if ranks else None)
     if runner.backend.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
+    if runner.config.has_experts:
+        metrics.feed_gauge(metrics.expert_imbalance, runner.expert_balance.take)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     return build_engine(args, runner, publisher, began, ranks, history), ranks

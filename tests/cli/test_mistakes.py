@@ -36,7 +36,7 @@ MODELS = {
         "format": "pack-quantized"}},
     "mistral": {"architectures": ["MistralForCausalLM"]},
     "gemma": {"architectures": ["Gemma3ForConditionalGeneration"]},
-    "experts": {"architectures": ["Qwen3MoeForCausalLM"]},
+    "experts": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
     "pickled": {},
 }
 FILES = {
@@ -219,7 +219,7 @@ INPUTS = [
     ("check w4a8", 1, "quantized inputs of weights of 4 bits (W4A8) are not supported; supported: null"),
     ("check mistral", 1, "'MistralForCausalLM'] is not supported; serve a model of one of these: Qwen3ForCausalLM"),
     ("check gemma", 1, "'Gemma3ForConditionalGeneration'] is not supported; serve a model of one of these"),
-    ("check experts", 1, "Qwen3MoeForCausalLM is not supported: its layers are mixtures of experts; serve"),
+    ("check experts", 1, "num_experts_per_tok: 8 is more than the model's 4 experts (num_experts)"),
     ("quantize mistral out", 2, "is not supported; serve a model of one of these"),
     ("quantize bnb out", 2, "Serve the model that this one was made from"),
     ("collect --output absent/a.tar.gz", 2, "output: absent/a.tar.gz: No such file or directory"),
