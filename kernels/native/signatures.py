@@ -82,6 +82,10 @@ def _product(out: Signature) -> Signature:
     return Argument("x", None, _matrix), _PACKED, Argument("bias", None, lambda n: n[2], optional=True), *out
 
 
+def _product_int4_int8(out: Signature) -> Signature:
+    return Argument("x", INT8, _matrix), *_product(out)[1:], Argument("x_scale", FLOAT32, _rows)
+
+
 def _product_int8(out: Signature) -> Signature:
     return Argument("x", INT8, _matrix), *_product(out)[1:], *_INT8_SCALES
 
@@ -173,18 +177,22 @@ SIGNATURES: dict[str, Signature] = {
     "linear_int8": _product_int8(_LINEAR),
     "linear_compact": _product(_LINEAR),
     "linear_int4": _product(_LINEAR),
+    "linear_int4_int8": _product_int4_int8(_LINEAR),
     "linear_swiglu": _product(_SWIGLU),
     "linear_swiglu_int8": _product_int8(_SWIGLU),
     "linear_swiglu_compact": _product(_SWIGLU),
     "linear_swiglu_int4": _product(_SWIGLU),
+    "linear_swiglu_int4_int8": _product_int4_int8(_SWIGLU),
     "linear_argmax": (*_product(_BEST), *_MASKS),
     "linear_argmax_int8": (*_product_int8(_BEST), *_MASKS),
     "linear_argmax_compact": (*_product(_BEST), *_MASKS),
     "linear_argmax_int4": (*_product(_BEST), *_MASKS),
+    "linear_argmax_int4_int8": (*_product_int4_int8(_BEST), *_MASKS),
     "argmax_of_units": (*_MERGED, *_PAIRS),
     "argmax_of_units_int8": (*_MERGED, *_PAIRS),
     "argmax_of_units_compact": (*_MERGED, *_PAIRS),
     "argmax_of_units_int4": (*_MERGED, *_PAIRS),
+    "argmax_of_units_int4_int8": (*_MERGED, *_PAIRS),
     "pack": _PACK,
     "pack_compact": _PACK,
     "unpack": _UNPACK,

@@ -155,6 +155,7 @@ class Backend(ABC):
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
     int4_rows: rows of such a weight are a multiple of it.
+    w4a8: the kernels multiply weights of 4 bits by int8 activations.
     """
 
     name: ClassVar[str]
@@ -180,6 +181,7 @@ class Backend(ABC):
     float8: bool = False
     int4: bool = False
     int4_rows: int = 1
+    w4a8: bool = False
     fixed_state: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
