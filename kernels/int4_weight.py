@@ -71,6 +71,9 @@ class Int4Weight(WeightForm):
         if row.zero is not None:
             self.written.write_zero(first, row.zero)
 
+    def part(self, first: int, count: int) -> Int4Weight:
+        return replace(self, numbers=self.numbers.rows(torch.arange(first, first + count)))
+
     @property
     def operand_dtype(self) -> torch.dtype:
         return self.dtype if self.inputs is None else torch.int8

@@ -25,13 +25,13 @@ AWQ_COLUMNS = 0, 2, 4, 6, 1, 3, 5, 7
 
 METHODS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "version": "gemm", "zero_point": True,
-            "modules_to_not_convert": ["in_proj_a", "in_proj_b"]},
+            "modules_to_not_convert": ["in_proj_a", "in_proj_b", "shared_expert_gate"]},
     "gptq": {"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "damp_percent": 0.1},
     "gptq_v2": {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": False,
                 "meta": {"quantizer": "by hand"}},
     "compressed-tensors": {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*in_proj_[ab]"]},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]", "re:.*shared_expert_gate"]},
 }
 
 
@@ -43,12 +43,13 @@ def save_int4(
 
     settings: of save_pretrained. The others are those of `to_int4`.
     """
+    from tests.support.models import parameter_of  # needs transformers, which tests on devices lack
+
     model.save_pretrained(folder, **settings)
     floats = to_int4(folder, method, group, symmetric=symmetric, act_order=act_order, dtype=dtype)
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, numbers in floats.items():
-            parameters[name].copy_(numbers)
+            parameter_of(model, name).copy_(numbers)
     return model
 
 
@@ -96,7 +97,7 @@ def section(method: str, group: int, *, symmetric: bool, act_order: bool = False
     if method == "awq":
         return {**base, "bits": 4, "group_size": group}
     return {**base, "bits": 4, "group_size": group, "sym": symmetric, "desc_act": act_order,
-            "dynamic": {"-:.*in_proj_[ab]": {}}}
+            "dynamic": {"-:.*(in_proj_[ab]|shared_expert_gate)": {}}}
 
 
 class Numbers:

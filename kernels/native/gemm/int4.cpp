@@ -1,10 +1,13 @@
 // Products with weights of four bits in groups, and activations of floats (W4A16).
 //
-//   linear_int4, linear_swiglu_int4, linear_argmax_int4, argmax_of_units_int4     as in linear.cpp; the products also
+//   linear_int4, linear_swiglu_int4, linear_argmax_int4, argmax_of_units_int4     as in linear.cpp, and
+//   linear_experts_int4, linear_swiglu_experts_int4 as in experts.h; the products also
 //                take n[5]: numbers of a group, 32 or more, which divide 128; n[6]: dtype of the scales (ScaleType), plus 4
 //                with zero points
+//
 // int4.h has the form of packed weights.
 #include "gemm/int4.h"
+#include "gemm/experts.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -235,6 +238,8 @@ extern const Kernel INT4[] = {
     OF_INT4("linear_swiglu", LinearSwiglu),
     OF_INT4("linear_argmax", LinearArgmax),
     OF_INT4("argmax_of_units", ArgmaxOfUnits),
+    OF_INT4("linear_experts", LinearExperts),
+    OF_INT4("linear_swiglu_experts", LinearSwigluExperts),
     {nullptr, nullptr, nullptr},
 };
 

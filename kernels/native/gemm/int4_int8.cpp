@@ -1,9 +1,10 @@
 // Products with weights of four bits in groups, and int8 activations (W4A8).
 //
-//   linear_int4_int8, linear_swiglu_int4_int8, linear_argmax_int4_int8, argmax_of_units_int4_int8     as in int4.cpp, for
-//                int8 x and weights without zero points; p[5]: x_scale [T] float32
+//   linear_int4_int8, linear_swiglu_int4_int8, linear_argmax_int4_int8, argmax_of_units_int4_int8, linear_experts_int4_int8,
+//   linear_swiglu_experts_int4_int8     as in int4.cpp, for int8 x and weights without zero points; p[5]: x_scale [T] float32
 //
 // The sum of a group is exact in int32. int4.h has the form of packed weights.
+#include "gemm/experts.h"
 #include "gemm/int4.h"
 
 namespace npuserve {
@@ -199,6 +200,7 @@ struct Int4Int8s {
     const float *x_scale;
 
     explicit Int4Int8s(const Op &op) : bias(op.at<typename D::type>(2)), x_scale(op.at<float>(5)) {}
+    static void advance(Op &op, int64_t row, int64_t) { op.p[5] = op.at<float>(5) + row; }
 
     struct Columns {
         const float *x_scale;
@@ -223,6 +225,8 @@ extern const Kernel INT4_INT8[] = {
     OF_INT4_INT8("linear_swiglu", LinearSwiglu),
     OF_INT4_INT8("linear_argmax", LinearArgmax),
     OF_INT4_INT8("argmax_of_units", ArgmaxOfUnits),
+    OF_INT4_INT8("linear_experts", LinearExperts),
+    OF_INT4_INT8("linear_swiglu_experts", LinearSwigluExperts),
     {nullptr, nullptr, nullptr},
 };
 

@@ -82,6 +82,7 @@ class CudaBackend(StreamBackend):
     int4 = True
     sampling_bytes = 8
     compiles = True
+    measures_memory = True
     collectives = "nccl"
 
     def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
