@@ -18,7 +18,7 @@ from torch import Tensor
 from npuserve.kernels import native
 from npuserve.kernels.int4_weight import int4_of
 from npuserve.kernels.quantize import native_quantize, quantize
-from npuserve.kernels.quantized import Quantized, Scheme, scheme_of
+from npuserve.kernels.quantized import DYNAMIC, Quantized, Scheme, scheme_of
 from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel, map_leaves
 from npuserve.kernels.swiglu import swiglu
@@ -128,11 +128,18 @@ def _routing(generator: torch.Generator, tokens: int, experts: int, top_k: int, 
     return route_experts(logits, torch.eye(experts), top_k, False, 0, experts)
 
 
+def _has_4_bits(numbers: str) -> bool:
+    return numbers.startswith(("int4", "w4a8"))
+
+
 def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numbers: str) -> Weight:
-    """Return the weight of a case. numbers: "" for floats, "int8", "zeros" for int8 with zero points, "int4 SIZE"."""
+    """Return the weight of a case.
+
+    numbers: "" for floats, "int8", "zeros" for int8 with zero points, "int4 SIZE", "w4a8 SIZE" for 4 bits and int8 x.
+    """
     weight = torch.randn(n, k, generator=generator) * k**-0.5
-    if numbers.startswith("int4"):
-        return int4_of(weight, int(numbers.split()[-1]), dtype)
+    if _has_4_bits(numbers):
+        return int4_of(weight, int(numbers.split()[-1]), dtype, inputs=DYNAMIC if numbers.startswith("w4a8") else None)
     return weight_of(weight, generator, dtype, Scheme(symmetric=numbers != "zeros")) if numbers else weight.to(dtype)
 
 
@@ -160,15 +167,15 @@ def _swiglu_case(
         return x, weight, routing, scheme_of(scheme, generator)
 
     return Case(_name(shape, numbers, one=one) + (scheme and " to " + scheme), make, benchmark,
-                zeros=numbers == "zeros", int4=numbers.startswith("int4"),
-                tolerance=FLIPS if numbers in ("int8", "zeros") else 0)
+                zeros=numbers == "zeros", int4=experts * 2 * width if _has_4_bits(numbers) else 0,
+                w4a8=numbers.startswith("w4a8"), tolerance=0 if numbers in ("", "int4 32") else FLIPS)
 
 
 @kernel("experts_swiglu", by_layer=True, cases=[
     *(_swiglu_case(shape, numbers, scheme, one=one)
       for numbers, scheme in (("", ""), ("", "int8"), ("int8", ""), ("zeros", ""))
       for one in (False, True) for shape in _SHAPES),
-    *(_swiglu_case(shape, "int4 32") for shape in _SHAPES),
+    *(_swiglu_case(shape, numbers) for numbers in ("int4 32", "w4a8 32") for shape in _SHAPES),
     *(_swiglu_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_swiglu(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Apply `linear_swiglu` of each expert to its rows of x [T, K]; weight: [E * 2 I, K]. Returns [T k, I] by place.
@@ -224,11 +231,12 @@ def _sum_case(
         return gated, weight, routing, *(torch.randn(tokens, n, generator=generator).to(dtype) for n in (hidden, 1))
 
     return Case(_name(shape, numbers, one=one) + (" shared" if shared else ""), make, benchmark,
-                int4=numbers.startswith("int4"), tolerance=FLIPS if numbers == "int8" else 0)
+                int4=experts * hidden if _has_4_bits(numbers) else 0, w4a8=numbers.startswith("w4a8"),
+                tolerance=0 if numbers in ("", "int4 32") else FLIPS)
 
 
 @kernel("experts_sum", by_layer=True, cases=[
-    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32")
+    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32", "w4a8 32")
       for shared in (False, True) for shape in _SHAPES),
     *(_sum_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_sum(

@@ -158,6 +158,7 @@ class Backend(ABC):
     int4: the kernels support weights of 4 bits.
     measures_memory: the KV cache takes what `excess_bytes` of a warm-up step leaves; False: what a prediction leaves.
     int4_rows: rows of such a weight are a multiple of it.
+    w4a8: the kernels multiply weights of 4 bits by int8 activations.
     """
 
     name: ClassVar[str]
@@ -183,6 +184,7 @@ class Backend(ABC):
     float8: bool = False
     int4: bool = False
     int4_rows: int = 1
+    w4a8: bool = False
     fixed_state: bool = False
     experts: bool = False
     measures_memory: bool = False

@@ -173,7 +173,7 @@ class CpuBackend(Backend):
     block_size = 128
     cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     fixed_state = experts = True
-    int4 = int8_zeros = shares_memory = True
+    int4 = w4a8 = int8_zeros = shares_memory = True
     collectives = "gloo"
 
     def __init__(self, native: bool = built(), place: tuple[int, int] = (0, 1)) -> None:

@@ -69,7 +69,7 @@ def takes_case(backend: Backend, case: Case) -> bool:
         return False
     if case.zeros > backend.int8_zeros or case.float8 > backend.float8:
         return False
-    if case.int4 and (not backend.int4 or case.int4 % backend.int4_rows):
+    if case.w4a8 > backend.w4a8 or (case.int4 and (not backend.int4 or case.int4 % backend.int4_rows)):
         return False
     try:
         if case.head_dim:
