@@ -14,7 +14,8 @@ run in the order of their plans:
 and no other request reads what a step in flight writes: `apply` registers a block, which makes it shareable, only after
 applied steps have written all its slots, and the rows of a request write ever higher positions. Slots of rejected
 drafts are written again; a block with such slots is not registered, since only accepted tokens count as computed. No
-other step is in flight when a row has drafts, so its request is at no time ahead of them.
+other step is in flight when a row has drafts, so its request is at no time ahead of them. With a fixed state, a row
+with a rejected draft is undone: the next row computes its valid tokens again, from the state before it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class StepBuilder:
         """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them.
 
         drafts: tokens to compute after the last known one, which the row then includes. It must have blocks for these,
-            too, and no step in flight.
+            too, a spare slot if it has slots, and no step in flight.
         """
         start = sequence.num_computed_tokens
         tokens = sequence.token_ids
@@ -98,8 +99,8 @@ class StepBuilder:
             block_ids = block_ids[:num_blocks]
         state_source = state_slot = NO_SLOT
         if self._slots is not None:
-            state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
-            if samples and not is_constrained and start > 0 and end % self._block_size == 0:
+            state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained or bool(drafts))
+            if samples and not (is_constrained or drafts) and start > 0 and end % self._block_size == 0:
                 takes_state = is_expected = True  # of the answer, or of a prompt that fills its last block
             if takes_state:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)

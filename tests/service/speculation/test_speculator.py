@@ -9,7 +9,13 @@ import pytest
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.drafter import Drafter
-from npuserve.service.speculation.speculator import MAX_ROW_DRAFTS, MAX_STEP_DRAFTS, Candidate, Speculator
+from npuserve.service.speculation.speculator import (
+    MAX_ROW_DRAFTS,
+    MAX_STEP_DRAFTS,
+    Candidate,
+    Speculator,
+    StepTokens,
+)
 from npuserve.service.speculation.step_costs import StepCosts
 
 OVERLAP = 0.05
@@ -54,7 +60,7 @@ def simulate(
         counts = [0] * rows
         waits = speculator.waits
         if waits:
-            counts = speculator.choose(candidates, rows, 512)
+            counts = speculator.choose(candidates, StepTokens(rows, rows), 512)
             waits = speculator.waits
         drafts = sum(counts)
         assert drafts <= MAX_STEP_DRAFTS
@@ -63,9 +69,9 @@ def simulate(
         taken = sum(drafter.take(count) for drafter, count in zip(drafters, counts, strict=True))
         seconds += took
         made += taken
-        speculator.step_applied(rows, drafts, taken, took, is_overlapped=not waits)
+        speculator.step_applied(StepTokens(rows, rows + drafts, drafts), taken, took, is_overlapped=not waits)
         if not waits:
-            speculator.review(candidates, rows, 512)
+            speculator.review(candidates, StepTokens(rows, rows), 512)
     return seconds * rows / made / seconds_of(rows), speculator
 
 
@@ -114,6 +120,8 @@ def test_suffix_drafts_twice_the_match_within_the_limits() -> None:
     drafters = [KnownDrafter(speculator.rates, lambda place: True) for _ in range(3)]
     for drafter, length in zip(drafters, (1, 3, 25), strict=True):
         drafter._length = length
-    assert speculator.choose([Candidate(drafter, 99) for drafter in drafters], 3, 512) == [0, 6, MAX_ROW_DRAFTS]
-    assert speculator.choose([Candidate(drafter, 2) for drafter in drafters], 3, 512) == [0, 2, 2]
-    assert sum(speculator.choose([Candidate(drafter, 99) for drafter in drafters], 3, 9)) <= 9
+    load = StepTokens(3, 3)
+    candidates = [Candidate(drafter, 99) for drafter in drafters]
+    assert speculator.choose(candidates, load, 512) == [0, 6, MAX_ROW_DRAFTS]
+    assert speculator.choose([Candidate(drafter, 2) for drafter in drafters], load, 512) == [0, 2, 2]
+    assert sum(speculator.choose(candidates, load, 9)) <= 9
