@@ -42,6 +42,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.speculation.drafter import Drafter
 from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS, Speculator
 from npuserve.service.speculation.token_history import TokenHistory
@@ -116,8 +117,10 @@ class OracleDrafter(Drafter):
 class OracleDrafting(Drafting):
     """Drafting from given answers by stream."""
 
-    def __init__(self, speculator: Speculator, max_drafts: int, answers: dict[int, list[int]]):
-        super().__init__(speculator, max_drafts)
+    def __init__(
+        self, speculator: Speculator, max_drafts: int, answers: dict[int, list[int]], state_block_size: int = 0
+    ):
+        super().__init__(speculator, max_drafts, state_block_size=state_block_size)
         self._answers = answers
 
     def _drafter(self, sequence: Sequence) -> Drafter:
@@ -188,20 +191,22 @@ class Bench:
         """Return the drafting of a run. A mode keeps its speculator, as a server does."""
         if mode == "off":
             return Drafting()
-        speculator = self._speculators.setdefault(mode, Speculator(mode))  # type: ignore[arg-type]
+        state_block_size = self._runner.block_size if self._runner.num_slots else 0
+        speculator = self._speculators.setdefault(
+            mode, Speculator(mode, recomputes=state_block_size > 0))  # type: ignore[arg-type]
         if workload in ("right", "wrong", "adverse"):
             spoiled_answers = {stream: spoiled(workload, answer) for stream, answer in answers.items()}
-            return OracleDrafting(speculator, self._runner.max_drafts, spoiled_answers)
-        return Drafting(speculator, self._runner.max_drafts)
+            return OracleDrafting(speculator, self._runner.max_drafts, spoiled_answers, state_block_size)
+        return Drafting(speculator, self._runner.max_drafts, state_block_size=state_block_size)
 
     def run(self, prompts: Prompts, drafting: Drafting) -> Run:
         """Answer all prompts at the same time, as the engine does."""
         self._num_runs += 1
         streams = len(prompts.token_ids)
+        blocks = BlockManager(self._runner.num_blocks, self._runner.block_size, prefix_cache=False)
         scheduler = Scheduler(
-            BlockManager(self._runner.num_blocks, self._runner.block_size, prefix_cache=False), max_num_seqs=streams,
-            max_num_batched_tokens=512, max_queue=0, aging_seconds=1.0, min_forced=self._runner.min_forced,
-            drafting=drafting)
+            blocks, max_num_seqs=streams, max_num_batched_tokens=512, max_queue=0, aging_seconds=1.0,
+            min_forced=self._runner.min_forced, slots=StateSlots.of(self._runner.num_slots, blocks), drafting=drafting)
         pipeline = StepPipeline(
             scheduler, self._runner, 2,
             structured_output=StructuredOutputManager(vocabulary_size=self._runner.config.vocab_size))

@@ -222,7 +222,7 @@ def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
     if config.speculate == "off":
         return Drafting()
     if not runner.max_drafts:
-        reason = "the device computes rows with drafts slowly"
+        reason = "the device computes rows with drafts slowly, or max_num_seqs leaves no tokens of a step to them"
         logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reason)
         return Drafting(obstacle="device")
     has_state = runner.num_slots > 0
