@@ -10,11 +10,11 @@ import asyncio
 import json
 import shlex
 import sys
+from functools import partial
 
-from npuserve.service import logs
 from npuserve.service.config import ServerConfig
 from npuserve.service.supervisor.openai_gateway import OpenAIGateway
-from npuserve.service.supervisor.supervisor import Supervisor
+from npuserve.service.supervisor.supervisor import Supervisor, serve
 
 PROMPT = "Once upon a time"
 OPENAI_PORT = 8000
@@ -34,10 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if the answer was received and the server stopped cleanly, 130 after Ctrl-C."""
-    config = logs.with_format(ServerConfig(
-        port=0, metrics_port=0, log_level="warning", openai_port=args.openai))
-    logs.setup(config, "supervisor")
-    return asyncio.run(demonstrate(Supervisor(config), args.prompt, args.max_tokens))
+    config = ServerConfig(port=0, metrics_port=0, log_level="warning", openai_port=args.openai)
+    return serve(config, partial(demonstrate, prompt=args.prompt, max_tokens=args.max_tokens))
 
 
 async def demonstrate(supervisor: Supervisor, prompt: str, max_tokens: int) -> int:

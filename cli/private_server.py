@@ -12,15 +12,15 @@ import json
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from npuserve.service import logs
 from npuserve.service.access.api_keys import hash_key, new_key, save_tables
 from npuserve.service.access.peer_process import LOOPBACK
 from npuserve.service.config import ServerConfig
-from npuserve.service.supervisor.supervisor import Supervisor
+from npuserve.service.supervisor.supervisor import Supervisor, serve
 
 KEY_NAME = "private"
 
@@ -36,13 +36,12 @@ def serve_privately(config: ServerConfig) -> int:
         key = new_key()
         keys = Path(folder, "keys.toml")
         save_tables(str(keys), {KEY_NAME: {"sha256": [hash_key(key).hex()]}})
-        config = logs.with_format(msgspec.structs.replace(
-            config, host=LOOPBACK, port=0, metrics_port=0, health_port=0, api_keys=str(keys)))
-        logs.setup(config, "supervisor")
-        return asyncio.run(_serve(Supervisor(config), key))
+        config = msgspec.structs.replace(
+            config, host=LOOPBACK, port=0, metrics_port=0, health_port=0, api_keys=str(keys))
+        return serve(config, partial(_run, key))
 
 
-async def _serve(supervisor: Supervisor, key: str) -> int:
+async def _run(key: str, supervisor: Supervisor) -> int:
     loop = asyncio.get_running_loop()
     is_abandoned = asyncio.Event()
 

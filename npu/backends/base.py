@@ -149,11 +149,15 @@ class Backend(ABC):
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
     state_dtypes: dtypes of the states of linear attention that the kernels support, the default first.
+    state_dtype: the one in use.
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
+    experts: the kernels support mixtures of experts.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
+    measures_memory: the KV cache takes what `excess_bytes` of a warm-up step leaves; False: what a prediction leaves.
+    int4_rows: rows of such a weight are a multiple of it.
     """
 
     name: ClassVar[str]
@@ -178,9 +182,13 @@ class Backend(ABC):
     int8_levels: float = 127.5
     float8: bool = False
     int4: bool = False
+    int4_rows: int = 1
     fixed_state: bool = False
+    experts: bool = False
+    measures_memory: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
+    state_dtype: torch.dtype = torch.float32
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
@@ -250,6 +258,13 @@ class Backend(ABC):
     def memory_available(self) -> int:
         """Return the bytes of device memory that this process can still allocate."""
 
+    def excess_bytes(self, work: Callable[[], None]) -> int:
+        """Run `work`, and return the bytes by which its peak of device memory exceeds the memory that it leaves taken.
+
+        Only for devices that have `measures_memory`.
+        """
+        raise NotImplementedError
+
     def wait_for_memory(self) -> None:  # noqa: B027 - a device without memory of its own has nothing to wait for
         """Wait while memory of ended processes returns to the device, before its free memory is planned."""
 
@@ -285,8 +300,13 @@ class Backend(ABC):
         return PlainInt4.allocate(n, k, grouping, partial(torch.zeros, device=self.device))
 
     def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
-        """Return the bytes of an `int4_weight`."""
+        """Return the bytes of an `int4_weight`, after `prepare_weight`."""
         return grouping.plain_bytes(n, k)
+
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
+        """Return why the kernels do not multiply activations of `dtype` by an `int4_weight`, after "layers"; "" if they
+        do. Such weights become floats while loading."""
+        return ""
 
     def check_scheme(self, scheme: WeightScheme) -> None:
         """Raise BackendError for a quantization scheme that the kernels do not support."""
@@ -324,11 +344,11 @@ class Backend(ABC):
         """
         return nullcontext(False)
 
-    def check_state_dtype(self, requested: str) -> None:
-        """Raise BackendError for a dtype of the states of linear attention that the kernels do not support.
+    def choose_state_dtype(self, requested: str) -> None:
+        """Set `state_dtype` to the default for "auto", or to a dtype by its name.
 
-        A state in bfloat16 would have to be rounded after every token: rounded at the ends of chunks, it would depend
-        on them.
+        Raises BackendError for a dtype that the kernels do not support. Where answers must not depend on chunks, a
+        state in bfloat16 would have to be rounded after every token.
         """
         possible = "auto", *self.state_dtypes
         if requested not in possible:
@@ -336,6 +356,7 @@ class Backend(ABC):
                 f"state_dtype: {requested!r} is not possible on {self.name}, since a state that is rounded after every "
                 "token, so that answers do not depend on chunks, loses more than the activations do; possible are "
                 f"{', '.join(possible)}")
+        self.state_dtype = getattr(torch, self.state_dtypes[0] if requested == "auto" else requested)
 
     def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or that of a setting.
@@ -361,6 +382,15 @@ class Backend(ABC):
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
         """Return the shape of the scales of a quantized cache's keys, which is also that of its values' scales."""
         return num_blocks, block_size, kv_heads
+
+    def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return True if the kernel's implementation computes these sizes without the device's operator.
+
+        That counts as a fallback, and steps with chunks are not captured.
+
+        sizes: of `Layer.operator_sizes`. dtype: of the activations.
+        """
+        return False
 
     def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
         """Return True if steps with chunks are captured, over a KV cache of this dtype."""

@@ -6,6 +6,7 @@ The host waits for these copies only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -136,6 +137,17 @@ class StreamBackend(Backend):
         cached: int = self._streams.memory_reserved(self.device) - self._streams.memory_allocated(self.device)
         return free + cached
 
+    def excess_bytes(self, work: Callable[[], None]) -> int:
+        """Return the excess by the peak of torch's pools; what others allocate, such as libraries, is as at the end."""
+        streams = self._streams
+        streams.reset_peak_memory_stats(self.device)
+        work()
+        self.synchronize()
+        peak = self._taken() - streams.memory_reserved(self.device) + streams.max_memory_reserved(self.device)
+        gc.collect()  # captured steps refer to each other
+        streams.empty_cache()
+        return int(peak - self._taken())
+
     def wait_for_memory(self) -> None:
         """Wait until the free memory has not risen for QUIET_SECONDS, at most MAX_RELEASE_SECONDS.
 
@@ -156,8 +168,12 @@ class StreamBackend(Backend):
 
     def _held_by_others(self) -> int:
         """Return the bytes of the device's memory that are neither free nor in this process's pools."""
+        return self._taken() - int(self._streams.memory_reserved(self.device))
+
+    def _taken(self) -> int:
+        """Return the bytes of the device's memory that are not free."""
         free, total = self._streams.mem_get_info(self.device)
-        return int(total - free - self._streams.memory_reserved(self.device))
+        return int(total - free)
 
     def kv_cache_share(self, free: int) -> int:
         """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""

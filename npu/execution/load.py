@@ -8,9 +8,10 @@ the weights are unchanged, the new process follows the described plan and reuses
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,15 +25,16 @@ from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError, CaptureMode
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
-from npuserve.npu.execution.memory_plan import MemoryPlan, predict
+from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
-from npuserve.npu.model.config import HeadDtype, ModelConfig
+from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.layers.shard import WHOLE, Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
+from npuserve.npu.model.pooling import TaskSetting
 from npuserve.npu.model.progress import Progress
-from npuserve.npu.model.storage import choose_kernels
+from npuserve.npu.model.storage import choose_kernels, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -63,13 +65,13 @@ def load_runner(
     lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
-    max_drafts: int = 0,
+    max_drafts: int = 0, task: TaskSetting = "auto",
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
     decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
-    prefill_device, lm_head_dtype: see `select_prefill` and `ModelConfig`.
+    prefill_device, lm_head_dtype, task: see `select_prefill`, `ModelConfig` and `read_pooling`.
     kernel_sampling, observe, max_drafts: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
@@ -87,31 +89,41 @@ def load_runner(
     device.capture_mode = _agreed(capture, group) if group else capture
     device.capture_chunks = capture_chunks
     _preflight(device, num_ranks)
-    config = _config(folder, lm_head_dtype, device, group)
+    config = _config(folder, lm_head_dtype, task, device, group)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
     device.wait_for_memory()
     kept = memory.plan(Path(folder)) if memory else None
+    planned = partial(
+        predict, config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
+    measures = device.measures_memory and host is None and not kv_cache_memory
     with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
-        plan = kept if shared and kept else predict(
-            config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
-            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
+        plan = kept if shared and kept else planned()
         if plan is not kept:
-            plan.require_fit()
+            (replace(plan, kv_cache=0, fixed_state=0, activations=0, logits=0) if measures else plan).require_fit()
             report_ignored_head(folder, config)
         if group:
             group.minimum(0)  # wait until all ranks have read the free memory
         weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress, loaded=plan is kept)
+    build = partial(
+        Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
+        max_drafts=max_drafts)
+    if measures:
+        length = max_model_len or config.context_length
+        measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)
+        plan = planned(measured=measured)
+        plan.require_fit()
     plan = _completed(plan, weights, config, device, group)
-    runner = Runner(
-        device, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
+    runner = build(
+        num_blocks=plan.num_blocks, num_slots=plan.num_slots, max_model_len=plan.max_model_len,
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, weights.dtype, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen, ranks=ranks, num_slots=plan.num_slots, max_drafts=max_drafts)
+        cpu_kernels=chosen)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
@@ -120,10 +132,13 @@ def load_runner(
     return runner
 
 
-def _config(folder: Path | str, lm_head_dtype: HeadDtype, device: Backend, group: Group | None) -> ModelConfig:
+def _config(
+    folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None
+) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
     shard = Shard(group.rank, group.size) if group else WHOLE
-    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8, int4=device.int4).sharded(shard)
+    return ModelConfig.from_folder(
+        folder, lm_head_dtype, task=task, float8=device.float8, int4=device.int4).sharded(shard)
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
@@ -134,6 +149,38 @@ def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
         what = "the sampler runs" if agreed == "decoder" else "steps run"
         log.warning("%s kernel by kernel, which is slower: another rank could not use captured steps", what)
     return agreed
+
+
+def _measured(
+    device: Backend, config: ModelConfig, weights: ModelWeights, build: Callable[..., Runner], plan: MemoryPlan,
+    length: int, max_tokens: int,
+) -> MeasuredMemory:
+    """Measure the memory of the largest step and of captured steps, by a runner whose cache holds no more.
+
+    build: builds a runner from its cache's sizes. length: longest context, which bounds the memory of attention.
+
+    Raises ModelError if the step does not fit.
+    """
+    cache_bytes = 0
+
+    def work() -> None:
+        nonlocal cache_bytes
+        runner = build(
+            num_blocks=-(-max_tokens // plan.block_size), num_slots=min(plan.num_slots, 2), max_model_len=length)
+        cache_bytes = runner.cache_bytes
+        runner.compute_largest_step()
+
+    try:
+        excess = device.excess_bytes(work)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"a step of {max_tokens} tokens does not fit the memory that the weights leave; a smaller "
+            "max_num_batched_tokens, max_num_seqs or dtype takes less") from error
+    step = max(excess - cache_bytes - rotary_bytes(config, length), 0)
+    log.info("the largest step, its buffers and captured steps take %s of %s; predicted were %s for the step alone",
+             mib(step), device.name, mib(plan.activations + plan.logits))
+    available = device.memory_available() + stored_bytes(config, weights.dtype, device) + weights.unplanned_bytes
+    return MeasuredMemory(available, step)
 
 
 def _completed(
@@ -198,7 +245,7 @@ def open_devices(
     """
     device = select(backend, emulate, place)
     device.check_ranks(ranks)
-    device.check_state_dtype(state_dtype)
+    device.choose_state_dtype(state_dtype)
     device.set_threads(threads)
     if decode_buckets:
         device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)

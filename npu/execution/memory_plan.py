@@ -148,10 +148,27 @@ class MemoryPlan:
         return f"kv_cache_memory {mib(memory)} with max_model_len {num_blocks * self.block_size}"
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Memory of a device, measured by the largest step once the weights are loaded.
+
+    available: free before the weights were loaded.
+    step: peak of all that is neither weights nor cache: the step, its buffers, and captured steps.
+    """
+
+    available: int
+    step: int
+
+
+MEASURED_SHARE = 0.98
+"""Share of the measured free memory that the cache takes. The rest is for what depends on requests, such as edits of
+logits and log-probabilities of prompts, and for fragmentation of the pools."""
+
+
 def predict(
     config: ModelConfig, backend: Backend, *, dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
     kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
-    prefill: Backend | None = None, reserved: int = 0, max_drafts: int = 0,
+    prefill: Backend | None = None, reserved: int = 0, max_drafts: int = 0, measured: MeasuredMemory | None = None,
 ) -> MemoryPlan:
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
@@ -161,7 +178,7 @@ def predict(
     max_model_len: 0 for the lesser of the model's context and the tokens that the KV cache holds.
     prefill: backend that computes the prompts; None for `backend`.
     reserved: bytes of the device's free memory that others will take.
-    max_drafts: see `Runner`.
+    max_drafts: see `Runner`. measured: in place of predictions; None if nothing was measured.
 
     Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
@@ -169,16 +186,19 @@ def predict(
     """
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
-    available = backend.memory_available() - reserved
+    available = measured.available if measured else backend.memory_available() - reserved
     weights = stored_bytes(config, resolved, backend)
     decode_rows = min(max_num_seqs, max_num_batched_tokens) if prefill else 0
     activations = _device_activations(config, backend, decode_rows, max_num_batched_tokens, length, resolved.itemsize)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
     logits = _logits(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
+    if measured:
+        activations, logits = measured.step, 0
     block = block_bytes(config, block_size, cached, backend)
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
-    free = backend.kv_cache_share(max(available - weights - activations - logits, 0))
+    free = max(available - weights - activations - logits, 0)
+    free = _measured_share(free, config, backend, length, block) if measured else backend.kv_cache_share(free)
     per_request = -(-length // block_size)
     block_bytes_wanted = kv_cache_memory or min(free, max_num_seqs * per_request * block)
     spared = _spared_bytes(block_bytes_wanted, -(-max_model_len // block_size) * block)
@@ -188,12 +208,13 @@ def predict(
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
         num_blocks = _given_blocks(
-            kv_cache_memory, fixed_state, slot_bytes(config, resolved), block, block_size, max_model_len, max_num_seqs)
+            kv_cache_memory, fixed_state, slot_bytes(config, resolved, backend), block, block_size, max_model_len,
+            max_num_seqs)
     else:
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
-        weights=weights + _rotary_bytes(config, length),
+        weights=weights + rotary_bytes(config, length),
         kv_cache=(num_blocks + backend.padding_blocks) * block,
         activations=activations,
         logits=logits,
@@ -202,12 +223,17 @@ def predict(
         dtype=str(resolved).removeprefix("torch."),
         kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
-        host=host and replace(host, kv_cache=num_blocks * mirrored),
-        fixed_state=fixed_state, num_slots=num_slots,
+        host=host and replace(host, kv_cache=num_blocks * mirrored), fixed_state=fixed_state, num_slots=num_slots,
     )
 
 
-def _rotary_bytes(config: ModelConfig, length: int) -> int:
+def _measured_share(free: int, config: ModelConfig, backend: Backend, length: int, block: int) -> int:
+    """Return the size of the cache without its padding if `free` bytes were measured to be free."""
+    free -= rotary_bytes(config, length) + backend.padding_blocks * block
+    return int(max(free, 0) * MEASURED_SHARE)
+
+
+def rotary_bytes(config: ModelConfig, length: int) -> int:
     """Return the bytes of the table of rotary embeddings (`rope.cos_sin_table`)."""
     return length * config.rotary_dim * torch.float32.itemsize
 
@@ -245,7 +271,7 @@ def _slots(
     """
     if not config.has_fixed_state:
         return 0, 0
-    slot = slot_bytes(config, dtype)
+    slot = slot_bytes(config, dtype, backend)
     padding = 1 if backend.padding_blocks else 0
     wanted = max(2 * max_num_seqs, checkpoints // slot)
     num_slots = min(wanted, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
@@ -264,6 +290,9 @@ def _checked(
     if config.has_fixed_state and not backend.fixed_state:
         raise BackendError(f"device: {backend.name} does not serve models with linear attention ({config.family}); "
                            "possible is device: cpu")
+    if config.has_experts and not backend.experts:
+        raise BackendError(f"device: {backend.name} does not serve mixtures of experts ({config.family}); possible is "
+                           "device: cpu")
     for state in config.paged_states:
         backend.check_heads(state.head_dim, config.rotary_dim)
     check_schemes(config, backend)
@@ -349,7 +378,7 @@ def _host(
     width = device.cache_shapes(1, device.block_size, state.heads, state.head_dim, dtype)[0][-1]
     return HostPlan(
         backend=prefill.name,
-        weights=stored_bytes(config.headless, dtype, prefill) + _rotary_bytes(config, context),
+        weights=stored_bytes(config.headless, dtype, prefill) + rotary_bytes(config, context),
         kv_cache=0,
         activations=_activations(config, prefill, tokens, context, dtype.itemsize),
         staging=staging_bytes(config, width, tokens, dtype.itemsize),

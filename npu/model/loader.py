@@ -30,7 +30,7 @@ from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, Targets
-from npuserve.npu.model.forms.w4a16 import ConvertedInt4
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4, StoredInt4
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
 from npuserve.npu.model.storage import check_schemes, matrices
@@ -118,17 +118,26 @@ def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend)
 
 def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many layers in 4 bits became floats. Ranks other than 0 log nothing."""
-    forms = [(matrix, matrix.form) for matrix in matrices(config, backend.vocabulary_tile)]
-    converted = [(matrix, form.scheme) for matrix, form in forms if isinstance(form, ConvertedInt4)]
-    if not converted or config.shard.rank:
-        return
-    reason = ("have columns in the order of their activations (desc_act), which no kernel multiplies"
-              if all(scheme.act_order for _, scheme in converted) else
-              f"have 4 bits, which {backend.name} does not multiply")
-    numbers = sum(matrix.rows * matrix.inputs for matrix, _ in converted)
-    log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
-                sum(len(matrix.parts) for matrix, _ in converted), reason, str(dtype).removeprefix("torch."),
-                *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
+    converted: dict[str, list[StoredMatrix]] = {}
+    for matrix in matrices(config, backend.vocabulary_tile):
+        if reason := _int4_refusal(matrix, dtype, backend):
+            converted.setdefault(reason, []).append(matrix)
+    for reason, of_reason in converted.items() if config.shard.rank == 0 else ():
+        numbers = sum(matrix.rows * matrix.inputs for matrix in of_reason)
+        log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
+                    sum(len(matrix.parts) for matrix in of_reason), reason, str(dtype).removeprefix("torch."),
+                    *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
+
+
+def _int4_refusal(matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> str:
+    """Return why a matrix in 4 bits becomes floats, after "layers"; "" for others."""
+    form = matrix.form
+    if isinstance(form, StoredInt4):
+        return form.refusal(matrix.rows, matrix.inputs, dtype, backend)
+    if not isinstance(form, ConvertedInt4):
+        return ""
+    return ("have columns in the order of their activations (desc_act), which no kernel multiplies"
+            if form.scheme.act_order else f"have 4 bits, which {backend.name} does not multiply")
 
 
 def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:
@@ -158,21 +167,22 @@ def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
 
 
 def read_head_rows(folder: Path | str, config: ModelConfig, ids: Sequence[int]) -> Tensor:
-    """Return the rows [n, H] float32 of the checkpoint's LM head for these tokens.
+    """Return the rows [n, H] float32 of the checkpoint's LM head for these tokens, or of its classifier.
 
-    Raises ModelError for files that cannot be read, and for an LM head that is missing, quantized or too small.
+    Raises ModelError for files that cannot be read, and for a matrix that is missing, quantized or too small.
     """
+    num_rows = 1 if config.pooling and config.pooling.is_classifier else config.vocab_size
     name = f"{config.head}.weight"
     with ExitStack() as stack:
         files = _open_files(weight_files(Path(folder)), stack)
         if name not in files:
             raise ModelError(f"{folder}: 1 missing: {name}")
         head = files[name].get_slice(name)
-        if head.get_dtype() not in FLOATS or head.get_shape() != [config.vocab_size, config.hidden_size]:
-            raise ModelError(f"{folder}: {name}: must be floats of the shape [{config.vocab_size}, "
+        if head.get_dtype() not in FLOATS or head.get_shape() != [num_rows, config.hidden_size]:
+            raise ModelError(f"{folder}: {name}: must be floats of the shape [{num_rows}, "
                              f"{config.hidden_size}], got {head.get_dtype()} {head.get_shape()}")
-        if wrong := [i for i in ids if i >= config.vocab_size]:
-            raise ModelError(f"{folder}: token id {wrong[0]} of its score must be in [0, {config.vocab_size - 1}]")
+        if wrong := [i for i in ids if i >= num_rows]:
+            raise ModelError(f"{folder}: token id {wrong[0]} of its score must be in [0, {num_rows - 1}]")
         return torch.cat([head[i : i + 1] for i in ids]).float()
 
 
@@ -199,7 +209,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
     for name, rows in matrix.parts.items():
         if not isinstance(rows, Span):
             continue
-        tensor = f"{name}.weight"
+        tensor = matrix.tensor_name(name)
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
@@ -269,7 +279,8 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
     for name in list(files):
         # Old checkpoints contain frequencies, which the configuration determines.
         if (name.endswith("rotary_emb.inv_freq") or name in scales
-                or (config.tie_word_embeddings and name.startswith("lm_head."))):
+                or (config.tie_word_embeddings and name.startswith("lm_head."))
+                or (config.pooling is not None and config.pooling.is_classifier and name == f"{config.head}.weight")):
             del files[name]
 
 

@@ -237,7 +237,9 @@ class Drafting:
                 continue
             rows += 1
             tokens += known
-            if sequence.drafter is None or known > MAX_KNOWN_TOKENS:
+            positions = sequence.checkpoint_positions
+            ends_early = known > 1 and positions and positions[-1] > sequence.num_computed_tokens
+            if sequence.drafter is None or known > MAX_KNOWN_TOKENS or ends_early:
                 continue
             limit = sequence.request.max_tokens - sequence.num_generated_tokens - 1
             if sequence.matcher is not None:

@@ -6,8 +6,9 @@ Plan. Decode rows come first, then chunks of forced tokens (`AnswerMatcher`), pr
 admissions. Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of
 the prefill chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one
 ahead of it. At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks
-share the rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves
-one block free per running request, so that an admitted request is not preempted as soon as the others grow.
+share the rest, or a part of it where all of it would delay the streams too much (prompt_bound.py). Admission stops at
+the first request that does not fit; smaller ones behind it do not pass it. It leaves one block free per running
+request, so that an admitted request is not preempted as soon as the others grow.
 
 Drafts (drafting.py, service/speculation). Two steps are in flight, unless decode rows may have drafts: these need the
 last token on the host. Then all rows wait (`waits_for_tokens`): the plan is empty until the step in flight is applied.
@@ -22,6 +23,7 @@ This file is long, since all methods here read and move the same sequences. What
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
@@ -30,7 +32,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from npuserve.npu.step import Row, Step, StepResult
+from npuserve.npu.step import Step, StepResult
 from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import check_size
@@ -41,6 +43,7 @@ from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.preemption import Preemption
+from npuserve.service.scheduling.prompt_bound import PromptBound
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
@@ -77,6 +80,7 @@ class Scheduler:
     max_num_batched_tokens: maximum number of tokens in a step.
     max_queue: maximum number of requests beyond max_num_seqs. Preempted and paused requests count like running ones.
     aging_seconds: waiting time that is worth one unit of priority.
+    target_itl_seconds: target of the inter-token latency; infinity for none.
     max_model_len: maximum tokens of a prompt and its answer; None: what the KV cache holds.
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
     slots: slots of fixed state; None for a model without.
@@ -97,6 +101,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_queue: int,
         aging_seconds: float,
+        target_itl_seconds: float = math.inf,
         max_model_len: int | None = None,
         min_forced: int = 0,
         slots: StateSlots | None = None,
@@ -129,7 +134,8 @@ class Scheduler:
         self._misses: Counter[str] = Counter()
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
-        self._estimator = LatencyEstimator(max_num_batched_tokens)
+        self._prompt_bound = PromptBound(max_num_batched_tokens, target_itl_seconds)
+        self._estimator = LatencyEstimator(max_num_batched_tokens, self._prompt_bound)
         self._preemption = Preemption(self._running, self._paused, blocks, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
 
@@ -262,12 +268,16 @@ class Scheduler:
             self._decoding(running), self._max_num_batched_tokens, is_beside_prompts=self._is_beside_prompts)
         num_more = self._plan_decodes(plan, running, drafts)
         decodes = len(plan.rows)
+        has_streams = plan.has_streams
+        if has_streams:
+            plan.bound_prompts(self._prompt_bound.plan())
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more
-        self._estimator.step_planned(decodes, prompts, now)
+        pools = all(self._sequences[row.request_id].pools for row in plan.rows[decodes:])
+        self._estimator.step_planned(decodes, prompts, now, has_streams=has_streams, pools=pools)
         step = Step(plan.rows, plan.new, self.take_ended())
         self.drafting.planned(step)
         return Plan(step, plan.dropped, plan.constrained)
@@ -287,7 +297,8 @@ class Scheduler:
             num_computed_tokens = row.start + len(row.token_ids) - is_deferred
             if row.samples > 1:
                 num_computed_tokens = sequence.num_computed_tokens
-                self._settle_drafts(sequence, row)
+                if self.slots is not None:
+                    self.slots.settle(sequence.slots)
             elif is_deferred and sequence.slots:
                 num_computed_tokens = row.start
             self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
@@ -325,15 +336,6 @@ class Scheduler:
         is_admitting = bool(self._queue) and len(self._running) < self._max_num_seqs
         return is_admitting or any(sequence.is_prefilling for sequence in self._running)
 
-    def _settle_drafts(self, sequence: Sequence, row: Row) -> None:
-        """Give back the slot that a row with drafts borrowed. Keep its state if it is valid, at a block boundary."""
-        if self.slots is None:
-            return
-        self.slots.settle(sequence.slots)
-        end = row.start + len(row.token_ids)
-        if sequence.num_computed_tokens == end and end % self.blocks.block_size == 0:
-            self.slots.take(sequence.slots, end)
-
     def _register_checkpoints(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Make the states that were taken at block boundaries checkpoints, once their rows are applied."""
         assert self.slots is not None
@@ -356,6 +358,9 @@ class Scheduler:
             return progress
         self.forced_tokens += len(run)
         self._has_forced = True
+        if self.slots is not None:
+            boundary = (len(sequence.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
+            sequence.checkpoint_positions = [boundary]  # the row of the run ends there first, if it begins before
         self.drafting.extend(sequence, run, is_forced=True)
         token_ids = [*progress.token_ids, *run]
         progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
@@ -611,10 +616,10 @@ class Scheduler:
             has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
             known = num_tokens - sequence.num_computed_tokens
             row_drafts = drafts.get(sequence.id)
-            if not has_blocks or (known > 1 and not row_drafts):
-                continue
             if row_drafts and not self._has_memory(sequence, num_tokens + len(row_drafts), len(running)):
                 row_drafts = None
+            if not has_blocks or (known > 1 and not row_drafts):
+                continue
             num_more += known - 1 + len(row_drafts or ())
             plan.add_row(sequence, known, row_drafts)
         return num_more
@@ -635,8 +640,9 @@ class Scheduler:
         for sequence in sorted(chunks, key=_chunk_key):
             if sequence.is_prefilling:
                 self._admit_waiting(plan, now, before=sequence.account)
-            if plan.budget and self.blocks.covers(sequence.blocks, sequence.num_tokens):
-                plan.add_row(sequence, plan.budget)
+            budget = plan.prompt_budget(sequence) if sequence.is_prefilling else plan.budget
+            if budget > 0 and self.blocks.covers(sequence.blocks, sequence.num_tokens):
+                plan.add_row(sequence, budget)
 
     def _admit_waiting(self, plan: StepBuilder, now: float, before: Account | None = None) -> None:
         """Admit requests from the queue while they fit, and add their first chunks. Drop late ones.
@@ -654,6 +660,8 @@ class Scheduler:
             is_behind = before and (sequence.account is before or start(sequence) >= before.virtual_time)
             if is_behind and not urgent:
                 break
+            if plan.prompt_budget(sequence) <= 0:
+                break
             self._successor = None
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
@@ -663,7 +671,7 @@ class Scheduler:
                 break
             if is_new:
                 plan.add_new(sequence)
-            plan.add_row(sequence, plan.budget)
+            plan.add_row(sequence, plan.prompt_budget(sequence))
             if may_run is not None:
                 break
 

@@ -28,7 +28,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,14 @@ ENGINE_ENV = {"GOMP_SPINCOUNT": "1000"}
 front ends that need the cores. 1000 spins, a few microseconds, are a compromise."""
 
 
-def serve(config: ServerConfig) -> int:
-    """Run a server until it ends, and return its exit code.
+def serve(config: ServerConfig, run: Callable[[Supervisor], Coroutine[Any, Any, int]] | None = None) -> int:
+    """Run a server until it ends, and return its exit code. Every server is started here.
 
     0: clean drain. 1: the supervisor gave up or had to kill a child. 2: unusable configuration. 4: device fault.
+
+    run: runs the supervisor, and returns the exit code; None for `Supervisor.run`.
+
+    Raises ConfigError if the model does not exist.
     """
     config = logs.with_format(config)
     logs.setup(config, "supervisor")
@@ -76,7 +80,7 @@ def serve(config: ServerConfig) -> int:
     world = read_world(config, os.environ)
     if world and world.host > 0:
         return Host(config, resolve(config.model), world).run()
-    return asyncio.run(Supervisor(config).run())
+    return asyncio.run((run or Supervisor.run)(Supervisor(config)))
 
 
 class Supervisor:

@@ -293,6 +293,7 @@ for part in order["parts"]:
 """
 
 
+@pytest.mark.slow
 def test_remaining_units_run_after_a_process_ends_or_hangs(
     part: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_backends_cpu_is_available_with_all_kernels(folder: Path, capsys: Captur
     assert set(cpu["kernels"].values()) <= {"cpu", "golden"}
 
 
+@pytest.mark.slow
 def test_check_json_absent_device_is_not_available() -> None:
     done = npuserve("check", "--json", environ={"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""})
     assert done.returncode == 0

@@ -24,6 +24,7 @@ sys.exit(asyncio.run(demonstrate(supervisor, "Once", 8)))
 """
 
 
+@pytest.mark.slow
 def test_demo_prints_an_answer_and_stops() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "npuserve.cli", "demo", "Once upon a time", "--max-tokens", "8"],

@@ -254,6 +254,7 @@ def test_mistakes_differ() -> None:
     assert len({line for line, *_ in CASES}) == len(CASES) >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "words"), [
     (("--api-keys", "absent"), "absent cannot be read: No such file or directory; npuserve keys add FILE NAME makes"),
     (("--tls-cert", "a.pem", "--tls-key", "b.pem"), "tls_cert: a.pem cannot be read: No such file or directory"),

@@ -96,6 +96,7 @@ async def test_stream_failed_after_any_message_resumes_after_it(collect: Callabl
                 resume_token=f"token-{len(server.asked) - 2}", token_offset=received))
 
 
+@pytest.mark.slow
 @given(cuts=st.lists(st.integers(0, 1200), max_size=4))
 @settings(max_examples=25)
 def test_stream_connection_reset_anywhere_is_complete(cuts: list[int]) -> None:

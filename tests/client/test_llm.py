@@ -117,6 +117,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_private_server_ends_when_its_process_is_killed(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, cwd=tmp_path)
     status = Path(f"/proc/{int(done.stdout)}/cmdline")
@@ -125,6 +126,7 @@ def test_private_server_ends_when_its_process_is_killed(tmp_path: Path):
             time.sleep(0.05)  # the test's time limit ends the wait
 
 
+@pytest.mark.slow
 def test_serve_private_prints_its_address_and_key_once_it_listens():
     with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", "--log-level", "error"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -138,6 +140,7 @@ def test_serve_private_prints_its_address_and_key_once_it_listens():
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_private_server_ends_with_the_last_reference_to_its_llm():
     before = private_servers()
     model = LLM()

@@ -18,6 +18,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def chat_folder(tmp_path: Path) -> Path:
+    """Folder of the model that counts, with a chat template."""
+    return make_folder(tmp_path / "counting", chat=True)
+
+
+@pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     made = Collector()

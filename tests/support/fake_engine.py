@@ -59,12 +59,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}a{% endif %}{{ extra | default('') }}")
 
 
-def make_folder(folder: Path, *, chat: bool = True, tokenizer: bool = True, **generation: object) -> Path:
+def make_folder(folder: Path, *, chat: bool = False, tokenizer: bool = True, **generation: object) -> Path:
     """Write a model's folder without weights; return it.
 
     Ids 0 to 25 are a to z, and 26 to 255 the other bytes. 297 is <eos>; 298 and 299 are two more special tokens.
 
-    chat: add a chat template.
+    chat: add a chat template, for which each front end starts a process.
     tokenizer: add a tokenizer.
     generation: content of generation_config.json.
     """

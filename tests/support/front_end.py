@@ -82,7 +82,7 @@ async def running(
                 admin = admin_service_pb2_grpc.AdminServiceStub(channel)
                 yield Running(engine, frontend, target, channel, inference, admin)
             finally:
-                await frontend.stop()
+                await frontend.stop(config.get("drain_seconds", 0.0))
 
 
 def ask(prompt: str | list[int] = "a", max_tokens: int | None = 5, **fields: object) -> pb.GenerateRequest:

@@ -5,16 +5,17 @@ They share no code with the readers. The model that is saved gets the numbers th
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-from tests.support.models import edit_config
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR_LAYERS = "_proj", "in_proj_qkv", "in_proj_z"
 """Ends of the names of linear layers that are quantized."""
@@ -24,13 +25,13 @@ AWQ_COLUMNS = 0, 2, 4, 6, 1, 3, 5, 7
 
 METHODS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "version": "gemm", "zero_point": True,
-            "modules_to_not_convert": ["in_proj_a", "in_proj_b"]},
+            "modules_to_not_convert": ["in_proj_a", "in_proj_b", "shared_expert_gate"]},
     "gptq": {"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "damp_percent": 0.1},
     "gptq_v2": {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": False,
                 "meta": {"quantizer": "by hand"}},
     "compressed-tensors": {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*in_proj_[ab]"]},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]", "re:.*shared_expert_gate"]},
 }
 
 
@@ -40,14 +41,30 @@ def save_int4(
 ) -> PreTrainedModel:
     """Save the model with linear layers in 4 bits, and return it with the numbers of the checkpoint.
 
+    settings: of save_pretrained. The others are those of `to_int4`.
+    """
+    from tests.support.models import parameter_of  # needs transformers, which tests on devices lack
+
+    model.save_pretrained(folder, **settings)
+    floats = to_int4(folder, method, group, symmetric=symmetric, act_order=act_order, dtype=dtype)
+    with torch.no_grad():
+        for name, numbers in floats.items():
+            parameter_of(model, name).copy_(numbers)
+    return model
+
+
+def to_int4(
+    folder: Path, method: str, group: int = 32, *, symmetric: bool = False, act_order: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> dict[str, torch.Tensor]:
+    """Replace the linear layers of a checkpoint by random ones in 4 bits. Return the numbers that these stand for.
+
     method: key of METHODS.
     group: columns of a group; -1 for one scale a row.
     dtype: of the scales.
-    settings: of save_pretrained.
     """
     draw = random.Random(group)
-    model.save_pretrained(folder, **settings)
-    parameters = dict(model.named_parameters())
+    floats: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name in [name for name in tensors if name.endswith(".weight")]:
@@ -62,11 +79,12 @@ def save_int4(
             group_of = np.array(order) // size
             made = Numbers(n, k, -(-k // size), group_of, dtype, symmetric=symmetric)
             tensors |= {f"{layer}.{part}": tensor for part, tensor in made.tensors(method, act_order=act_order).items()}
-            with torch.no_grad():
-                parameters[name].copy_(made.floats())
+            floats[name] = made.floats()
         save_file(tensors, path, {"format": "pt"})
-    edit_config(folder, quantization_config=section(method, group, symmetric=symmetric, act_order=act_order))
-    return model
+    config = folder / "config.json"
+    quantization = section(method, group, symmetric=symmetric, act_order=act_order)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+    return floats
 
 
 def section(method: str, group: int, *, symmetric: bool, act_order: bool = False) -> dict[str, Any]:
@@ -79,7 +97,7 @@ def section(method: str, group: int, *, symmetric: bool, act_order: bool = False
     if method == "awq":
         return {**base, "bits": 4, "group_size": group}
     return {**base, "bits": 4, "group_size": group, "sym": symmetric, "desc_act": act_order,
-            "dynamic": {"-:.*in_proj_[ab]": {}}}
+            "dynamic": {"-:.*(in_proj_[ab]|shared_expert_gate)": {}}}
 
 
 class Numbers:

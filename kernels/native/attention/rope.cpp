@@ -44,8 +44,9 @@ struct QkNormRopeKvWrite {
     static void run(const Call &call, int64_t unit) {
         // Sizes known to the compiler stay in registers.
         const int64_t dim = call.op.n[3], rotary = call.op.n[5];
-        if (dim == 128 && rotary == 128) return tokens<128>(call, unit);
-        if (dim == 64 && rotary == 64) return tokens<64>(call, unit);
+        const bool whole = dim == rotary && !call.op.p[11];
+        if (dim == 128 && whole) return tokens<128>(call, unit);
+        if (dim == 64 && whole) return tokens<64>(call, unit);
         return tokens<0>(call, unit);
     }
 
@@ -69,7 +70,7 @@ struct QkNormRopeKvWrite {
         }
     };
 
-    // DIM: size of a head that is rotated as a whole; 0 for any head.
+    // DIM: size of a head that is rotated as a whole, with gammas of its dtype or none; 0 for any head.
     template <int64_t DIM>
     static void tokens(const Call &call, int64_t unit) {
         const Op &op = call.op;
@@ -201,12 +202,12 @@ struct QkNormRopeKvWrite {
             constexpr int VECTORS = DIM / LANES, HALF = VECTORS / 2;
             F v[VECTORS];
             _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) v[i] = D::get(x + i * LANES);
-            if (gamma || wide) {
+            if (gamma) {
                 F squares = zero();
                 _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++) squares = fma(v[i], v[i], squares);
                 F factor = set1(1.0f / std::sqrt(lane_sum(squares) / float(DIM) + eps));
                 _Pragma("GCC unroll 8") for (int i = 0; i < VECTORS; i++)
-                    v[i] = scaled(v[i], factor, gamma, wide, i * LANES, LANES);
+                    v[i] = D::round(D::round(v[i] * factor) * D::get(gamma + i * LANES));
             }
             _Pragma("GCC unroll 4") for (int i = 0; i < HALF; i++) {
                 F c = load(cos_sin + i * LANES), s = load(cos_sin + DIM / 2 + i * LANES);

@@ -79,8 +79,10 @@ class CudaBackend(StreamBackend):
     padding_blocks = 1
     cache_dtypes: tuple[torch.dtype, ...] = tuple(QUANTIZED.values())
     float8 = True
+    int4 = True
     sampling_bytes = 8
     compiles = True
+    measures_memory = True
     collectives = "nccl"
 
     def __init__(self, place: tuple[int, int] = (0, 1)) -> None:

@@ -179,6 +179,18 @@ def memory_allocated(device: Any = None) -> int:
     return 0
 
 
+def reset_peak_memory_stats(device: Any = None) -> None:
+    return
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    return 0
+
+
+def empty_cache() -> None:
+    return
+
+
 def get_device_name(device: Any = None) -> str:
     return "emulated"
 

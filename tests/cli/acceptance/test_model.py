@@ -84,6 +84,7 @@ def test_check_tokens_verdict_is_the_same_on_both_sides_of_the_minimum(
     assert (found["figures"]["equal_argmax"], found["passed"]) == (0.989, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "passes"), [(970, True), (1000, False)])
 @pytest.mark.usefixtures("no_large_cases")
 def test_check_tokens_float8_in_float32_is_judged_as_bfloat16(

@@ -27,6 +27,7 @@ def started() -> CpuBackend:
     return backend
 
 
+@pytest.mark.slow
 @built
 def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native kernels beside golden functions, with 127.5 levels."""
@@ -62,6 +63,7 @@ def test_hybrid_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> Non
     assert 0.5 < correlation < 0.999
 
 
+@pytest.mark.slow
 @built
 def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in float32, where sums in another order round keys and values to other numbers, and so change tokens."""

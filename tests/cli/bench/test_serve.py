@@ -277,6 +277,7 @@ def test_run_whose_output_cannot_be_printed_writes_figures(tmp_path: Path, monke
     assert json.loads(figures.read_text())["requests"]["ok"] == 1
 
 
+@pytest.mark.slow
 def test_run_plot_writes_an_image(tmp_path: Path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "out.png"

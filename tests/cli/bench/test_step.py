@@ -56,6 +56,7 @@ def test_bench_step_json_has_one_object_per_batch(capsys: pytest.CaptureFixture[
         assert 0 < row["host_us"] < 1e3 * 1e4
 
 
+@pytest.mark.slow
 def test_kernel_share_after_late_collection_is_at_most_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def test_collect_without_a_home_is_complete(home: Path, monkeypatch: pytest.Monk
     assert manifest(members(home / "a.tar.gz"))["plog"]["detail"] == "no log of CANN in ~/ascend/log"
 
 
+@pytest.mark.slow
 def test_collect_runs_npu_smi_for_each_npu_with_time_limits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npuserve.cli.collect.command.COMMAND_SECONDS", 1.0)
     program(home / "bin", "npu-smi", NPU_SMI)
@@ -168,6 +169,7 @@ def test_collect_runs_npu_smi_for_each_npu_with_time_limits(home: Path, monkeypa
     assert {name.split("/")[1] for name in lines if name.count("/") == 2 and name.startswith("npu-smi")} == {"0", "3"}
 
 
+@pytest.mark.slow
 def test_collect_after_its_time_skips_commands(home: Path) -> None:
     program(home / "bin", "npu-smi", "#!/bin/sh\nexec sleep 5\n")
     assert main(["collect", "--output", str(home / "a.tar.gz"), "--seconds", "1"]) == 0

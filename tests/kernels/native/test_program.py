@@ -186,6 +186,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_record_imports_no_dynamo():
     """The import would take a second of each start."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)

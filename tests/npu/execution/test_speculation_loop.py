@@ -78,7 +78,8 @@ def equal(plain: Answer, drafted: Answer) -> None:
         assert plain.reason
 
 
-@pytest.mark.parametrize("kind", ["right", "mixed", "suffix", "auto"])
+@pytest.mark.parametrize(
+    "kind", ["mixed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("right", "suffix", "auto"))])
 @settings(max_examples=settings.default.max_examples // 5, deadline=None,
           suppress_health_check=[HealthCheck.too_slow])
 @given(all_asks=st.lists(asks(), min_size=3, max_size=8), pool=st.sampled_from([7, 9, 40]),

@@ -225,6 +225,7 @@ async def test_resume_with_another_key_is_not_found(
             ("StreamGenerate", "alice"), ("ResumeStream", "root"), ("ResumeStream", "alice")]
 
 
+@pytest.mark.slow
 async def test_auth_changed_keys_file_is_reloaded(
     folder: Path, keys: dict[str, str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,6 +259,7 @@ async def test_auth_changed_keys_file_is_reloaded(
         assert set((await codes(server, bearer(bob))).values()) == {"UNAUTHENTICATED"}
 
 
+@pytest.mark.slow
 async def test_auth_reload_with_a_bug_does_not_stop_the_heartbeat(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,6 +91,7 @@ async def test_tls_client_trusting_authority_is_served(tmp_path: Path, files: Pa
             assert plain.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 async def test_tls_new_certificate_applies_to_new_connections(
     tmp_path: Path, files: Pair, authority: Authority, other: Authority
 ) -> None:
@@ -111,13 +112,14 @@ async def test_tls_new_certificate_applies_to_new_connections(
         assert (await server.inference.Generate(ask("a", 1))).text == "b", "the old connection still works"
 
 
+@pytest.mark.slow
 async def test_tls_in_a_drain_answers_clients_that_reconnect(tmp_path: Path, files: Pair, authority: Authority) -> None:
     async with running(make_folder(tmp_path / "m"), credentials=trust(authority), **settings(files)) as server:
         server.engine.hold.clear()
         stream = server.inference.StreamGenerate(ask("a", 2))
         await until(lambda: server.engine.live == 1)
         stopping = asyncio.ensure_future(server.frontend.stop(60))
-        server.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        server.frontend.stop = lambda *_: stopping  # type: ignore[method-assign,assignment,return-value]
         try:
             await until(lambda: len(server.frontend._servers._servers) == 2)
             async with connected(server, trust(authority)) as stub:
@@ -159,6 +161,7 @@ async def test_tls_invalid_new_files_keep_old_ones(
         await answered(server, trust(other))
 
 
+@pytest.mark.slow
 async def test_tls_expired_certificate_keeps_open_streams(
     tmp_path: Path, files: Pair, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import pytest
 
 from npuserve.v1 import inference_service_pb2_grpc
 from tests.support.fake_engine import until
@@ -21,6 +22,7 @@ WHOLE = 12
 preempted on a machine of any speed."""
 
 
+@pytest.mark.slow
 async def test_cancels_at_random_moments_leak_nothing(tmp_path: Path) -> None:
     dice = random.Random(7)
     ended: Counter[str] = Counter()

@@ -107,6 +107,7 @@ class Crashes:
         pytest.fail("the engine never becomes idle")
 
 
+@pytest.mark.slow
 @given(count=st.integers(1, 40), killers=st.integers(0, 2), seed=st.integers(0, 1 << 20),
        budget=st.sampled_from([8, 24, 256]), seats=st.sampled_from([1, 5, 64]))
 def test_crash_tracker_fails_killers_only_each_after_three_crashes(

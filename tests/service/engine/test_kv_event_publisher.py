@@ -213,6 +213,7 @@ def test_replay_serves_several_clients_and_larger_histories_than_a_socket_holds(
         assert numbers == list(range(latest + 1))
 
 
+@pytest.mark.slow
 def test_replay_ends_for_a_client_that_reads_nothing_or_left(
     make: Callable[..., Publishing], monkeypatch: pytest.MonkeyPatch
 ) -> None:

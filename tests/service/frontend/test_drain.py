@@ -22,6 +22,7 @@ from tests.support.front_end import ask, running
 from tests.support.raw_connection import RawConnection
 
 
+@pytest.mark.slow
 async def test_drain_without_a_free_descriptor_moves_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The idle connections cannot be listed, and a second server listens once there is a descriptor."""
     listdir, is_taken, attempts = os.listdir, server._is_taken, []
@@ -44,7 +45,7 @@ async def test_drain_without_a_free_descriptor_moves_clients(tmp_path: Path, mon
         monkeypatch.setattr(os, "listdir", limited_listdir)
         monkeypatch.setattr(server, "_is_taken", limited_is_taken)
         stopping = asyncio.ensure_future(front_end.frontend.stop(60))
-        front_end.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        front_end.frontend.stop = lambda *_: stopping  # type: ignore[method-assign,assignment,return-value]
         await until(lambda: front_end.channel.get_state() != grpc.ChannelConnectivity.READY)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await front_end.inference.Generate(ask(), wait_for_ready=True)
@@ -75,6 +76,7 @@ def test_is_taken_on_a_system_without_ipv6_checks_the_other_addresses(monkeypatc
     assert not server._is_taken("localhost", port)
 
 
+@pytest.mark.slow
 async def test_drain_with_several_front_ends_listens_beside_them(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m"), frontends=2) as front_end:
         front_end.engine.hold.clear()
@@ -85,7 +87,7 @@ async def test_drain_with_several_front_ends_listens_beside_them(tmp_path: Path)
             other.bind(("127.0.0.1", front_end.frontend._servers.port))
             other.listen()
             stopping = asyncio.ensure_future(front_end.frontend.stop(60))
-            front_end.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+            front_end.frontend.stop = lambda *_: stopping  # type: ignore[method-assign,assignment,return-value]
             try:
                 await until(lambda: len(front_end.frontend._servers._servers) == 2)
             finally:
@@ -95,7 +97,7 @@ async def test_drain_with_several_front_ends_listens_beside_them(tmp_path: Path)
 
 
 async def test_drain_end_fails_calls_in_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(make_folder(tmp_path / "m")) as front_end:
+    async with running(make_folder(tmp_path / "m", chat=True)) as front_end:
         served, release = front_end.frontend._generation.folder, threading.Event()
         assert served
         assert served.tokenizer
@@ -104,7 +106,7 @@ async def test_drain_end_fails_calls_in_preparation(tmp_path: Path, monkeypatch:
             pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])))
         await until(lambda: front_end.frontend._generation.preparing)
         await front_end.frontend.stop(0.1)
-        front_end.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        front_end.frontend.stop = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
         release.set()
         with pytest.raises(grpc.aio.AioRpcError, match="shut down before the request was prepared") as failed:
             await call
@@ -125,9 +127,10 @@ async def test_drain_without_calls_closes_connections_before_the_server_stops(
 
         monkeypatch.setattr(front_end.frontend._servers, "stop", stop_once_closed)
         await front_end.frontend.stop(60)
-        front_end.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        front_end.frontend.stop = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
 
 
+@pytest.mark.slow
 async def test_drain_whose_clients_cannot_move_logs_the_exception_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,7 +145,7 @@ async def test_drain_whose_clients_cannot_move_logs_the_exception_at_once(
         stream = front_end.inference.StreamGenerate(ask("a", 2))
         await until(lambda: front_end.engine.live == 1)
         stopping = asyncio.ensure_future(front_end.frontend.stop(60))
-        front_end.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+        front_end.frontend.stop = lambda *_: stopping  # type: ignore[method-assign,assignment,return-value]
         await until(lambda: "clients cannot move to other connections" in caplog.messages)
         assert front_end.engine.live == 1
         front_end.engine.hold.set()
@@ -163,7 +166,7 @@ async def test_drain_waits_for_no_call_that_has_ended(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await server.inference.Generate(ask("a", 5), timeout=0.1)
         await asyncio.wait_for(server.frontend.stop(600), 60)
-        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        server.frontend.stop = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
 
 
 async def test_drain_waits_for_no_open_reflection_stream(tmp_path: Path) -> None:
@@ -172,4 +175,4 @@ async def test_drain_waits_for_no_open_reflection_stream(tmp_path: Path) -> None
         await call.write(reflection_pb2.ServerReflectionRequest(list_services="*"))
         await call.read()
         await asyncio.wait_for(server.frontend.stop(600), 20)  # an unfinished message ends after 30 s
-        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        server.frontend.stop = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]

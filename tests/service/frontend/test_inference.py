@@ -223,6 +223,7 @@ async def test_closed_connection_cancels_request(folder: Path) -> None:
         assert len(server.engine.got(Cancel)) == 1
 
 
+@pytest.mark.slow
 async def test_deadline_cancels_request(folder: Path) -> None:
     async with running(folder) as server:
         await server.inference.Generate(ask())  # connects
@@ -351,9 +352,9 @@ async def test_bug_is_internal_with_logged_id(
 
 
 @pytest.mark.parametrize("log_prompts", [False, True])
-async def test_request_has_one_log_line(folder: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
+async def test_request_has_one_log_line(chat_folder: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
     caplog.set_level(logging.INFO, "npuserve")
-    async with running(folder, log_prompts=log_prompts) as server:
+    async with running(chat_folder, log_prompts=log_prompts) as server:
         await server.inference.Generate(ask("secret", 4, request_id="one"))
         await stream(server, ask([0], 4, request_id="two", stop=["c"]))
         with pytest.raises(grpc.aio.AioRpcError):
@@ -385,8 +386,8 @@ async def test_request_updates_metrics(folder: Path) -> None:
     assert list(grown.values()) == [2, 4, 1, 2, 2, 2]
 
 
-async def test_get_model_info_and_get_load(folder: Path) -> None:
-    async with running(folder) as server:
+async def test_get_model_info_and_get_load(chat_folder: Path) -> None:
+    async with running(chat_folder) as server:
         info = await server.inference.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert (info.name, info.family) == ("counting", "CountingForCausalLM")
         assert (info.vocabulary_size, info.max_model_len) == (300, 64)
@@ -402,7 +403,7 @@ async def test_get_model_info_and_get_load(folder: Path) -> None:
         await server.inference.Generate(ask("a", 2))
         load = await server.inference.GetLoad(model_pb2.GetLoadRequest())
         assert (load.tokens_per_second, load.free_kv_ratio, load.max_num_seqs, load.max_queue) == (5.0, 1.0, 4, 4)
-        for name in ("counting", str(folder)):
+        for name in ("counting", str(chat_folder)):
             assert (await server.inference.Generate(ask("a", 1, model=name))).text == "b"
 
 

@@ -115,7 +115,7 @@ async def test_frontend_load_without_a_process_of_the_chat_template_is_repeated(
     starts: list[TemplateProcess] = []
     monkeypatch.setattr(TemplateProcess, "start", start)
     monkeypatch.setattr(frontend_process, "TEMPLATE_RETRY_SECONDS", 0.01)
-    async with running(make_folder(tmp_path / "m")) as server:
+    async with running(make_folder(tmp_path / "m", chat=True)) as server:
         assert (len(starts), len(set(starts))) == (3, 1)
         assert (await server.inference.Generate(ask("ab", 1))).text == "c"
 
@@ -171,6 +171,7 @@ def test_frontend_parent_dead_exits_at_once(tmp_path: Path, processes: list[Proc
     assert processes[0].end()[0] == 1
 
 
+@pytest.mark.slow
 async def test_frontend_drain_end_is_unavailable_with_resume_token(tmp_path: Path, processes: list[Process]) -> None:
     """A drain by the supervisor's order ends calls with UNAVAILABLE, RetryInfo and the resume token.
 
@@ -222,7 +223,7 @@ async def drain(server: Running) -> AsyncIterator[asyncio.Future[None]]:
     stream = server.inference.StreamGenerate(ask("a", 60))
     text = (await stream.read()).text
     stopping = asyncio.ensure_future(server.frontend.stop(60))
-    server.frontend.stop = lambda: stopping  # type: ignore[method-assign,assignment,return-value]
+    server.frontend.stop = lambda *_: stopping  # type: ignore[method-assign,assignment,return-value]
     yield stopping
     assert not stopping.done()
     server.engine.delay = 0.0
@@ -249,6 +250,7 @@ async def test_frontend_new_connection_during_a_drain_is_answered(tmp_path: Path
             assert "google.rpc.RetryInfo" in kinds
 
 
+@pytest.mark.slow
 async def test_frontend_first_call_on_an_open_connection_during_a_drain_is_unavailable(tmp_path: Path) -> None:
     """Never CANCELLED, at any time of the drain, also if the client has read nothing since it connected."""
     async with running(make_folder(tmp_path / "m")) as server:
@@ -272,6 +274,7 @@ async def test_frontend_first_call_on_an_open_connection_during_a_drain_is_unava
             connection.close()
 
 
+@pytest.mark.slow
 async def test_frontend_drain_moves_a_client_with_a_running_stream(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,6 +396,7 @@ async def test_frontend_accepts_frequent_pings_during_long_call(tmp_path: Path) 
             assert (await call).text == "bc"
 
 
+@pytest.mark.slow
 async def test_frontend_max_connection_age_keeps_running_calls(tmp_path: Path) -> None:
     """The next call uses a new connection, so that clients find new servers. The stream stays on the old one."""
     async with running(make_folder(tmp_path / "m"), max_connection_age_seconds=0.2) as server:

@@ -181,6 +181,7 @@ def test_response_progress_message_has_prompt_logprobs_once(folder: ModelFolder)
     assert [len(part.prompt_logprobs) for part in parts[1:] if part] == [2, 0]
 
 
+@pytest.mark.slow
 async def test_stream_of_special_tokens_sends_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

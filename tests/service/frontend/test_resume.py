@@ -145,7 +145,7 @@ async def test_drain_that_cuts_off_several_streams_logs_each(folder: Path, caplo
         calls = [server.inference.StreamGenerate(ask("a", 5)) for _ in range(3)]
         await until(lambda: server.engine.live == 3)
         await server.frontend.stop(0.0)
-        server.frontend.stop = lambda: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+        server.frontend.stop = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 async for _ in call:

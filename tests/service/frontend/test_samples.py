@@ -146,7 +146,7 @@ async def test_error_of_one_sample_ends_the_call_of_a_client_that_reads_nothing(
                 _ = [part async for part in call]
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline", "connection"])
+@pytest.mark.parametrize("how", ["cancel", pytest.param("deadline", marks=pytest.mark.slow), "connection"])
 async def test_end_of_the_call_cancels_all_samples(folder: Path, how: str) -> None:
     async with running(folder) as server:
         server.engine.delay = 0.005

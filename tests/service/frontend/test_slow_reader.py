@@ -31,6 +31,7 @@ async def read(call: grpc.aio.UnaryStreamCall) -> tuple[str, pb.Finish]:
     return "".join(part.text for part in parts), parts[-1].finish
 
 
+@pytest.mark.slow
 async def test_slow_reader_pauses_and_loses_no_text(tmp_path: Path) -> None:
     async with whole_server(tmp_path, max_buffered_tokens=16) as server, server.client(*SMALL_WINDOW) as slow, \
             server.client() as quick:
@@ -108,6 +109,7 @@ def codes(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.fields["code"] for record in caplog.records if record.message == "request"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_deadline_over_grpc_ends_answer_early(tmp_path: Path) -> None:
     """Steps are so long that an answer ends 0.4 s before its deadline: a stall of the machine cannot miss it."""
     async with whole_server(tmp_path, delay=0.2, max_num_seqs=1) as server, server.client() as stub:

@@ -25,8 +25,8 @@ def preparing() -> float:
     return REGISTRY.get_sample_value("npuserve_requests_preparing") or 0.0
 
 
-async def test_tokenize_and_detokenize(folder: Path) -> None:
-    async with running(folder) as server:
+async def test_tokenize_and_detokenize(chat_folder: Path) -> None:
+    async with running(chat_folder) as server:
         ids = (await server.inference.Tokenize(tokenize_pb2.TokenizeRequest(text="ab<eos>"))).token_ids
         assert list(ids) == [0, 1, EOS]
         for skip, text in ((False, "ab<eos>"), (True, "ab")):
@@ -59,10 +59,10 @@ async def test_calls_without_the_engine_are_served_while_it_restarts(folder: Pat
 
 
 async def test_get_load_counts_requests_in_preparation(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    chat_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content="b")])
-    async with running(folder) as server:
+    async with running(chat_folder) as server:
         served = server.frontend._generation.folder
         assert served
         assert served.tokenizer

@@ -202,6 +202,7 @@ async def test_subscribe_resumes_and_refuses_as_the_gateway_needs(tmp_path: Path
         resumed.cancel()
 
 
+@pytest.mark.slow
 async def test_subscribe_without_batches_sends_load_at_changes_and_as_a_heartbeat(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         call, view = server.subscribe(), View()

@@ -39,6 +39,7 @@ def violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
             for one in bad.field_violations]
 
 
+@pytest.mark.slow
 async def test_invalid_requests_get_the_same_status_as_through_ours(tmp_path: Path) -> None:
     cases: dict[str, Message] = {name: message for name, (message, *_) in (INVALID | OTHERS).items()}
     compared = 0
@@ -119,7 +120,7 @@ async def test_oversized_messages_are_refused(tmp_path: Path) -> None:
             assert details in error.details()
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, stream: bool) -> None:
     """The prompt has one message, also in a stream. Without a stream a sample has one."""
     most = (4 << 20) // (9 + 7 * 21)

@@ -173,11 +173,12 @@ async def good(server: Running) -> None:
     assert (await server.inference.Generate(ask("ab", 3))).text == "cde"
 
 
+@pytest.mark.slow
 async def test_request_with_a_bad_field_is_refused_and_the_next_is_served(tmp_path: Path) -> None:
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     cases = {name: (message, invalid, details) for name, (message, details) in INVALID.items()}
     assert len(cases | OTHERS) >= 45
-    async with running(make_folder(tmp_path / "m")) as server:
+    async with running(make_folder(tmp_path / "m", chat=True)) as server:
         for name, (message, code, details) in (cases | OTHERS).items():
             error = await refused(server.inference.Generate(message), code, details)
             if len(message.text) < 1 << 20:
@@ -197,7 +198,7 @@ async def test_request_with_a_bad_field_is_refused_and_the_next_is_served(tmp_pa
 
 async def test_call_with_malformed_or_oversized_bytes_is_refused(tmp_path: Path) -> None:
     """Bytes that are not protobuf, and messages above the size limit."""
-    async with running(make_folder(tmp_path / "m")) as server:
+    async with running(make_folder(tmp_path / "m", chat=True)) as server:
         raw = server.channel.unary_unary("/npuserve.v1.InferenceService/Generate")
         for data, details in (
             (b"\xff\xff\xff", "malformed protobuf"), (b"\x1a\xff\xff\xff\x7fabc", "malformed protobuf"),
@@ -221,7 +222,7 @@ async def test_request_with_several_bad_fields_names_all(tmp_path: Path) -> None
     message = pb.GenerateRequest(
         text="a" * 64, request_id="a b", sampling=pb.SamplingParams(temperature=-1, top_p=2, allowed_token_ids=[300]),
         stopping=pb.StoppingParams(max_tokens=0, stop=[""]), scheduling=pb.SchedulingParams(priority=101))
-    async with running(make_folder(tmp_path / "m")) as server:
+    async with running(make_folder(tmp_path / "m", chat=True)) as server:
         error = await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "; ")
         bad = error_details_pb2.BadRequest()
         assert any(detail.Unpack(bad) for detail in rpc_status.from_call(error).details)
@@ -246,7 +247,7 @@ async def test_request_with_long_bad_names_gets_a_status_within_8_kib(tmp_path: 
     """The paths contain the client's names; gRPC drops a status above 8 KiB."""
     for name in ("x" * 100_000, "中" * 100_000):
         message = chat(*[("\u00e9" * 100_000, "")] * 20, template_args=struct(**{name: NAN}))
-        async with running(make_folder(tmp_path / "m"), max_message_size=8 << 20) as server:
+        async with running(make_folder(tmp_path / "m", chat=True), max_message_size=8 << 20) as server:
             await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, "chat.messages[0].role")
             message = chat(("user", ""), template_args=struct(**{name: NAN}))
             await refused(server.inference.Generate(message), grpc.StatusCode.INVALID_ARGUMENT, f"_args.{name[:10]}")
@@ -267,7 +268,7 @@ async def test_model_without_a_tokenizer_accepts_ids_only(tmp_path: Path) -> Non
 
 
 async def test_chat_with_a_template_that_writes_a_lone_surrogate_is_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m")
+    folder = make_folder(tmp_path / "m", chat=True)
     (folder / "chat_template.jinja").write_text(r"{% if messages[0].role == 'developer' %}{{ '\ud800' }}{% endif %}a")
     async with running(folder) as server:
         call = server.inference.Generate(chat(("developer", "b")))

@@ -22,7 +22,7 @@ from tests.support.front_end import ask
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
-    path = make_folder(tmp_path_factory.mktemp("model"))
+    path = make_folder(tmp_path_factory.mktemp("model"), chat=True)
     return open_folder(path, str(path), "counting")
 
 

@@ -156,6 +156,7 @@ async def test_refusal_throttle_counts_all_work_of_a_call() -> None:
     assert delayed.value.seconds == pytest.approx(3 - BURST / 100)
 
 
+@pytest.mark.slow
 async def test_refusal_throttle_flood_delays_refusals_only(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("")
     folder = make_folder(tmp_path / "counting")

@@ -179,6 +179,7 @@ def test_priority_is_worth_a_bounded_number_of_tokens(urgency: int) -> None:
     assert greatest >= worth
 
 
+@pytest.mark.slow
 def test_client_that_arrives_while_another_has_borrowed_is_not_behind_it() -> None:
     """Each single request of the quiet client is served soon, however long the flood lasts."""
     harness = one_at_a_time()

@@ -251,7 +251,8 @@ class Load:
         self._steps += 1
 
 
-@pytest.mark.parametrize(("clients", "length"), [(2, 4000), (2, 100), (5, 4000), (5, 100)])
+@pytest.mark.parametrize(("clients", "length"), [
+    (2, 4000), (5, 100), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 100), (5, 4000)))])
 def test_heavy_clients_get_equal_tokens_without_thrashing(clients: int, length: int) -> None:
     """The first client begins alone. Requests that end give their slots to other clients without a preemption."""
     seats, steps = 20, 3000

@@ -64,6 +64,7 @@ async def test_engine_client_states_and_model_info() -> None:
         await client.close()
 
 
+@pytest.mark.slow
 async def test_engine_client_silent_engine_is_stalled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "npuserve")
     async with connected() as (client, engine):
@@ -167,6 +168,7 @@ async def test_engine_client_outputs_of_earlier_epoch_and_of_ended_streams_are_d
         assert len(engine.got(Hello)) == 1
 
 
+@pytest.mark.slow
 async def test_engine_client_load_counts_unanswered_requests_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "UNANSWERED_SECONDS", 0.0)
     gauge = metrics.requests_waiting._value

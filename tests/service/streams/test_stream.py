@@ -50,6 +50,7 @@ def build_request(name: str, prompt: int, max_tokens: int, token: str = "", **sa
                    resume_token=token, owner="me")
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(deaths=st.lists(st.integers(0, 25), max_size=4), batch=st.integers(1, 3), count=st.integers(1, 6))
 def test_stream_engine_deaths_lose_and_repeat_nothing(deaths: list[int], batch: int, count: int) -> None:

@@ -293,6 +293,7 @@ def kill_later(process: CompileProcess, number: signal.Signals) -> None:
     threading.Timer(0.2, end).start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT])
 def test_process_that_a_limit_ends_refuses_the_constraint(process: CompileProcess, number: signal.Signals):
     kill_later(process, number)
@@ -312,6 +313,7 @@ def test_process_that_is_killed_is_replaced_and_compiles_the_constraint(
     assert killed() is None
 
 
+@pytest.mark.slow
 def test_process_that_is_stopped_is_killed_and_replaced(process: CompileProcess, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compile_process, "MAX_WALL_RATIO", 0.1)
     stopped = process._process

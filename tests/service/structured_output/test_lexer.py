@@ -107,7 +107,7 @@ def random_walk(rng: random.Random, mask: bytes, run: list[int] | None) -> int:
 @pytest.mark.parametrize(("kind", "value"), [
     pytest.param("json_schema", PAIRS, id="pairs", marks=pytest.mark.slow),
     pytest.param("json_schema", {"type": "string", "minLength": 900}, id="string", marks=pytest.mark.slow),
-    pytest.param("regex", EXPONENTIAL, id="exponential"),
+    pytest.param("regex", EXPONENTIAL, id="exponential", marks=pytest.mark.slow),
     pytest.param("regex", "(日|[a-z]{1,200}é)*", id="words")])
 def test_masks_and_forced_tokens_do_not_depend_on_the_lexer(
     kind: Any, value: Any, monkeypatch: pytest.MonkeyPatch

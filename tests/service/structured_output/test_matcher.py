@@ -249,6 +249,7 @@ def test_special_tokens_are_not_forced():
     assert state.forced() == encode("abcabc1</a>")
 
 
+@pytest.mark.slow
 def test_step_beyond_the_limits_is_a_matcher_error():
     text = "start: x\nx: x x | /[a-z]/"
     state = matcher("grammar", text)

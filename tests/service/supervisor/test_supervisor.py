@@ -166,6 +166,7 @@ def test_supervisor_drain_stops_front_ends_before_engine(supervise: Callable[...
         ("engine", "stopping", {"stop": True}), ("engine", "stopped", {})]
 
 
+@pytest.mark.slow
 def test_supervisor_drain_requested_by_front_end(supervise: Callable[..., Run]) -> None:
     """AdminService.Drain starts the drain. A first signal after it changes nothing."""
     run = supervise(front="live drain:7", frontends=2, engine="live:0.3")
@@ -176,6 +177,7 @@ def test_supervisor_drain_requested_by_front_end(supervise: Callable[..., Run]) 
     assert len(run.journal("engine", "stopped")) == 1
 
 
+@pytest.mark.slow
 def test_supervisor_hung_child_is_restarted(supervise: Callable[..., Run]) -> None:
     """A main loop that is blocked in a call, from its first step on, and a suspended process. Others keep running."""
     run = supervise(engine="hang:0 live", front="hang live", hang_seconds=1.0)
@@ -197,6 +199,7 @@ def test_supervisor_hung_child_is_restarted(supervise: Callable[..., Run]) -> No
     assert len(run.journal("engine", "started")) == 3
 
 
+@pytest.mark.slow
 def test_supervisor_death_in_long_step_counts_as_crash(supervise: Callable[..., Run]) -> None:
     """An engine that was ready and dies in a step longer than the check interval counts as crashed."""
     run = supervise(engine="step:0.15", check_seconds=0.02)
@@ -221,6 +224,7 @@ def test_supervisor_engines_after_failed_capture_get_the_reason_and_the_mode(sup
     assert given == [("", ""), ("", ""), ("no graphs here", "decoder"), ("no graphs here", "decoder")]
 
 
+@pytest.mark.slow
 def test_supervisor_suspended_machine_is_no_hang(supervise: Callable[..., Run]) -> None:
     """A suspended supervisor does not take the time as silence of its children, whether they are suspended too or not.
     """
@@ -247,6 +251,7 @@ def test_supervisor_noisy_child_is_no_hang(supervise: Callable[..., Run]) -> Non
     assert not run.said("hangs")
 
 
+@pytest.mark.slow
 def test_supervisor_repeated_hangs_gives_up(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="hang:2", hang_seconds=0.2)
     assert run.process.wait(30) == 1

@@ -57,6 +57,7 @@ def test_build_equals_tokenizers_on_any_text(name: str, text: str) -> None:
         assert ours.decode(ids[::2], skip) == trained.decode(ids[::2], skip_special_tokens=skip)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_build_splits_every_character_as_tokenizers(name: str) -> None:
     """Each assigned character is tested beside a letter, a number, a space and a newline. In the large uniform blocks

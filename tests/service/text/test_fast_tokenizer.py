@@ -110,6 +110,7 @@ def test_isolated_encode_of_a_text_that_explodes_is_refused(
     assert len(isolated.encode("bcd", False)) == 3
 
 
+@pytest.mark.slow
 def test_isolated_encode_of_a_long_text_is_not_refused() -> None:
     """A million characters: the limit grows with the text."""
     isolated = IsolatedTokenizer(built(None, split(r"\w+|\W+")))

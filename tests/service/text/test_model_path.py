@@ -97,6 +97,7 @@ def test_resolve_of_a_hub_name_uses_the_cache(tmp_path: Path, monkeypatch: pytes
     assert (found.name, found.names) == ("Qwen/Qwen3-0.6B", {"Qwen/Qwen3-0.6B"})
 
 
+@pytest.mark.slow
 def test_resolve_of_a_mistyped_folder_suggests_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "model").mkdir()

@@ -218,6 +218,7 @@ def test_roles_after_a_conversation_are_those_of_the_template(tmp_path: Path) ->
     assert process.roles == ChatTemplate(ECHO, {}).roles
 
 
+@pytest.mark.slow
 def test_render_from_two_threads_uses_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread has a process; processes are reused."""
     monkeypatch.setattr(template_process, "MAX_WALL_RATIO", 1000)  # on a loaded machine
