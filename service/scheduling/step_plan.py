@@ -116,10 +116,7 @@ class StepBuilder:
         state_source = state_slot = NO_SLOT
         if self._slots is not None:
             is_retractable = is_constrained or bool(drafts)
-            may_be_retractable = sequence.matcher is not None or sequence.drafter is not None
-            if may_be_retractable and start >= sequence.num_prompt_tokens and start % self._block_size == 0:
-                self._slots.take(sequence.slots, start)  # the row before this one can no longer be retracted
-            state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_retractable)
+            state_source, state_slot = self._plan_state(self._slots, sequence, start, is_retractable=is_retractable)
             if samples and not is_retractable and start > 0 and end % self._block_size == 0:
                 takes_state = is_expected = True  # of the answer, or of a prompt that fills its last block
             if takes_state:
@@ -137,6 +134,16 @@ class StepBuilder:
             pools=pools,
         )
         self.rows.append(row)
+
+    def _plan_state(
+        self, slots: StateSlots, sequence: Sequence, start: int, *, is_retractable: bool
+    ) -> tuple[int, int]:
+        """Return the slots that a row from `start` on reads and writes. Keep the state of a retractable row before it,
+        which can no longer be retracted, at a block boundary."""
+        may_be_retractable = sequence.matcher is not None or sequence.drafter is not None
+        if may_be_retractable and start >= sequence.num_prompt_tokens and start % self._block_size == 0:
+            slots.take(sequence.slots, start)
+        return sequence.slots.plan_row(start, is_retractable=is_retractable)
 
     def _end_at_checkpoint(self, sequence: Sequence, end: int, planned: int) -> tuple[int, bool, bool]:
         """Return the end of a row that would end at `end`, whether it takes a state, and whether that is expected.
