@@ -15,8 +15,9 @@ Workloads:
 
 All modes must give the same tokens, else the program ends with an error. Printed by workload, number of streams and
 mode: tokens a second after the first token of the last stream, the sum of the streams' own rates since some end early
-(median of the rounds), relative to `off` (median of the rounds' ratios), steps, tokens a step and stream, drafted and
-accepted tokens, and the share of time for drafting.
+(median of the rounds), relative to `off` (median of the rounds' ratios), the 99th percentile of the seconds between two
+messages of a stream (median of the rounds), steps, tokens a step and stream, drafted and accepted tokens, and the share
+of time for drafting.
 """
 
 from __future__ import annotations
@@ -82,7 +83,10 @@ class Prompts:
 
 @dataclass
 class Run:
-    """Answers of all streams. seconds, steps, rate: after the first token of the last stream."""
+    """Answers of all streams. seconds, steps, rate, gaps: after the first token of the last stream.
+
+    gaps: seconds between two messages of a stream.
+    """
 
     tokens: dict[int, list[int]]
     seconds: float
@@ -92,6 +96,7 @@ class Run:
     accepted: int
     drafting_seconds: float
     rate: float
+    gaps: list[float]
 
 
 class OracleDrafter(Drafter):
@@ -224,6 +229,8 @@ class Bench:
         steps = 0
         before: dict[int, int] = {}
         ends: dict[int, float] = {}
+        last_messages: dict[int, float] = {}
+        gaps: list[float] = []
         drafting_before = drafting.seconds
         while scheduler.has_work or pipeline:
             if (done := pipeline.advance()) is None:
@@ -233,8 +240,12 @@ class Bench:
                 assert progress.error is None, progress.error
                 stream = progress.sequence.origin[1]
                 tokens[stream] += progress.token_ids
+                now = time.perf_counter()
+                if began:
+                    gaps.append(now - last_messages[stream])
+                last_messages[stream] = now
                 if progress.reason:
-                    ends[stream] = time.perf_counter()
+                    ends[stream] = now
             if not began and len(tokens) == streams:
                 began = time.perf_counter()
                 before = {stream: len(ids) for stream, ids in tokens.items() if stream not in ends}
@@ -245,7 +256,7 @@ class Bench:
         rate = sum((len(tokens[stream]) - count) / (ends[stream] - began) for stream, count in before.items())
         generated = sum(len(tokens[stream]) - count for stream, count in before.items())
         return Run(tokens, seconds, steps, generated, drafting.drafted, drafting.accepted,
-                   drafting.seconds - drafting_before, rate)
+                   drafting.seconds - drafting_before, rate, gaps)
 
     def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
         """Run all modes in turn."""
@@ -264,6 +275,7 @@ def summary(runs: list[Run], base: list[Run], streams: int) -> dict[str, Any]:
     return {
         "tokens_per_second": round(statistics.median(run.rate for run in runs), 1),
         "ratio": round(statistics.median(run.rate / off.rate for run, off in zip(runs, base, strict=True)), 2),
+        "itl_p99_ms": round(1e3 * statistics.median(statistics.quantiles(run.gaps, n=100)[98] for run in runs), 1),
         "steps": last.steps, "tokens_per_step_and_stream": round(last.generated / last.steps / streams, 2),
         "drafted": last.drafted, "accepted": last.accepted,
         "drafting_share": round(last.drafting_seconds / last.seconds, 4)}
