@@ -51,7 +51,7 @@ from npuserve.npu.execution.in_flight import (
     pooled_rows,
     prompt_rows,
 )
-from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
+from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
@@ -279,8 +279,9 @@ class Runner:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
         masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. A row with n samples has
-            n masks. They are read only until this returns. The tokens of a constrained row without a mask are
-            discarded: a later step may sample the same position. Masks of other requests are ignored.
+            up to n masks; its samples without one are not valid. They are read only until this returns. The tokens of a
+            constrained row without a mask are discarded: a later step may sample the same position. Masks of other
+            requests are ignored.
 
         allowed_token_ids and min_tokens restrict a mask, unless no id would remain. Raises ValueError for a mask of
         another form, or one that allows no id of the vocabulary; nothing is queued then. Raises RuntimeError for a step
@@ -289,8 +290,8 @@ class Runner:
         if (waiting := self._waiting) is None or waiting.launched is not launched or not waiting.constrained:
             raise RuntimeError("the step needs no masks, or has them already")
         waiting.masks = self._masks.fill(waiting.constrained, masks, self._sampler.restrict)
-        waiting.discarded = frozenset(row.request_id for row in waiting.constrained) - masks.keys()
-        self._sampler.discard(waiting.discarded)
+        waiting.valid = {row.request_id: num_valid(masks.get(row.request_id)) for row in waiting.constrained}
+        self._sampler.discard(request_id for request_id, valid in waiting.valid.items() if not valid)
         waiting.constrained = []
         if waiting.host is None:
             self._complete()
@@ -346,7 +347,8 @@ class Runner:
         """
         sampled_rows = 0 if is_constrained or is_on_host else self._dispatch.sampled_rows(part)
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
-        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
+        drafts = {row.request_id: row.token_ids[1 - row.samples :] for row in part.rows if row.samples > 1}
+        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs, drafts)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         pooled = pooled_rows(part, staged.put)
         if is_on_host:
@@ -458,9 +460,8 @@ class Runner:
         elif isinstance(plan, FixedPlan):
             self._forward.choose_fixed(sampling, plan.filters, work.first)
         else:
-            discarded = waiting.discarded if waiting else ()
-            counted = [row for row in plan.penalized if part.samples[row][0] not in discarded]
-            logprobs = self._forward.choose_planned(sampling, plan, work.first, masks, counted)
+            valid = waiting.valid if waiting else {}
+            logprobs = self._forward.choose_planned(sampling, plan, work.first, masks, valid)
             if logprobs and plan.reported:
                 output.reports.append(([part.samples[row][0] for row in plan.reported.rows], logprobs))
 

@@ -226,12 +226,14 @@ def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
     """Return the drafting of speculative decoding; without drafts, and with a log line, where the model has none."""
     if config.speculate == "off":
         return Drafting()
-    obstacle = "state" if runner.num_slots else "" if runner.max_drafts else "device"
-    if obstacle:
-        reasons = {"state": "the model has a recurrent state", "device": "the device computes rows with drafts slowly"}
-        logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reasons[obstacle])
-        return Drafting(obstacle=obstacle)
-    return Drafting(Speculator(config.speculate), runner.max_drafts, overlaps=config.double_buffering)
+    if not runner.max_drafts:
+        reason = "the device computes rows with drafts slowly, or max_num_seqs leaves no tokens of a step to them"
+        logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reason)
+        return Drafting(obstacle="device")
+    has_state = runner.num_slots > 0
+    return Drafting(
+        Speculator(config.speculate, recomputes=has_state), runner.max_drafts, overlaps=config.double_buffering,
+        state_block_size=runner.block_size if has_state else 0)
 
 
 def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any] | None:
