@@ -37,7 +37,8 @@ PROCESSOR = "runtime/processor.cpp"
 """Source that detects the processor's instruction sets; it needs none of the others."""
 ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "processor.cpp", "tables.cpp")
 """Sources that are compiled once. Others are compiled for each instruction set."""
-_ROWS = ("convolution.cpp", "delta.cpp", "ranks.cpp", "rope.cpp", "sample.cpp", "uniform.cpp", "vocabulary.cpp")
+_ROWS = ("convolution.cpp", "delta.cpp", "experts.cpp", "ranks.cpp", "rope.cpp", "sample.cpp", "uniform.cpp",
+         "vocabulary.cpp")
 LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "rowwise.cpp", "attention.cpp", "compact.cpp", "int4.cpp")}
 """Instruction set -> sources that are not compiled for it, since its table has the kernels of a narrower set
 (runtime/isa.cpp)."""

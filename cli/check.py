@@ -229,7 +229,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
             threads=config.threads, decode_buckets=config.buckets, max_num_seqs=config.max_num_seqs, ranks=shard.size,
             place=place, state_dtype=config.state_dtype)
         facts = ModelConfig.from_folder(
-            folder, config.lm_head_dtype, float8=backend.float8, int4=backend.int4).sharded(shard)
+            folder, config.lm_head_dtype, task=config.task, float8=backend.float8, int4=backend.int4).sharded(shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         report["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))

@@ -109,10 +109,11 @@ def compare(config: ServerConfig) -> Comparison:
     folder = resolve(config.model)
     backend = select(config.device, config.relaxations if config.emulate else None)
     backend.set_threads(config.threads)
-    facts = ModelConfig.from_folder(folder, config.lm_head_dtype, float8=backend.float8, int4=backend.int4)
+    facts = ModelConfig.from_folder(
+        folder, config.lm_head_dtype, task=config.task, float8=backend.float8, int4=backend.int4)
     if facts.pooling:
-        raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker "
-                          "(modules.json), which gives none")
+        raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker, "
+                          "which gives none")
     length = min(facts.context_length, PROMPT + ANSWER)
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - ANSWER)[PROMPTS]
     _check_memory(facts, prompts)

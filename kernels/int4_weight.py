@@ -61,6 +61,9 @@ class Int4Weight(WeightForm):
         if row.zero is not None:
             self.numbers.write_zero(first, row.zero)
 
+    def part(self, first: int, count: int) -> Int4Weight:
+        return replace(self, numbers=self.numbers.rows(torch.arange(first, first + count)))
+
     @property
     def operand_dtype(self) -> torch.dtype:
         return self.dtype

@@ -94,10 +94,10 @@ def int8_of(x: Tensor, generator: torch.Generator, scheme: Scheme = DYNAMIC) -> 
     return Quantized(made.values, (made.scale.t() * factor).t(), made.zero)
 
 
-def native_quantize(x: Tensor, scheme: Scheme) -> tuple[Quantized, native.Call]:
-    """Return the output of `quantize` for x [T, K] and the native call that fills it."""
+def native_quantize(x: Tensor, scheme: Scheme, rows: int = 1) -> tuple[Quantized, native.Call]:
+    """Return the output of `quantize` for x [T * rows, K], of T tokens, and the native call that fills it."""
     out, p = native_int8(x.shape, scheme)
-    return out, ("quantize", x.dtype, [x, *p], [*x.shape], [scheme.levels])
+    return out, ("quantize", x.dtype, [x, *p], [len(x) // rows, x.shape[1], rows], [scheme.levels])
 
 
 @native.implementation(quantize)

@@ -84,6 +84,11 @@ class QuantizedWeight(WeightForm):
                 numbers[first : first + count] = numbers[0].clone()
         write(self.values, first, first_row(self.values).expand(count, -1))
 
+    def part(self, first: int, count: int) -> QuantizedWeight:
+        rows = slice(first, first + count)
+        zero, sums = (None if each is None else each[rows] for each in (self.zero, self.sums))
+        return replace(self, values=tensor_of(self.values)[rows], scale=self.scale[rows], zero=zero, sums=sums)
+
     @property
     def operand_dtype(self) -> torch.dtype:
         return torch.int8  # as fast as float8

@@ -229,9 +229,11 @@ class KernelSet:
     """Set of all kernels as one backend serves them, as attributes: `k.rms_norm(x, gamma, eps)`.
 
     labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
-    fallbacks: kernels served by their golden functions, without those that no layer of the model calls.
+    fallbacks: kernels served by their golden functions, without those that no layer of the model calls, and `replaced`.
 
     layer_kernels: kernels that the model's layers name (`Layer.kernels`).
+    replaced: kernels whose implementation computes this model without the device's operator
+        (`Backend.lacks_operator`).
     fuse: use optional kernels. Without it, or without an implementation, an optional kernel is in neither and returns
         None.
 
@@ -261,6 +263,9 @@ class KernelSet:
     causal_conv_silu: Callable[..., Tensor]
     gated_delta_rule: Callable[..., Tensor]
     gated_rms_norm: Callable[..., Tensor]
+    route_experts: Callable[..., Any]
+    experts_swiglu: Callable[..., Any]
+    experts_sum: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     greedy: Callable[..., Tensor]
     mask_logits: Callable[..., None]
@@ -270,13 +275,14 @@ class KernelSet:
 
     def __init__(
         self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan, *, fuse: bool = True,
-        layer_kernels: Collection[str] = (),
+        layer_kernels: Collection[str] = (), replaced: Collection[str] = (),
     ):
         self.backend = backend
         self.labels = {name: backend if backend in k.implementations else GOLDEN for name, k in KERNELS.items()
                        if not k.optional or (fuse and backend in k.implementations)}
         self.fallbacks = [name for name, label in self.labels.items()
-                          if label == GOLDEN and (name in layer_kernels or not KERNELS[name].by_layer)]
+                          if name in replaced or (
+                              label == GOLDEN and (name in layer_kernels or not KERNELS[name].by_layer))]
         self._observe = observe
         self._start = start
         self._functions = {

@@ -90,6 +90,10 @@ class WeightForm:
         """Bytes that a product reads beyond those that `Backend.weight_bytes` plans."""
         return 0
 
+    @abstractmethod
+    def part(self, first: int, count: int) -> WeightForm:
+        """Return rows [first, first + count) of a weight whose numbers are a tensor."""
+
     # Costs
 
     @property
@@ -212,6 +216,9 @@ class FloatWeight(WeightForm):
 
     def repeat_first(self, first: int) -> None:
         write(self.values, first, first_row(self.values).expand(len(self) - first, -1))
+
+    def part(self, first: int, count: int) -> FloatWeight:
+        return FloatWeight(tensor_of(self.values)[first : first + count], self.dtype)
 
     @property
     def unplanned_bytes(self) -> int:

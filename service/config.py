@@ -90,6 +90,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     capture_chunks: bool = True
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     lm_head_dtype: Literal["auto", "int8"] = "auto"
+    task: Literal["auto", "rank"] = "auto"
     max_model_len: int = 0
     block_size: int = 0
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "max_model_len": "maximum tokens of prompt and answer together; 0: the model's limit",
         "dtype": "type of weights and activations; auto follows the checkpoint and the device",
         "lm_head_dtype": "type of the LM head and a tied embedding; int8: quantized when loaded; auto: the model's",
+        "task": "auto: what modules.json of the model's folder says, without it text; rank: the model is a reranker",
     },
     "choose the device": {
         "device": "device of the model; auto takes the first available of npu, cuda, cpu",
@@ -100,7 +101,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "log_prompts": "log the prompt of each request",
         "metrics_vllm_aliases": "export metrics under vLLM's names too",
         "target_ttft_seconds": "maximum time to first token of an answer that counts as goodput",
-        "target_itl_seconds": "maximum mean gap between tokens of an answer that counts as goodput",
+        "target_itl_seconds": "target of the gap between tokens: prompts beside streams keep it, and answers whose "
+                              "mean is larger are no goodput",
         "otlp_endpoint": "OTLP endpoint of traces, as http://host:4317 (pip install 'npuserve[otel]'); none: no traces",
         "profile_dir": "folder for traces of profiles (npuserve profile); none: profiles are refused",
     },

@@ -48,7 +48,8 @@ class Arm:
         blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_cache=False)
         self._scheduler = Scheduler(
             blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_queue=100, aging_seconds=config.priority_aging_seconds, slots=StateSlots.of(runner.num_slots, blocks))
+            max_queue=100, aging_seconds=config.priority_aging_seconds,
+            target_itl_seconds=config.target_itl_seconds, slots=StateSlots.of(runner.num_slots, blocks))
         self._runner = runner
         self._pipeline = StepPipeline(self._scheduler, runner, 2)
         self._random = random.Random(seed)

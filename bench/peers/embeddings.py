@@ -75,9 +75,12 @@ class Peer:
     """Process of a peer."""
 
     def __init__(self, name: str, python: str, args: argparse.Namespace):
-        command = [python, __file__, "--as", name, args.model, str(args.threads), args.dtype]
+        here = Path(__file__).absolute()
+        command = [python, str(here), "--as", name, os.path.abspath(args.model), str(args.threads), args.dtype]
+        # This folder as working directory: a peer's optional import must not find a folder of this repository.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            command, cwd=here.parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True)
         while (line := self._line()) != "ready\n":
             if not line:
                 raise SystemExit(f"{name} does not start; run: {' '.join(command)}")

@@ -240,9 +240,11 @@ class Bench:
         """Return the bytes that a decode step must move: all weights once, the keys and values of `context` tokens, and
         the fixed state of `rows` rows, which is read and written.
 
-        An embedding apart from the LM head is not counted, because a step reads only a few of its rows.
+        An embedding apart from the LM head is not counted, because a step reads only a few of its rows. Of the experts
+        of a mixture, those are counted that as many random tokens are expected to choose.
         """
-        return self.runner.read_bytes + int(self.runner.token_bytes * context) + 2 * rows * self.runner.slot_bytes
+        weights = self.runner.read_bytes - self.runner.unread_expert_bytes(rows)
+        return weights + int(self.runner.token_bytes * context) + 2 * rows * self.runner.slot_bytes
 
     def prefill_operations(self, tokens: int) -> int:
         """Return the operations of the layers' linear products and causal attention, without the LM head's one row."""
@@ -250,7 +252,7 @@ class Bench:
         tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
         q_sizes = sum(layer.q_size for layer in config.local_layers if isinstance(layer, Attention))
         attention = 4 * q_sizes * (tokens * (tokens + 1) // 2)
-        return 2 * (self.runner.parameters - tables) * tokens + attention
+        return 2 * (config.active_parameters - tables) * tokens + attention
 
     def add(self, tokens: int, answer: int) -> int:
         """Add a request with `tokens` random prompt tokens and `answer` greedy tokens. Return its id."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.ceilings import DTYPES, Peak
 from npuserve.kernels.collectives import Ranks
+from npuserve.kernels.experts import Routing, distinct_experts
 from npuserve.kernels.kv_cache import Cache, block_size
 from npuserve.kernels.layer import LayerWeights
 from npuserve.kernels.quantized import Quantized, Scheme
@@ -200,6 +201,38 @@ def _gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Cost:
     return Cost(3 * x.nbytes + gamma.nbytes, 9 * x.numel(), "fp32")
 
 
+def _route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Cost:
+    return Cost(nbytes(x, weight) + 8 * len(x) * top_k + 4 * count, 2 * len(x) * weight.numel(), "fp32", cold=(1,))
+
+
+def _by_experts(x: Tensor | Quantized, weight: Weight, routing: Routing, out: int) -> Cost:
+    """Return the cost of products by experts, which read the weights of experts with rows. out: bytes of the result.
+
+    On tensors without memory, tokens choose experts independently, and each expert as often as another.
+    """
+    form = form_of(weight)
+    tokens, top_k = routing.places.shape
+    rows, experts = tokens * top_k, routing.experts
+    read = distinct_experts(tokens, top_k, experts)
+    if not routing.begins.is_meta:
+        rows, read = int(routing.begins[-1]), float((routing.begins.diff() > 0).sum())
+    return Cost(nbytes(x, routing) + int(nbytes(weight) * read / experts) + out, 2 * rows * prod(form.shape) // experts,
+                _KINDS[form.operand_dtype], cold=(1,))
+
+
+def _experts_swiglu(x: Tensor | Quantized, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Cost:
+    rows, columns = routing.places.numel(), weight.shape[0] // routing.experts // 2
+    out = rows * columns * weight.dtype.itemsize if scheme is None else _quantized((rows, columns), scheme)
+    return _by_experts(x, weight, routing, out)
+
+
+def _experts_sum(
+    x: Tensor | Quantized, weight: Weight, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Cost:
+    out = len(routing.places) * weight.shape[0] // routing.experts * weight.dtype.itemsize
+    return _by_experts(x, weight, routing, out + nbytes(shared, gate))
+
+
 def _sigmoid_gate(x: Tensor, gate: Tensor) -> Cost:
     return Cost(3 * x.nbytes, 4 * x.numel(), "fp32")
 
@@ -249,6 +282,9 @@ COSTS: dict[str, Callable[..., Cost]] = {
     "qk_norm_rope_kv_write": _qk_norm_rope_kv_write,
     "paged_attention": _paged_attention,
     "sigmoid_gate": _sigmoid_gate,
+    "route_experts": _route_experts,
+    "experts_swiglu": _experts_swiglu,
+    "experts_sum": _experts_sum,
     "causal_conv_silu": _causal_conv_silu,
     "gated_delta_rule": _gated_delta_rule,
     "gated_rms_norm": _gated_rms_norm,

@@ -52,6 +52,10 @@ def _matrix(n: Sequence[int]) -> int:
     return n[0] * n[1]
 
 
+def _pairs(n: Sequence[int]) -> int:
+    return n[0] * n[2]
+
+
 FLOAT32, FLOAT64, BFLOAT16 = torch.float32, torch.float64, torch.bfloat16
 BOOL, UINT8, INT8, INT32, INT64 = torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64
 
@@ -84,6 +88,34 @@ def _product(out: Signature) -> Signature:
 
 def _product_int8(out: Signature) -> Signature:
     return Argument("x", INT8, _matrix), *_product(out)[1:], *_INT8_SCALES
+
+
+# n: T, K, N of one expert, E, R / T. x [R, K], weight [E * N, K].
+
+
+def _expert_rows(n: Sequence[int]) -> int:
+    return n[0] * n[4]
+
+
+def _of_experts(n: Sequence[int]) -> int:
+    return n[2] * n[3]
+
+
+_BEGINS: Signature = (Argument("begins", INT32, lambda n: n[3] + 1), Argument("plan", INT64, lambda n: 2 * n[3] + 4))
+
+
+def _experts(parts: int, x: torch.dtype | None = None, scales: Signature = ()) -> Signature:
+    """Return the signature of a product by experts. parts: columns of the weight for one of the output."""
+    return (
+        Argument("x", x, lambda n: _expert_rows(n) * n[1]), _PACKED, None,
+        Argument("out", None, lambda n: _expert_rows(n) * n[2] // parts), None, *scales, *_BEGINS)
+
+
+def _experts_int8(parts: int) -> Signature:
+    return _experts(parts, INT8, (
+        Argument("x_scale", FLOAT32, _expert_rows), Argument("scale", FLOAT32, _of_experts),
+        Argument("sums", INT32, _of_experts), Argument("x_zero", INT32, _expert_rows, optional=True),
+        Argument("zero", INT32, _of_experts, optional=True), Argument("x_sums", INT32, _expert_rows)))
 
 
 # n: T, R, Hq, Hkv, D, block_size, stride, items.
@@ -124,11 +156,11 @@ def _rope(cached: torch.dtype | None) -> Signature:
 # n: T, H.
 
 
-def _int8(optional: bool) -> Signature:
-    """Return the arguments of an int8 output [T, H]. optional: the op may write its output without quantization."""
+def _int8(optional: bool, rows: Size = _rows) -> Signature:
+    """Return the arguments of an int8 output [rows, H]. optional: the op may write its output without quantization."""
     return (
-        Argument("values", INT8, _matrix, optional), Argument("scale", FLOAT32, _rows, optional),
-        Argument("zero", INT32, _rows, optional=True), Argument("sums", INT32, _rows, optional),
+        Argument("values", INT8, lambda n: rows(n) * n[1], optional), Argument("scale", FLOAT32, rows, optional),
+        Argument("zero", INT32, rows, optional=True), Argument("sums", INT32, rows, optional),
         Argument("static_scale", FLOAT32, _one, optional=True), Argument("static_zero", INT32, _one, optional=True))
 
 
@@ -140,6 +172,7 @@ _LOGPROBS: Signature = (
     Argument("largest", FLOAT32, lambda n: n[0] * -(-n[2] // CONSTANTS["LOGPROBS_BLOCK"])))
 
 _X = Argument("x", None, _matrix)
+_PLACES = Argument("places", INT32, _pairs)
 _NORMED: Signature = (
     Argument("gamma", None, lambda n: n[1], optional=True), Argument("out", None, _matrix, optional=True))
 _WIDE_GAMMA = Argument("wide_gamma", FLOAT32, lambda n: n[1], optional=True)
@@ -181,6 +214,27 @@ SIGNATURES: dict[str, Signature] = {
     "linear_argmax_int8": (*_product_int8(_BEST), *_MASKS),
     "linear_argmax_compact": (*_product(_BEST), *_MASKS),
     "linear_argmax_int4": (*_product(_BEST), *_MASKS),
+    **{f"linear_experts{form}": _experts(1) for form in ("", "_compact", "_int4")},
+    **{f"linear_swiglu_experts{form}": _experts(2) for form in ("", "_compact", "_int4")},
+    "linear_experts_int8": _experts_int8(1),
+    "linear_swiglu_experts_int8": _experts_int8(2),
+    "router_logits": (
+        _X, Argument("weight", None, lambda n: n[1] * n[2]), Argument("out", FLOAT32, lambda n: n[0] * n[2])),
+    "choose_experts": (
+        Argument("logits", FLOAT32, _matrix), Argument("experts", INT32, _pairs), Argument("weights", FLOAT32, _pairs)),
+    "group_experts": (
+        Argument("experts", INT32, _matrix), Argument("places", INT32, _matrix),
+        Argument("begins", INT32, lambda n: n[3] + 1)),
+    "gather_experts": (_X, _PLACES, Argument("out", None, lambda n: n[0] * n[1] * n[2])),
+    "gather_experts_int8": (
+        _X, _PLACES, Argument("out", None, lambda n: n[0] * n[1] * n[2]), Argument("scale", FLOAT32, _rows),
+        Argument("scales", FLOAT32, _pairs), Argument("zero", INT32, _rows, optional=True),
+        Argument("zeros", INT32, _pairs, optional=True), Argument("sums", INT32, _rows),
+        Argument("all_sums", INT32, _pairs)),
+    "sum_experts": (
+        Argument("x", None, lambda n: n[0] * n[1] * n[2]), _PLACES, Argument("weights", FLOAT32, _pairs),
+        Argument("shared", None, _matrix, optional=True), Argument("gate", None, _rows, optional=True),
+        Argument("out", None, _matrix)),
     "argmax_of_units": (*_MERGED, *_PAIRS),
     "argmax_of_units_int8": (*_MERGED, *_PAIRS),
     "argmax_of_units_compact": (*_MERGED, *_PAIRS),
@@ -208,7 +262,7 @@ SIGNATURES: dict[str, Signature] = {
         Argument("out", None, _matrix), Argument("wide_gamma", FLOAT32, lambda n: n[2], optional=True)),
     "sigmoid_gate": (_X, Argument("gate", None, _matrix), Argument("out", None, _matrix)),
     "swiglu": (Argument("gate_up", None, lambda n: 2 * n[0] * n[1]), Argument("out", None, _matrix)),
-    "quantize": (_X, *_int8(False)),
+    "quantize": (Argument("x", None, lambda n: _pairs(n) * n[1]), *_int8(False, _pairs)),
     "rank_share": (_X, _REGION),
     "rank_arrive": (_REGION,),
     "rank_sum": (_REGION, Argument("out", None, _matrix)),

@@ -149,8 +149,10 @@ class Backend(ABC):
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
     state_dtypes: dtypes of the states of linear attention that the kernels support, the default first.
+    state_dtype: the one in use.
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
+    experts: the kernels support mixtures of experts.
     int8_zeros: the kernels support int8 zero points.
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
@@ -181,8 +183,10 @@ class Backend(ABC):
     int4: bool = False
     fixed_state: bool = False
     measures_memory: bool = False
+    experts: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
+    state_dtype: torch.dtype = torch.float32
     scale_dtype: torch.dtype = torch.bfloat16
     kernels: str
     deterministic: bool
@@ -333,11 +337,11 @@ class Backend(ABC):
         """
         return nullcontext(False)
 
-    def check_state_dtype(self, requested: str) -> None:
-        """Raise BackendError for a dtype of the states of linear attention that the kernels do not support.
+    def choose_state_dtype(self, requested: str) -> None:
+        """Set `state_dtype` to the default for "auto", or to a dtype by its name.
 
-        A state in bfloat16 would have to be rounded after every token: rounded at the ends of chunks, it would depend
-        on them.
+        Raises BackendError for a dtype that the kernels do not support. Where answers must not depend on chunks, a
+        state in bfloat16 would have to be rounded after every token.
         """
         possible = "auto", *self.state_dtypes
         if requested not in possible:
@@ -345,6 +349,7 @@ class Backend(ABC):
                 f"state_dtype: {requested!r} is not possible on {self.name}, since a state that is rounded after every "
                 "token, so that answers do not depend on chunks, loses more than the activations do; possible are "
                 f"{', '.join(possible)}")
+        self.state_dtype = getattr(torch, self.state_dtypes[0] if requested == "auto" else requested)
 
     def cache_dtype(self, requested: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the KV cache for activations of `dtype`: `dtype` for "auto", or that of a setting.
@@ -370,6 +375,15 @@ class Backend(ABC):
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
         """Return the shape of the scales of a quantized cache's keys, which is also that of its values' scales."""
         return num_blocks, block_size, kv_heads
+
+    def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return True if the kernel's implementation computes these sizes without the device's operator.
+
+        That counts as a fallback, and steps with chunks are not captured.
+
+        sizes: of `Layer.operator_sizes`. dtype: of the activations.
+        """
+        return False
 
     def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
         """Return True if steps with chunks are captured, over a KV cache of this dtype."""

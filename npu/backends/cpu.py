@@ -172,7 +172,7 @@ class CpuBackend(Backend):
     vocabulary_tile = 64
     block_size = 128
     cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
-    fixed_state = True
+    fixed_state = experts = True
     int4 = int8_zeros = shares_memory = True
     collectives = "gloo"
 

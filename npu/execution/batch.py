@@ -234,37 +234,40 @@ class BatchBuffers:
             index)
 
     def clear(self) -> None:
-        """Make the batch of `tokens` consist of tokens that belong to no row, or of padding."""
-        if self._host_lengths:
-            self._on["sample_tokens"].zero_()
-            return
-        self._on["slots"].fill_(-1)
+        """Make the batch of `tokens` consist of tokens that belong to no row on the device, or of padding."""
         for name in ("contexts", "cu_seqlens"):
             self._on[name].zero_()
+        if self._host_lengths:
+            self._on["sample_tokens"].zero_()
+        else:
+            self._on["slots"].fill_(-1)
 
     def pad(self, part: Part, tokens: int) -> None:
         """Make `self.tokens(tokens)` the step that was filled last, whose first part is `part`.
 
         Tokens beyond the part belong to no row and are not cached; further rows have neither queries nor keys. If
         attention reads lengths from the host, the tokens belong to the row after the part's, and are cached in the
-        padding block.
+        padding block. All rows beyond the part's have the padding slot of fixed state.
         """
         arrays = self._at[self._current]
         rows = len(part.rows)
         beyond = slice(part.tokens, tokens)
+        largest = self._limits[1] + (1 if self._host_lengths else 0)
         arrays["ids"][beyond] = arrays["positions"][beyond] = 0
         if self._num_slots:
-            arrays["state_slots"][rows : self._limits[1]] = self._num_slots
+            arrays["state_slots"][rows:largest] = self._num_slots
         if self._host_lengths:
             arrays["slots"][beyond] = self._padding_slots[: tokens - part.tokens]
             arrays["sample_tokens"][len(part.samples) : self._max_samples] = 0
-            more = self._limits[1] - rows
-            part.cu_seqlens[rows + 1 :] = [tokens] * (more + 1)
-            part.context_lens[rows:] = [tokens - part.tokens, *[0] * more]
+            more = largest - rows
+            part.cu_seqlens[rows + 1 :] = [tokens] * more
+            part.context_lens[rows:] = [tokens - part.tokens, *[0] * (more - 1)]
+            arrays["contexts"][rows:largest] = part.context_lens[rows:]
+            arrays["cu_seqlens"][rows + 1 : largest + 1] = tokens
             return
         arrays["slots"][beyond] = -1
-        arrays["contexts"][rows : self._limits[1]] = 0
-        arrays["cu_seqlens"][rows + 1 : self._limits[1] + 1] = part.tokens
+        arrays["contexts"][rows:largest] = 0
+        arrays["cu_seqlens"][rows + 1 : largest + 1] = part.tokens
 
     def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
         """Write the inputs of a step to the next host buffer.

@@ -32,6 +32,7 @@ from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.layers.shard import WHOLE, Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
+from npuserve.npu.model.pooling import TaskSetting
 from npuserve.npu.model.progress import Progress
 from npuserve.npu.model.storage import choose_kernels, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
@@ -64,13 +65,13 @@ def load_runner(
     lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
-    max_drafts: int = 0,
+    max_drafts: int = 0, task: TaskSetting = "auto",
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
     decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
-    prefill_device, lm_head_dtype: see `select_prefill` and `ModelConfig`.
+    prefill_device, lm_head_dtype, task: see `select_prefill`, `ModelConfig` and `read_pooling`.
     kernel_sampling, observe, max_drafts: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
@@ -88,7 +89,7 @@ def load_runner(
     device.capture_mode = _agreed(capture, group) if group else capture
     device.capture_chunks = capture_chunks
     _preflight(device, num_ranks)
-    config = _config(folder, lm_head_dtype, device, group)
+    config = _config(folder, lm_head_dtype, task, device, group)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -131,10 +132,13 @@ def load_runner(
     return runner
 
 
-def _config(folder: Path | str, lm_head_dtype: HeadDtype, device: Backend, group: Group | None) -> ModelConfig:
+def _config(
+    folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None
+) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
     shard = Shard(group.rank, group.size) if group else WHOLE
-    return ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8, int4=device.int4).sharded(shard)
+    return ModelConfig.from_folder(
+        folder, lm_head_dtype, task=task, float8=device.float8, int4=device.int4).sharded(shard)
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
@@ -241,7 +245,7 @@ def open_devices(
     """
     device = select(backend, emulate, place)
     device.check_ranks(ranks)
-    device.check_state_dtype(state_dtype)
+    device.choose_state_dtype(state_dtype)
     device.set_threads(threads)
     if decode_buckets:
         device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)

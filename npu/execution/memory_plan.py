@@ -208,7 +208,8 @@ def predict(
         free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
         num_blocks = _given_blocks(
-            kv_cache_memory, fixed_state, slot_bytes(config, resolved), block, block_size, max_model_len, max_num_seqs)
+            kv_cache_memory, fixed_state, slot_bytes(config, resolved, backend), block, block_size, max_model_len,
+            max_num_seqs)
     else:
         num_blocks = max(min(max_num_seqs * per_request, free_blocks), per_request if max_model_len else 1)
     length = min(length, num_blocks * block_size)
@@ -270,7 +271,7 @@ def _slots(
     """
     if not config.has_fixed_state:
         return 0, 0
-    slot = slot_bytes(config, dtype)
+    slot = slot_bytes(config, dtype, backend)
     padding = 1 if backend.padding_blocks else 0
     wanted = max(2 * max_num_seqs, checkpoints // slot)
     num_slots = min(wanted, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
@@ -289,6 +290,9 @@ def _checked(
     if config.has_fixed_state and not backend.fixed_state:
         raise BackendError(f"device: {backend.name} does not serve models with linear attention ({config.family}); "
                            "possible is device: cpu")
+    if config.has_experts and not backend.experts:
+        raise BackendError(f"device: {backend.name} does not serve mixtures of experts ({config.family}); possible is "
+                           "device: cpu")
     for state in config.paged_states:
         backend.check_heads(state.head_dim, config.rotary_dim)
     check_schemes(config, backend)

@@ -20,8 +20,8 @@ _FLOAT = np.dtype("<f4")
 class Pooler:
     """Pooling of one model.
 
-    difference: [H] of a reranker, row of the LM head for the true token less the row for the false one. Its product
-        with a hidden state is the log-odds of the true token. None for an embedding model.
+    difference: [H] of a reranker, row of the LM head for the true token less the row for the false one, or the
+        classifier's row. Its product with a hidden state is the log-odds of a match. None for an embedding model.
     """
 
     def __init__(self, difference: Vector | None = None):

@@ -55,7 +55,7 @@ from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.storage import read_bytes, stored_bytes
+from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
@@ -118,7 +118,7 @@ class Runner:
         self.backend = backend
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
-        self.slot_bytes = slot_bytes(config, dtype)
+        self.slot_bytes = slot_bytes(config, dtype, backend)
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._kernel_sampling = kernel_sampling
         self._steps = 0
@@ -128,7 +128,10 @@ class Runner:
         rows = min(max_num_seqs, max_num_batched_tokens)
         samples = min(rows + max_drafts, max_num_batched_tokens)
         max_drafts = samples - rows
-        self._kernels = KernelSet(backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels)
+        replaced = {kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
+                    if backend.lacks_operator(kernel, sizes, dtype)}
+        self._kernels = KernelSet(
+            backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels, replaced=replaced)
         model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
@@ -150,12 +153,16 @@ class Runner:
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
         self._dispatch = Dispatch(
             backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
-            capture_chunks=backend.captures_chunks(self.cache_dtype), may_drop=ranks.size == 1)
+            capture_chunks=backend.captures_chunks(self.cache_dtype) and not replaced, may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
+
+    def unread_expert_bytes(self, tokens: int) -> int:
+        """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""
+        return idle_bytes(self.config, getattr(torch, self.dtype_name), self.backend, tokens)
 
     @property
     def parameters(self) -> int:
@@ -164,7 +171,7 @@ class Runner:
 
     @property
     def fallbacks(self) -> list[str]:
-        """Names of the kernels that run as golden functions."""
+        """Names of the kernels that run as golden functions, or without the device's operator for them."""
         return self._kernels.fallbacks
 
     def is_timed(self, step: Step) -> bool:

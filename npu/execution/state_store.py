@@ -45,9 +45,9 @@ def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backen
                if isinstance(layer.state, Paged))
 
 
-def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def slot_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Return the bytes of one slot: the fixed states of all layers. dtype: of the activations."""
-    return sum(math.prod(shape) * _dtype(name, dtype).itemsize
+    return sum(math.prod(shape) * _dtype(name, dtype, backend).itemsize
                for layer in config.local_layers if isinstance(state := layer.state, Fixed)
                for shape, name in zip(state.shapes, state.dtypes, strict=True))
 
@@ -61,8 +61,8 @@ def _paged_bytes(state: Paged, block_size: int, dtype: torch.dtype, backend: Bac
     return nbytes
 
 
-def _dtype(name: str, model: torch.dtype) -> torch.dtype:
-    return model if name == "model" else torch.float32
+def _dtype(name: str, model: torch.dtype, backend: Backend) -> torch.dtype:
+    return model if name == "model" else backend.state_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class StateStore:
                 shapes = backend.cache_shapes(blocks, block_size, state.heads, state.head_dim, dtype)
                 return KeysAndValues(cache(state, shapes[0]), cache(state, shapes[1]))
             if isinstance(state, Fixed):
-                return Slots(backend.empty((slots, *shape), _dtype(name, model_dtype or dtype))
+                return Slots(backend.empty((slots, *shape), _dtype(name, model_dtype or dtype, backend))
                              for shape, name in zip(state.shapes, state.dtypes, strict=True))
             return None
 

@@ -16,9 +16,10 @@ from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
 from npuserve.npu.model.layers.attention import Attention
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
-from npuserve.npu.model.pooling import MODULES, Pooling, read_pooling
+from npuserve.npu.model.pooling import CLASSIFIER, MODULES, Pooling, TaskSetting, read_pooling
 from npuserve.npu.model.rope_config import RopeConfig, parse_rope
 from npuserve.npu.quantization import modelslim
 from npuserve.npu.quantization.assignment import Quantization
@@ -54,7 +55,7 @@ class ModelConfig:
     shard: part of the model that this process computes.
     pooling: use of the last hidden states by an embedding model or a reranker, which have no LM head here; None for a
         model that generates text.
-    head: name of the matrix of the checkpoint's LM head.
+    head: name of the matrix of the checkpoint's LM head, or of its classifier.
     """
 
     architecture: str
@@ -127,6 +128,11 @@ class ModelConfig:
         return list(dict.fromkeys(layer.state for layer in self.local_layers if isinstance(layer.state, Paged)))
 
     @property
+    def has_experts(self) -> bool:
+        """True if layers are mixtures of experts."""
+        return any(isinstance(layer, Experts) for layer in self.kinds)
+
+    @property
     def has_fixed_state(self) -> bool:
         """True if requests need a slot beside blocks."""
         return any(isinstance(layer.state, Fixed) for layer in self.local_layers)
@@ -157,6 +163,12 @@ class ModelConfig:
         blocks = sum(self.hidden_size + of_kind[block.layer] for blocks in self.layers for block in blocks)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return blocks + tables + self.hidden_size
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that compute a token: those of all layers and tables but the experts not chosen."""
+        blocks = (block.layer for blocks in self.layers for block in blocks)
+        return self.num_parameters - sum(layer.idle_parameters for layer in blocks if isinstance(layer, Experts))
 
     @property
     def headless(self) -> ModelConfig:
@@ -197,10 +209,16 @@ class ModelConfig:
 
     @staticmethod
     def from_folder(
-        folder: Path | str, lm_head_dtype: HeadDtype = "auto", *, float8: bool = True, int4: bool = True
+        folder: Path | str,
+        lm_head_dtype: HeadDtype = "auto",
+        *,
+        task: TaskSetting = "auto",
+        float8: bool = True,
+        int4: bool = True,
     ) -> ModelConfig:
         """Read `folder`/config.json, and how the model pools. Raises ModelError.
 
+        task: see `read_pooling`.
         float8, int4: the device multiplies weights in float8, and in 4 bits (`Backend`). Others become floats while
             loading.
         """
@@ -217,22 +235,39 @@ class ModelConfig:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if not isinstance(data, dict):
             raise ModelError(f"{path}: must hold a JSON object")
-        pooling = read_pooling(path.parent)
+        pooling = read_pooling(path.parent, task)
         config = replace(
             ModelConfig.from_dict(data, is_pooling=pooling is not None), lm_head_dtype=lm_head_dtype,
             converts_float8=not float8, converts_int4=not int4)
         if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
             config = replace(config, quantization=_modelslim(description))
             _check_tied(config)
-        return config._pooling(pooling, path.parent) if pooling else config
+        config = config._pooling(pooling, path.parent) if pooling else config
+        return config._experts_of(path.parent)
 
     def _pooling(self, pooling: Pooling, folder: Path) -> ModelConfig:
         """Return the configuration of a model that pools. Some of their checkpoints hold the decoder alone, whose names
         have no prefix."""
         is_bare = has_tensor(folder, "norm.weight") and not has_tensor(folder, f"{self.prefix}norm.weight")
         prefix = "" if is_bare else self.prefix
-        head = f"{prefix}embed_tokens" if self.tie_word_embeddings else "lm_head"
+        head = "score" if pooling.is_classifier else f"{prefix}embed_tokens" if self.tie_word_embeddings else "lm_head"
         return replace(self.headless, pooling=pooling, prefix=prefix, head=head)
+
+    def _experts_of(self, folder: Path) -> ModelConfig:
+        """Return the configuration with the form of the folder's experts: stacked in one tensor, or one by one."""
+        blocks = ((index, block) for index, blocks in enumerate(self.layers) for block in blocks)
+        found = next(((index, block) for index, block in blocks if isinstance(block.layer, Experts)), None)
+        if found is None:
+            return self
+        index, block = found
+        name = f"{self.prefix}layers.{index}.{block.name}.experts.gate_up_proj"
+        return self.with_experts(stacked=has_tensor(folder, name))
+
+    def with_experts(self, *, stacked: bool) -> ModelConfig:
+        """Return the configuration of a checkpoint that has the experts stacked in one tensor, or one by one."""
+        return replace(self, layers=tuple(
+            tuple(replace(block, layer=replace(block.layer, stacked=stacked)) if isinstance(block.layer, Experts)
+                  else block for block in blocks) for blocks in self.layers))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, is_pooling: bool = False) -> ModelConfig:
@@ -243,15 +278,22 @@ class ModelConfig:
         names = data.get("architectures") or []
         if not isinstance(names, list):
             raise ModelError(f"config.json: architectures: must be a list of names, got {names!r}")
-        bare = next((name for name in names if f"{str(name).removesuffix('Model')}ForCausalLM" in FAMILIES), None)
+        bare = next((name for name in names if _generator(name, "Model") in FAMILIES), None)
+        classifier = next((name for name in names if _generator(name, CLASSIFIER) in FAMILIES), None)
         if bare and not is_pooling:
             raise ModelError(f"config.json: architectures: {bare} has no LM head, and the folder has no {MODULES}, "
                              "which says how an embedding model pools")
+        if classifier and not is_pooling:
+            raise ModelError(f"config.json: architectures: {classifier} has a classifier in place of an LM head, and "
+                             f"the folder has no {MODULES}; if it is a reranker, serve it with task set to rank "
+                             "(--task rank)")
         if is_pooling and (data.get("is_causal") is False or data.get("use_bidirectional_attention")):
             raise ModelError("config.json: attention to later tokens is not supported (is_causal, "
                              "use_bidirectional_attention)")
         if bare:
-            names = [f"{bare.removesuffix('Model')}ForCausalLM"]
+            names = [_generator(bare, "Model")]
+        elif classifier:
+            names = [_generator(classifier, CLASSIFIER)]
         architecture = next((name for name in FAMILIES if name in names), None)
         if refused := next((name for name in REFUSED if name in names), None) if architecture is None else None:
             raise ModelError(f"config.json: architectures: {refused} is not supported: {REFUSED[refused]}")
@@ -279,6 +321,11 @@ class ModelConfig:
         )
         _check_tied(config)
         return config
+
+
+def _generator(name: object, end: str) -> str:
+    """Return the class name of the decoder with an LM head, for a class name of the same decoder with another end."""
+    return f"{str(name).removesuffix(end)}ForCausalLM" if str(name).endswith(end) else ""
 
 
 def _count(layer: Layer, hidden: int) -> int:

@@ -158,21 +158,22 @@ def report_ignored_head(folder: Path | str, config: ModelConfig) -> None:
 
 
 def read_head_rows(folder: Path | str, config: ModelConfig, ids: Sequence[int]) -> Tensor:
-    """Return the rows [n, H] float32 of the checkpoint's LM head for these tokens.
+    """Return the rows [n, H] float32 of the checkpoint's LM head for these tokens, or of its classifier.
 
-    Raises ModelError for files that cannot be read, and for an LM head that is missing, quantized or too small.
+    Raises ModelError for files that cannot be read, and for a matrix that is missing, quantized or too small.
     """
+    num_rows = 1 if config.pooling and config.pooling.is_classifier else config.vocab_size
     name = f"{config.head}.weight"
     with ExitStack() as stack:
         files = _open_files(weight_files(Path(folder)), stack)
         if name not in files:
             raise ModelError(f"{folder}: 1 missing: {name}")
         head = files[name].get_slice(name)
-        if head.get_dtype() not in FLOATS or head.get_shape() != [config.vocab_size, config.hidden_size]:
-            raise ModelError(f"{folder}: {name}: must be floats of the shape [{config.vocab_size}, "
+        if head.get_dtype() not in FLOATS or head.get_shape() != [num_rows, config.hidden_size]:
+            raise ModelError(f"{folder}: {name}: must be floats of the shape [{num_rows}, "
                              f"{config.hidden_size}], got {head.get_dtype()} {head.get_shape()}")
-        if wrong := [i for i in ids if i >= config.vocab_size]:
-            raise ModelError(f"{folder}: token id {wrong[0]} of its score must be in [0, {config.vocab_size - 1}]")
+        if wrong := [i for i in ids if i >= num_rows]:
+            raise ModelError(f"{folder}: token id {wrong[0]} of its score must be in [0, {num_rows - 1}]")
         return torch.cat([head[i : i + 1] for i in ids]).float()
 
 
@@ -199,7 +200,7 @@ def _samples(matrix: StoredMatrix, files: dict[str, Any]) -> Iterator[Tensor]:
     for name, rows in matrix.parts.items():
         if not isinstance(rows, Span):
             continue
-        tensor = f"{name}.weight"
+        tensor = matrix.tensor_name(name)
         part = files[tensor].get_slice(tensor) if tensor in files else None
         if part is None or part.get_shape() != [rows.whole, columns.whole]:
             continue  # the loader reports it
@@ -269,7 +270,8 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
     for name in list(files):
         # Old checkpoints contain frequencies, which the configuration determines.
         if (name.endswith("rotary_emb.inv_freq") or name in scales
-                or (config.tie_word_embeddings and name.startswith("lm_head."))):
+                or (config.tie_word_embeddings and name.startswith("lm_head."))
+                or (config.pooling is not None and config.pooling.is_classifier and name == f"{config.head}.weight")):
             del files[name]
 
 

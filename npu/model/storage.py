@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from npuserve.kernels.experts import distinct_experts
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig, ModelError
@@ -16,8 +17,10 @@ from npuserve.npu.model.forms.floats import Floats
 from npuserve.npu.model.forms.matrix import StoredForm, StoredMatrix
 from npuserve.npu.model.forms.w4a16 import ConvertedInt4
 from npuserve.npu.model.forms.w8a8 import RoundedInt8
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Array, Layer, Matrix, norm
 from npuserve.npu.model.layers.shard import Span
+from npuserve.npu.quantization.scheme import WeightScheme
 from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 
@@ -83,8 +86,19 @@ def _stored(config: ModelConfig, prefix: str, parameter: Array | Matrix) -> Stor
     if isinstance(parameter, Array):
         return StoredArray(prefix + parameter.tensor, parameter)
     parts = {prefix + name: rows for name, rows in parameter.parts.items()}
-    form = _form(config, list(parts), parameter.columns, can_quantize=parameter.can_quantize)
-    return StoredMatrix(parts, parameter.columns, form, biased=parameter.biased)
+    if parameter.stacked:
+        form: StoredForm = Floats()
+        if scheme := next((each for name in parts if (each := _scheme(config, name))), None):
+            raise ModelError(
+                f"config.json: quantization_config: {next(iter(parts))} is quantized ({scheme.name}), and has the "
+                "weights of all experts; supported: tensors of single experts, or floats")
+    else:
+        form = _form(config, list(parts), parameter.columns, can_quantize=parameter.can_quantize)
+    return StoredMatrix(parts, parameter.columns, form, biased=parameter.biased, stacked=parameter.stacked)
+
+
+def _scheme(config: ModelConfig, name: str) -> WeightScheme | None:
+    return config.quantization.of(name) if config.quantization else None
 
 
 def final_norm(config: ModelConfig) -> StoredArray:
@@ -169,6 +183,18 @@ def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int
     """Return the part of `stored_bytes` that a step reads: all but an embedding that is not tied to the LM head."""
     embedding, *head = tables(config, backend.vocabulary_tile)
     return stored_bytes(config, dtype, backend) - (embedding.nbytes(dtype, backend) if head else 0)
+
+
+def idle_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend, tokens: int) -> int:
+    """Return the bytes of the experts that no token of a step is expected to choose, if each chooses at random."""
+    idle = 0.0
+    for index in range(config.num_layers):
+        for block in stored_blocks(config, index):
+            if isinstance(layer := block.layer, Experts):
+                share = 1 - distinct_experts(tokens, layer.top_k, layer.count) / layer.count
+                idle += share * sum(matrix.nbytes(dtype, backend) for field, matrix in block.parameters.items()
+                                    if field in layer.by_expert and isinstance(matrix, StoredMatrix))
+    return int(idle)
 
 
 def compared_inputs(config: ModelConfig, dtype: torch.dtype) -> int:

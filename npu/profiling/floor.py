@@ -6,7 +6,7 @@ call. Weights count in the dtype of the checkpoint, also where a device stores t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import Cost, cost
+from npuserve.kernels.experts import Routing
 from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.kernels.weight import Weight
@@ -30,6 +31,9 @@ from npuserve.npu.model.weights import ModelWeights
 
 Costs = dict[str, list[Cost]]
 """Kernel -> cost of each call."""
+OF_EXPERTS = "experts_swiglu", "experts_sum"
+"""Kernels that multiply by experts."""
+
 LM_HEAD = "linear_argmax"
 """Kernel of the LM head here. Steps with sampling parameters call `linear` for it."""
 
@@ -89,6 +93,23 @@ class CostRecorder:
         self._record("paged_attention", q, *args)
         return q.flatten(1)
 
+    def route_experts(
+        self, x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int
+    ) -> Routing:
+        self._record("route_experts", x, weight, top_k, renormalize, first, count)
+        return Routing(meta(len(x), top_k, dtype=torch.float32), meta(len(x), top_k, dtype=torch.int32),
+                       meta(count + 1, dtype=torch.int32))
+
+    def experts_swiglu(
+        self, x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None
+    ) -> Tensor | Quantized:
+        self._record("experts_swiglu", x, weight, routing, scheme)
+        return self._output((routing.places.numel(), weight.shape[0] // routing.experts // 2), scheme)
+
+    def experts_sum(self, x: Tensor | Quantized, weight: Weight, routing: Routing, *shared: Tensor | None) -> Tensor:
+        self._record("experts_sum", x, weight, routing, *shared)
+        return meta(len(routing.places), weight.shape[0] // routing.experts, dtype=self.dtype)
+
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         self._record("sigmoid_gate", x, gate)
         return x
@@ -118,22 +139,25 @@ class MetaModel:
     vocabulary_tile, int8_levels: see `Backend`.
     block_size: tokens of a KV-cache block.
     cache_dtype: `dtype`, or that of a quantized cache with scales of `scale_dtype`.
+    state_dtype: of the states of linear attention.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, vocabulary_tile: int, int8_levels: float,
         block_size: int = 128, cache_dtype: torch.dtype | None = None, scale_dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
     ):
         self.config = config
         self._dtype = dtype
         self._block_size = block_size
+        self._state_dtype = state_dtype
         self.weights: ModelWeights = allocate_meta(
             config, dtype, vocabulary_tile=vocabulary_tile, int8_levels=int8_levels).weights
         self.states = [self._meta_state(layer.state, cache_dtype, scale_dtype) for layer in config.local_layers]
 
     def _meta_state(self, state: State, cache_dtype: torch.dtype | None, scale_dtype: torch.dtype) -> LayerState:
         if isinstance(state, Fixed):
-            return Slots(meta(1, *shape, dtype=self._dtype if name == "model" else torch.float32)
+            return Slots(meta(1, *shape, dtype=self._dtype if name == "model" else self._state_dtype)
                          for shape, name in zip(state.shapes, state.dtypes, strict=True))
         if not isinstance(state, Paged):
             return None
@@ -177,13 +201,15 @@ class MetaModel:
 
         The bytes of a step are a constant, for weights, plus terms that are linear in its tokens, its contexts, its
         rows, and the rows that continue a state. Those of the LM head are linear in the sampled tokens of steps that
-        sample. Small steps give the factors.
+        sample. Small steps give the factors. Experts are not linear: those that tokens share are read once.
         """
         first, longer, second = (self._bytes_of(rows) for rows in ([(1, 1)], [(2, 2)], [(1, 1), (1, 1)]))
         continued = self._bytes_of([(1, 2)])
         further = self._bytes_of([(1, 3)])
         moved: dict[str, float] = {}
         for kernel, value in first.items():
+            if kernel in OF_EXPERTS:
+                continue
             of_context = further[kernel] - continued[kernel]
             of_continued = continued[kernel] - value - of_context
             of_token = longer[kernel] - value - of_context
@@ -192,6 +218,10 @@ class MetaModel:
             moved[kernel] = sum(
                 constant + of_token * step.tokens + of_context * step.context + of_row * step.rows
                 + of_continued * step.continued for step in steps)
+        for tokens, count in Counter(step.tokens for step in steps).items() if self.config.has_experts else ():
+            of_step = self._bytes_of([(tokens, tokens)])
+            for kernel in OF_EXPERTS:
+                moved[kernel] = moved.get(kernel, 0) + count * of_step[kernel]
         if sampling := [step for step in steps if step.samples]:
             one_row, two_rows = (self._bytes_of([(2, 2)], samples)[LM_HEAD] for samples in (1, 2))
             moved[LM_HEAD] = sum(one_row + (two_rows - one_row) * (step.samples - 1) for step in sampling)

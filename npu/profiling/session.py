@@ -176,7 +176,7 @@ class Profiler:
         model = MetaModel(
             runner.config, getattr(torch, runner.dtype_name), vocabulary_tile=runner.backend.vocabulary_tile,
             int8_levels=runner.backend.int8_levels, cache_dtype=runner.cache_dtype,
-            scale_dtype=runner.backend.scale_dtype)
+            scale_dtype=runner.backend.scale_dtype, state_dtype=runner.backend.state_dtype)
         table = kernel_table(calls, model.nbytes(steps) if steps else {}, names)
         properties: dict[str, Any] = {
             "npuserve": said, "has_times": has_times, "layers": runner.config.num_layers, "ended": ending,

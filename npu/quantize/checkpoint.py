@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.layers.layer import Matrix
+from npuserve.npu.model.layers.layer import Array, Matrix
 from npuserve.npu.model.layers.shard import WHOLE
 from npuserve.npu.model.loader import check_weights, report_ignored_head
 from npuserve.npu.model.rope import cos_sin_table
@@ -83,7 +83,8 @@ def quantize_checkpoint(
 
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
-    config = ModelConfig.from_folder(folder, float8=False)
+    stored = ModelConfig.from_folder(folder, float8=False)
+    config = stored.with_experts(stacked=False)
     if config.pooling:
         raise ModelError(f"{folder}: is an embedding model or a reranker (modules.json), which is not quantized")
     if config.schemes:
@@ -98,7 +99,7 @@ def quantize_checkpoint(
                          f"and the model's ids are in [0, {config.vocab_size - 1}]")
     report_ignored_head(folder, config)
     float8 = {name: scheme for matrix in matrices(config, 1) for name, scheme in matrix.form.converted.items()}
-    source = Source(folder, frozenset(check_weights(folder, config)), float8, getattr(torch, config.dtype))
+    source = Source(folder, frozenset(check_weights(folder, stored)), float8, getattr(torch, config.dtype))
     specs = _specs(source, inputs, rounding)
     strengths = []
     with replaced_folder(out) as folder_out:
@@ -149,9 +150,14 @@ def _layer(
 
 def _float_modules(config: ModelConfig) -> list[str]:
     """Return patterns of the linear layers that stay floats, whatever the user ignores."""
-    return sorted({f"re:.*[.]{block.name}[.]{module}$" for blocks in config.layers for block in blocks
-                   for matrix in block.layer.parameters(config.hidden_size, WHOLE).values()
-                   if isinstance(matrix, Matrix) and not matrix.can_quantize for module in matrix.parts})
+    modules = set()
+    for block in {block for blocks in config.layers for block in blocks}:
+        for parameter in block.layer.parameters(config.hidden_size, WHOLE).values():
+            if isinstance(parameter, Matrix) and not parameter.can_quantize:
+                modules |= {f"{block.name}.{module}" for module in parameter.parts}
+            elif isinstance(parameter, Array) and parameter.is_linear:
+                modules.add(f"{block.name}.{parameter.tensor.removesuffix('.weight')}")
+    return sorted(f"re:.*[.]{module.replace('.', '[.]')}$" for module in modules)
 
 
 def _linears(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.forms.floats import converted
+from npuserve.npu.model.layers.experts import STACKED_PARTS
 from npuserve.npu.model.loader import MAX_PIECE_BYTES
 from npuserve.npu.quantization.w8a8 import W8A8
 
@@ -39,8 +40,32 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class StackedPart:
+    """Matrix of one expert in a tensor that stacks them: `rows` rows from row `first` on of matrix `expert`."""
+
+    tensor: str
+    expert: int
+    first: int
+    rows: int
+
+
+def stacked_parts(name: str, shape: Sequence[int]) -> Iterator[tuple[str, StackedPart]]:
+    """Yield the names of the matrices of single experts in a stacked tensor; none for other tensors."""
+    module, _, part = name.rpartition(".")
+    if part not in STACKED_PARTS or len(shape) != 3:
+        return
+    parts = STACKED_PARTS[part]
+    rows = shape[1] // len(parts)
+    for expert in range(shape[0]):
+        for index, each in enumerate(parts):
+            yield f"{module}.{expert}.{each}.weight", StackedPart(name, expert, index * rows, rows)
+
+
 class Source:
     """Reader of the tensors in a model's folder. Files are open only while read, so that their pages are released.
+
+    Experts that a tensor stacks are read as tensors of single experts.
 
     names: tensors to read.
     float8: scheme of each module whose weight is float8. It is read as floats of `dtype`.
@@ -55,6 +80,7 @@ class Source:
         self._folder = folder
         self._float8 = {f"{name}.weight": scheme for name, scheme in (float8 or {}).items()}
         self._scale_files: dict[str, str] = {}
+        self._stacked: dict[str, StackedPart] = {}
         self.specs: dict[str, TensorSpec] = {}
         scales = {_scale_name(name, scheme) for name, scheme in self._float8.items()}
         others = {name.removesuffix("weight") + other for name in self._float8 for other in FLOAT8_OTHERS}
@@ -72,7 +98,11 @@ class Source:
                         continue
                     if (kind := header.get_dtype()) not in FLOATS:
                         raise ModelError(f"{path}: {name} is {kind}; supported are {', '.join(FLOATS)}")
-                    self.specs[name] = TensorSpec(path.name, FLOATS[kind], tuple(header.get_shape()))
+                    spec = TensorSpec(path.name, FLOATS[kind], tuple(header.get_shape()))
+                    parts = dict(stacked_parts(name, spec.shape))
+                    self._stacked |= parts
+                    self.specs |= {part: replace(spec, shape=(place.rows, spec.shape[2]))
+                                   for part, place in parts.items()} or {name: spec}
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +113,12 @@ class Source:
     def read(self, name: str) -> Tensor:
         """Return a float32 copy of a tensor. Raises ModelError if it has numbers that are not finite."""
         with self._open(self.specs[name].file) as file:
-            return _finite(self._floats(name, file.get_tensor(name), 0).to(torch.float32, copy=True), name)
+            if part := self._stacked.get(name):
+                rows = slice(part.first, part.first + part.rows)
+                numbers = file.get_slice(part.tensor)[part.expert : part.expert + 1, rows][0]
+            else:
+                numbers = self._floats(name, file.get_tensor(name), 0)
+            return _finite(numbers.to(torch.float32, copy=True), name)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Return float32 copies of the rows `ids` [n] int64 of a table."""

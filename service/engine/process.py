@@ -140,7 +140,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
                    reason=args.capture_failed)
     ranks = None
     if args.config.tensor_parallel_size > 1:
-        ModelConfig.from_folder(args.folder).sharded(Shard(0, args.config.tensor_parallel_size))  # before ranks start
+        whole = ModelConfig.from_folder(args.folder, task=args.config.task)
+        whole.sharded(Shard(0, args.config.tensor_parallel_size))  # checks it before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     history = RequestHistory()
 
@@ -180,7 +181,8 @@ def build_engine(
     length = min(runner.max_model_len, capacity)
     scheduler = Scheduler(
         blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds, max_model_len=length,
+        max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds,
+        target_itl_seconds=config.target_itl_seconds, max_model_len=length,
         min_forced=runner.min_forced, slots=slots, message_end_ids=message_end_ids,
         drafting=drafting_of(config, runner))
     model = ModelInfo(

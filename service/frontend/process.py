@@ -159,7 +159,7 @@ class Frontend:
         def work() -> ModelFolder:
             import npuserve.service.text.detokenizer  # noqa: F401  imported now, so that the first request is fast
 
-            return open_folder(folder, self._config.model, self._config.served_name)
+            return open_folder(folder, self._config.model, self._config.served_name, self._config.task)
 
         opened = await asyncio.to_thread(work)
         chat = opened.tokenizer.chat if opened.tokenizer else None

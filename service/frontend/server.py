@@ -284,7 +284,7 @@ def _max_message_bytes(config: ServerConfig, model_folder: str | None) -> int:
     context = config.max_model_len
     if not context and model_folder is not None:
         with contextlib.suppress(ModelError, OSError, ValueError):  # the engine reports what is wrong with the folder
-            context = ModelConfig.from_folder(model_folder).context_length
+            context = ModelConfig.from_folder(model_folder, task=config.task).context_length
     return message_limits.max_message_bytes(context) if context else MAX_MESSAGE_BYTES
 
 

@@ -53,6 +53,6 @@ def load_model(
         observe=observe or publish_kernel, threads=config.threads,
         emulate=config.relaxations if config.emulate else None, decode_buckets=config.buckets,
         capture=capture or config.capture, capture_chunks=config.capture_chunks, cpu_binding=config.cpu_binding,
-        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, memory=memory,
+        prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, task=config.task, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
         group=group, max_drafts=MAX_STEP_DRAFTS if config.speculate != "off" else 0)

@@ -45,7 +45,8 @@ BYTES_PER_LOGPROB = 24
 
 _CALLS: dict[Task, str] = {"generate": "Generate", "embed": "Embed", "rank": "Rank"}
 _KINDS: dict[Task, str] = {
-    "generate": "generates text: it has no modules.json, which says how an embedding model or a reranker pools",
+    "generate": "generates text: it has no modules.json, which says how an embedding model or a reranker pools (a "
+                "reranker without it is served with task set to rank)",
     "embed": "is an embedding model", "rank": "is a reranker",
 }
 

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
+from npuserve.service.scheduling.prompt_bound import PromptBound
 from npuserve.service.scheduling.sequence import Account, Sequence
 
 SAMPLE_WEIGHT = 0.1
@@ -21,26 +22,30 @@ MAX_RETRY_SECONDS = 30.0
 
 
 class _PlannedStep(NamedTuple):
-    """When a step was planned, its decode rows, and its tokens in prefill chunks."""
+    """A step in flight; the fields are the arguments of `LatencyEstimator.step_planned`."""
 
     planned: float
     decodes: int
     prompts: int
+    has_streams: bool
+    pools: bool
 
 
 class LatencyEstimator:
     """Moving averages of how long steps and answers take. Times are seconds.
 
     budget: maximum number of tokens in a step.
+    prompt_bound: bounds of the prompt tokens in a step; it gets the measured steps.
     prompt_tokens, answer_tokens: tokens of a prompt and of an answer.
     answer_seconds: time that an answer computes.
     token_gap: time between two tokens of a request.
     """
 
-    def __init__(self, budget: int):
+    def __init__(self, budget: int, prompt_bound: PromptBound | None = None):
         self._budget = budget
+        self._prompt_bound = prompt_bound or PromptBound(budget)
         self._light = 0.0  # a step of decode rows, or with few prompt tokens
-        self._token = 0.0  # each token of a step whose prompt tokens fill at least a quarter of the budget
+        self._token = 0.0  # each token of a step with many prompt tokens; see _is_prefill
         self._queue = Account("")  # has the retry time of the request that the full queue refused last
         self._in_flight: deque[_PlannedStep] = deque()
         self._last_applied = 0.0
@@ -53,14 +58,24 @@ class LatencyEstimator:
         self.prompt_tokens = 0.0
         self.answer_tokens = 0.0
 
-    def step_planned(self, decodes: int, prompts: int, now: float) -> None:
-        """Record that a step was planned; the counts are as in `record_step`."""
-        self._in_flight.append(_PlannedStep(now, decodes, prompts))
+    def step_planned(
+        self, decodes: int, prompts: int, now: float, *, has_streams: bool = False, pools: bool = False
+    ) -> None:
+        """Record that a step was planned.
+
+        decodes, prompts: as in `record_step`.
+        has_streams: the bounds of prompts beside streams apply to it.
+        pools: all its prompts pool.
+        """
+        self._in_flight.append(_PlannedStep(now, decodes, prompts, has_streams, pools))
 
     def step_applied(self, now: float) -> None:
         """Record that the oldest planned step has ended. It began when it was planned or the step before it ended."""
-        planned, decodes, prompts = self._in_flight.popleft()
-        self.record_step(decodes, prompts, now - max(planned, self._last_applied))
+        planned, decodes, prompts, has_streams, pools = self._in_flight.popleft()
+        seconds = now - max(planned, self._last_applied)
+        self.record_step(decodes, prompts, seconds)
+        if has_streams:
+            self._prompt_bound.record(prompts, seconds, pools=pools)
         self._last_applied = now
         if self._is_prefill(prompts):
             self._last_prefill = now
@@ -83,7 +98,9 @@ class LatencyEstimator:
     @property
     def expected_seconds(self) -> float:
         """Estimated duration of the oldest step in flight; 0 without one, or until a step was measured."""
-        return self.step_seconds(*self._in_flight[0][1:]) if self._in_flight else 0.0
+        if not self._in_flight:
+            return 0.0
+        return self.step_seconds(self._in_flight[0].decodes, self._in_flight[0].prompts)
 
     def record_step(self, decodes: int, prompts: int, seconds: float) -> None:
         """Record the duration of a step of `decodes` decode rows and `prompts` tokens in prefill chunks."""
@@ -163,8 +180,11 @@ class LatencyEstimator:
         return max(free - now, MIN_RETRY_SECONDS)
 
     def _is_prefill(self, prompts: int) -> bool:
-        """Return whether prompt tokens determine a step's duration, whatever the number of decode rows beside them."""
-        return prompts * 4 >= self._budget
+        """Return whether prompt tokens determine a step's duration, whatever the number of decode rows beside them.
+
+        They do if they are a quarter of those that a step may have.
+        """
+        return prompts * 4 >= min(self._budget, self._prompt_bound.generating)
 
 
 def _average(before: float, sample: float) -> float:

@@ -6,8 +6,9 @@ Plan. Decode rows come first, then chunks of forced tokens (`AnswerMatcher`), pr
 admissions. Rows are in order of age, admissions in the order of the queue (fair_queue.py). Clients share the budget of
 the prefill chunks: those of the lowest virtual time come first, and admissions of a client before the chunks of one
 ahead of it. At most as many requests run as the budget has tokens, so every decode row fits in every step, and chunks
-share the rest. Admission stops at the first request that does not fit; smaller ones behind it do not pass it. It leaves
-one block free per running request, so that an admitted request is not preempted as soon as the others grow.
+share the rest, or a part of it where all of it would delay the streams too much (prompt_bound.py). Admission stops at
+the first request that does not fit; smaller ones behind it do not pass it. It leaves one block free per running
+request, so that an admitted request is not preempted as soon as the others grow.
 
 Drafts (drafting.py, service/speculation). Two steps are in flight, unless decode rows may have drafts: these need the
 last token on the host. Then all rows wait (`waits_for_tokens`): the plan is empty until the step in flight is applied.
@@ -23,6 +24,7 @@ This file is long, since all methods here read and move the same sequences. What
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
@@ -42,6 +44,7 @@ from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.preemption import Preemption
+from npuserve.service.scheduling.prompt_bound import PromptBound
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
@@ -78,6 +81,7 @@ class Scheduler:
     max_num_batched_tokens: maximum number of tokens in a step.
     max_queue: maximum number of requests beyond max_num_seqs. Preempted and paused requests count like running ones.
     aging_seconds: waiting time that is worth one unit of priority.
+    target_itl_seconds: target of the inter-token latency; infinity for none.
     max_model_len: maximum tokens of a prompt and its answer; None: what the KV cache holds.
     min_forced: minimum length of a run of forced tokens that one step computes; 0: each is sampled.
     slots: slots of fixed state; None for a model without.
@@ -98,6 +102,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_queue: int,
         aging_seconds: float,
+        target_itl_seconds: float = math.inf,
         max_model_len: int | None = None,
         min_forced: int = 0,
         slots: StateSlots | None = None,
@@ -130,7 +135,8 @@ class Scheduler:
         self._misses: Counter[str] = Counter()
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
-        self._estimator = LatencyEstimator(max_num_batched_tokens)
+        self._prompt_bound = PromptBound(max_num_batched_tokens, target_itl_seconds)
+        self._estimator = LatencyEstimator(max_num_batched_tokens, self._prompt_bound)
         self._preemption = Preemption(self._running, self._paused, blocks, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
 
@@ -262,12 +268,16 @@ class Scheduler:
         drafts = self.drafting.choose(self._decoding(running), self._max_num_batched_tokens)
         num_drafts = self._plan_decodes(plan, running, drafts)
         decodes = len(plan.rows)
+        has_streams = plan.has_streams
+        if has_streams:
+            plan.bound_prompts(self._prompt_bound.plan())
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_drafts
-        self._estimator.step_planned(decodes, prompts, now)
+        pools = all(self._sequences[row.request_id].pools for row in plan.rows[decodes:])
+        self._estimator.step_planned(decodes, prompts, now, has_streams=has_streams, pools=pools)
         step = Step(plan.rows, plan.new, self.take_ended())
         self.drafting.planned(step)
         return Plan(step, plan.dropped, plan.constrained)
@@ -340,6 +350,9 @@ class Scheduler:
             return progress
         self.forced_tokens += len(run)
         self._has_forced = True
+        if self.slots is not None:
+            boundary = (len(sequence.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
+            sequence.checkpoint_positions = [boundary]  # the row of the run ends there first, if it begins before
         self.drafting.extend(sequence, run)
         token_ids = [*progress.token_ids, *run]
         progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
@@ -609,8 +622,9 @@ class Scheduler:
         for sequence in sorted(chunks, key=_chunk_key):
             if sequence.is_prefilling:
                 self._admit_waiting(plan, now, before=sequence.account)
-            if plan.budget and self.blocks.covers(sequence.blocks, sequence.num_tokens):
-                plan.add_row(sequence, plan.budget)
+            budget = plan.prompt_budget(sequence) if sequence.is_prefilling else plan.budget
+            if budget > 0 and self.blocks.covers(sequence.blocks, sequence.num_tokens):
+                plan.add_row(sequence, budget)
 
     def _admit_waiting(self, plan: StepBuilder, now: float, before: Account | None = None) -> None:
         """Admit requests from the queue while they fit, and add their first chunks. Drop late ones.
@@ -628,6 +642,8 @@ class Scheduler:
             is_behind = before and (sequence.account is before or start(sequence) >= before.virtual_time)
             if is_behind and not urgent:
                 break
+            if plan.prompt_budget(sequence) <= 0:
+                break
             self._successor = None
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
@@ -637,7 +653,7 @@ class Scheduler:
                 break
             if is_new:
                 plan.add_new(sequence)
-            plan.add_row(sequence, plan.budget)
+            plan.add_row(sequence, plan.prompt_budget(sequence))
             if may_run is not None:
                 break
 

@@ -8,7 +8,8 @@ slot and writes that of another, or of the same one:
     retractable         slot ──row──► spare          a constrained row: if its result is discarded, the state before it
                                                      is still in `slot`, and the row is computed again
 
-So a state is never advanced twice over a token, and nothing is copied but at these rows.
+So a state is never advanced twice over a token, and nothing is copied but at these rows. A state that a retractable row
+leaves is kept as a checkpoint when the next row is planned: that row is not retracted any more.
 
 A checkpoint is the state at a block boundary, under the digest of the block that ends there (block_manager.py). Where
 they are taken: checkpoints.py. It is useful as long as that block is cached. All states have the same size, so a

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from npuserve.service.scheduling.deadlines import DroppedRequest
+from npuserve.service.scheduling.prompt_bound import StepBounds
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
 
@@ -48,7 +49,7 @@ class StepBuilder:
     dropped, constrained: as in Plan.
     """
 
-    __slots__ = ("_block_size", "_slots", "budget", "constrained", "dropped", "new", "rows")
+    __slots__ = ("_block_size", "_reserved", "_slots", "budget", "constrained", "dropped", "new", "rows")
 
     def __init__(self, budget: int, block_size: int, slots: StateSlots | None = None):
         self.budget = budget
@@ -58,6 +59,21 @@ class StepBuilder:
         self.constrained: list[Sequence] = []
         self._block_size = block_size
         self._slots = slots
+        self._reserved = StepBounds(0, 0)  # tokens of the budget that prompts may not take
+
+    @property
+    def has_streams(self) -> bool:
+        """True if a row samples."""
+        return any(row.samples for row in self.rows)
+
+    def bound_prompts(self, bounds: StepBounds) -> None:
+        """Limit the tokens of the prompts that are added from now on."""
+        self._reserved = StepBounds(
+            max(0, self.budget - bounds.pooled), max(0, self.budget - bounds.generating))
+
+    def prompt_budget(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence's prompt may be added; not above 0 for none."""
+        return self.budget - (self._reserved.pooled if sequence.pools else self._reserved.generating)
 
     def add_row(self, sequence: Sequence, max_tokens: int, drafts: list[int] | None = None) -> None:
         """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them.
@@ -98,6 +114,8 @@ class StepBuilder:
             block_ids = block_ids[:num_blocks]
         state_source = state_slot = NO_SLOT
         if self._slots is not None:
+            if sequence.matcher is not None and start >= sequence.num_prompt_tokens and start % self._block_size == 0:
+                self._slots.take(sequence.slots, start)  # the row before this one can no longer be retracted
             state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
             if samples and not is_constrained and start > 0 and end % self._block_size == 0:
                 takes_state = is_expected = True  # of the answer, or of a prompt that fills its last block

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.model.folder import check_downloaded, check_links, content_of
-from npuserve.npu.model.pooling import Pooling, read_pooling
+from npuserve.npu.model.pooling import Pooling, TaskSetting, read_pooling
 from npuserve.service.config import ConfigError
 
 if TYPE_CHECKING:
@@ -66,11 +66,12 @@ class ModelFolder:
     pooling: Pooling | None = None
 
 
-def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
+def open_folder(folder: Path, model: str, served_name: str, task: TaskSetting = "auto") -> ModelFolder:
     """Read a model's folder and load its tokenizer.
 
     model: the user's name of the model.
     served_name: name to serve it under; "" for the default.
+    task: see `read_pooling`.
 
     Raises ConfigError if the folder is unusable.
     """
@@ -80,7 +81,7 @@ def open_folder(folder: Path, model: str, served_name: str) -> ModelFolder:
     try:
         check_links(folder)
         check_downloaded(sorted(folder.glob("*.json")))
-        pooling = read_pooling(folder)
+        pooling = read_pooling(folder, task)
     except ModelError as error:
         raise ConfigError(f"model: {error}") from None
     config = _read(folder / "config.json", required=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving
 from tests.support import tokenizers
 from tests.support.models import random_model
-from tests.support.pooling import pair_text, saved_embedder, saved_reranker
+from tests.support.pooling import pair_text, qwen3_text, saved_classifier, saved_embedder, saved_reranker
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +83,42 @@ def test_calls_of_another_task_are_refused(embedder: tuple[Server, Tokenizer]) -
             call(message)
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "is an embedding model; call Embed" in error.value.details()
+
+
+@torch.no_grad()
+def check_scores_of_setting(folder: Path, score: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Check the scores of a folder without modules.json, served by the setting. score: logit of a prompt's ids."""
+    words = random.Random(3)
+    query = text(words, 12)
+    documents = [text(words, 50) for _ in range(24)]
+    with serving(str(folder), *SETTINGS, "--task", "rank") as server:
+        call = pooling_pb2.RankRequest(query=query, documents=documents, instruction=INSTRUCTION)
+        scores = server.stub.Rank(call, timeout=100).scores
+    tokenizer = tokenizers.load(folder)
+    expected = [torch.sigmoid(score(torch.tensor([tokenizer.encode(qwen3_text(query, each, INSTRUCTION))]))).item()
+                for each in documents]
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert max(expected) - min(expected) > 0.01
+
+
+def test_scores_of_a_generator_that_ranks_by_the_setting_equal_transformers(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    tokenizers.save(tmp_path, tokenizers.train(), {"tokenizer_class": "Qwen2Tokenizer"})
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {"yes": 750, "no": 751}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+
+    def score(ids: torch.Tensor) -> torch.Tensor:
+        logits = model(ids).logits[0, -1]
+        return logits[750] - logits[751]
+
+    check_scores_of_setting(tmp_path, score)
+
+
+def test_scores_of_a_classifier_that_ranks_by_the_setting_equal_transformers(tmp_path: Path) -> None:
+    classifier = saved_classifier(tmp_path, **SHAPE)
+    tokenizers.save(tmp_path, tokenizers.train(), {"tokenizer_class": "Qwen2Tokenizer"})
+    check_scores_of_setting(tmp_path, lambda ids: classifier(ids).logits[0, 0])
 
 
 def test_order_of_pairs_equals_transformers_though_the_engine_dies(model: Any, tmp_path: Path) -> None:

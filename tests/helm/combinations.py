@@ -23,6 +23,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "metrics": {"scrape": "none"}, "nameOverride": "llm"}),
     "all settings": ((), {"config": {
         "emulate": True, "emulate_relax": "fp32", "dtype": "float32", "lm_head_dtype": "int8", "max_model_len": 512,
+        "task": "auto",
         "frontends": 2, "max_connections": 100, "max_message_size": 67108864, "max_connection_age_seconds": 0,
         "max_num_seqs": 8, "max_num_batched_tokens": 256, "decode_buckets": "1,2,4", "capture": "auto",
         "cpu_binding": "off", "max_queue": 16,

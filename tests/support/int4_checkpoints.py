@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from tests.support.models import edit_config
+from tests.support.models import edit_config, parameter_of
 
 LINEAR_LAYERS = "_proj", "in_proj_qkv", "in_proj_z"
 """Ends of the names of linear layers that are quantized."""
@@ -24,13 +24,13 @@ AWQ_COLUMNS = 0, 2, 4, 6, 1, 3, 5, 7
 
 METHODS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "version": "gemm", "zero_point": True,
-            "modules_to_not_convert": ["in_proj_a", "in_proj_b"]},
+            "modules_to_not_convert": ["in_proj_a", "in_proj_b", "shared_expert_gate"]},
     "gptq": {"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "damp_percent": 0.1},
     "gptq_v2": {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "desc_act": False,
                 "meta": {"quantizer": "by hand"}},
     "compressed-tensors": {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*in_proj_[ab]"]},
+        "ignore": ["lm_head", "re:.*in_proj_[ab]", "re:.*shared_expert_gate"]},
 }
 
 
@@ -47,7 +47,6 @@ def save_int4(
     """
     draw = random.Random(group)
     model.save_pretrained(folder, **settings)
-    parameters = dict(model.named_parameters())
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name in [name for name in tensors if name.endswith(".weight")]:
@@ -63,7 +62,7 @@ def save_int4(
             made = Numbers(n, k, -(-k // size), group_of, dtype, symmetric=symmetric)
             tensors |= {f"{layer}.{part}": tensor for part, tensor in made.tensors(method, act_order=act_order).items()}
             with torch.no_grad():
-                parameters[name].copy_(made.floats())
+                parameter_of(model, name).copy_(made.floats())
         save_file(tensors, path, {"format": "pt"})
     edit_config(folder, quantization_config=section(method, group, symmetric=symmetric, act_order=act_order))
     return model
@@ -79,7 +78,7 @@ def section(method: str, group: int, *, symmetric: bool, act_order: bool = False
     if method == "awq":
         return {**base, "bits": 4, "group_size": group}
     return {**base, "bits": 4, "group_size": group, "sym": symmetric, "desc_act": act_order,
-            "dynamic": {"-:.*in_proj_[ab]": {}}}
+            "dynamic": {"-:.*(in_proj_[ab]|shared_expert_gate)": {}}}
 
 
 class Numbers:

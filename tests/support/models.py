@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,16 @@ def _in_blocks(wide: torch.Tensor, scale_name: str) -> dict[str, torch.Tensor]:
     values = (blocks / scale.float()[:, None, :, None]).clamp(-448, 448).view(rows * 128, -1)
     return {scale_name: scale,
             "weight": values[: wide.shape[0], : wide.shape[1]].contiguous().to(torch.float8_e4m3fn)}
+
+
+def parameter_of(model: PreTrainedModel, name: str) -> torch.Tensor:
+    """Return the parameter that a tensor of the checkpoint is, or the part of it for one of several stacked experts."""
+    parameters = dict(model.named_parameters())
+    if not (expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name)):
+        return parameters[name]
+    if expert[3] == "down":
+        return parameters[f"{expert[1]}.down_proj"][int(expert[2])]
+    return parameters[f"{expert[1]}.gate_up_proj"][int(expert[2])].chunk(2)[expert[3] == "up"]
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -63,6 +63,31 @@ def saved_embedder(model: Any, folder: Path) -> Path:
     return embeds(folder, prompts={"query": "Find: "})
 
 
+def saved_classifier(folder: Path, labels: int = 1, **shape: Any) -> Any:
+    """Save a random Qwen3ForSequenceClassification, and return it."""
+    import torch
+    from transformers import Qwen3ForSequenceClassification
+
+    from tests.support.models import random_model
+
+    config = random_model("qwen3", **shape).config
+    config.num_labels = labels
+    config.pad_token_id = None
+    torch.manual_seed(5)
+    model = Qwen3ForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def qwen3_text(query: str, document: str, instruction: str) -> str:
+    """Return the prompt in the model card of Qwen3-Reranker."""
+    return (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        f"<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
 def saved_reranker(model: Any, folder: Path, instruction: str) -> Path:
     """Save a model as a reranker like Qwen3-Reranker. Its true and false tokens are 7 and 3."""
     from tests.support import tokenizers

@@ -1,11 +1,13 @@
 // Products with compact bfloat16 weights; see compact.h for their form.
 //
 //   linear_compact, linear_swiglu_compact, linear_argmax_compact, argmax_of_units_compact     as in linear.cpp
+//   linear_experts_compact, linear_swiglu_experts_compact                                     as in experts.h
 //   pack_compact    p: dense [T, K], packed, failed [1] int32: set to 1 if a block cannot be packed; that block is
 //                      unchanged                                                    n: T, K, row of the first
 //   unpack_compact  p: packed, dense [T, K], row numbers [T] int64                  n: T, K
 #include "gemm/compact.h"
 #include "gemm/epilogue.h"
+#include "gemm/experts.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -242,6 +244,8 @@ extern const Kernel COMPACT[] = {
     KERNEL("linear_swiglu_compact/bfloat16", LinearSwiglu<CompactFloats>),
     KERNEL("linear_argmax_compact/bfloat16", LinearArgmax<CompactFloats>),
     KERNEL("argmax_of_units_compact/bfloat16", ArgmaxOfUnits<CompactFloats>),
+    KERNEL("linear_experts_compact/bfloat16", LinearExperts<CompactFloats>),
+    KERNEL("linear_swiglu_experts_compact/bfloat16", LinearSwigluExperts<CompactFloats>),
     KERNEL("pack_compact/bfloat16", PackCompact),
     KERNEL("unpack_compact/bfloat16", UnpackCompact),
     {nullptr, nullptr, nullptr},

@@ -19,6 +19,8 @@ struct Floats {
     const X *bias;
 
     explicit Floats(const Op &op) : bias(op.at<X>(2)) {}
+    // Moves the pointers beside x, weight and output to a row of x and a column of the output.
+    static void advance(Op &, int64_t, int64_t) {}
 
     struct Columns {
         bool biased;
@@ -46,6 +48,12 @@ struct Int8s {
         : bias(op.at<typename D::type>(2)), x_scale(op.at<float>(5)), w_scale(op.at<float>(6)),
           w_sum(op.at<int32_t>(7)), x_zero(op.at<int32_t>(8)), w_zero(op.at<int32_t>(9)), x_sum(op.at<int32_t>(10)),
           k(op.n[1]) {}
+    static void advance(Op &op, int64_t row, int64_t column) {
+        for (int i : {5, 8, 10})
+            if (op.p[i]) op.p[i] = op.at<int32_t>(i) + row;
+        for (int i : {6, 7, 9})
+            if (op.p[i]) op.p[i] = op.at<int32_t>(i) + column;
+    }
 
     struct Columns {
         const Int8s &of;

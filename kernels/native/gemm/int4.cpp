@@ -1,6 +1,7 @@
 // Products with weights of four bits in groups, and activations of floats (W4A16).
 //
-//   linear_int4, linear_swiglu_int4, linear_argmax_int4, argmax_of_units_int4     as in linear.cpp; the products also
+//   linear_int4, linear_swiglu_int4, linear_argmax_int4, argmax_of_units_int4     as in linear.cpp, and
+//   linear_experts_int4, linear_swiglu_experts_int4 as in experts.h; the products also
 //                take n[5]: numbers of a group, 32 or more, which divide 128; n[6]: dtype of the scales (ScaleType), plus 4
 //                with zero points
 //
@@ -15,6 +16,7 @@
 #include <algorithm>
 
 #include "gemm/epilogue.h"
+#include "gemm/experts.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -303,6 +305,8 @@ extern const Kernel INT4[] = {
     OF_INT4("linear_swiglu", LinearSwiglu),
     OF_INT4("linear_argmax", LinearArgmax),
     OF_INT4("argmax_of_units", ArgmaxOfUnits),
+    OF_INT4("linear_experts", LinearExperts),
+    OF_INT4("linear_swiglu_experts", LinearSwigluExperts),
     {nullptr, nullptr, nullptr},
 };
 

@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "gemm/epilogue.h"
+#include "gemm/experts.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -115,6 +116,8 @@ extern const Kernel LINEAR[] = {
     BY_OPERANDS("linear_swiglu", LinearSwiglu),
     BY_OPERANDS("linear_argmax", LinearArgmax),
     BY_OPERANDS("argmax_of_units", ArgmaxOfUnits),
+    BY_OPERANDS("linear_experts", LinearExperts),
+    BY_OPERANDS("linear_swiglu_experts", LinearSwigluExperts),
     BY_DTYPE("embedding_int8", EmbeddingInt8),
     KERNEL("pack/float32", PackFloat32),
     KERNEL("pack/bfloat16", PackBFloat16),

@@ -187,7 +187,7 @@ struct UnitLayout {
         accumulators = kept * int64_t(sizeof(typename Dot::Acc));
     }
     int64_t bytes() const { return x + panels + accumulators; }
-    static constexpr int64_t MARK = 64;  // bytes before the copy of x; they hold its row
+    static constexpr int64_t MARK = 64;  // bytes before the copy of x; they hold the address of its first row
     static int64_t rounded(int64_t bytes) { return ceil_div<int64_t>(bytes, 64) * 64; }
 };
 
@@ -234,8 +234,11 @@ struct Unit {
         return call.op.at<char>(1) + panel_index * panels.panel_bytes(k);
     }
 
+    // Address of the rows of which this thread has copied all words; null if it has copied a part of some rows since.
+    INLINE const X *&copied() const { return *reinterpret_cast<const X **>(x_copy - layout.MARK); }
     // Copies words [begin, begin + count) of the unit's rows of x side by side and pads the last word with zeros.
     INLINE void copy(int64_t begin, int64_t count) const {
+        copied() = nullptr;
         int64_t numbers = std::min(count * Dot::PER_WORD, k - begin * Dot::PER_WORD);
         const X *from = call.op.at<X>(0) + row * k + begin * Dot::PER_WORD;
         for (int64_t r = 0; r < rows; r++) {
@@ -244,12 +247,12 @@ struct Unit {
             By::copy(from + r * k, numbers, to);
         }
     }
-    // Copies all words of the unit's rows, unless this thread's last unit had the same rows.
+    // Copies all words of the unit's rows, unless this thread's last copy was of the same rows.
     INLINE void copy_all() const {
-        int64_t &copied = *reinterpret_cast<int64_t *>(x_copy - layout.MARK);
-        if (call.again && copied == row) return;
+        const X *begin = call.op.at<X>(0) + row * k;
+        if (call.again && copied() == begin) return;
         copy(0, words);
-        copied = row;
+        copied() = begin;
     }
     INLINE const char *x_of(int64_t r, int64_t begin, int64_t count) const {
         if (layout.copies) return x_copy + r * count * By::X_BYTES;

@@ -14,7 +14,7 @@
 //   greedy              p: logits [T, Vp], best [parts, T] float32, ids [parts, T] int32: for each part of the columns
 //                          the largest logit and its first column                      n: T, Vp, vocabulary
 //   greedy_merge        p: best, ids, out [T] int64                                    n: T, Vp, vocabulary
-//   quantize            p: x [T, K], int8                                              n: T, K        f: levels
+//   quantize            p: x [R, K], int8 of R rows; R is T, or T times n[2] unless that is 0   n: T, K, R / T   f: levels
 //
 // "int8" is six pointers: values [T, K], scale [T] float32, zero [T] int32 or null, sums of the values [T] int32, static
 // scale or null, static zero or null. Null zeros stand for no zeros. levels: divisor of the largest magnitude in a scale
@@ -265,7 +265,12 @@ struct QuantizeRow {
     }
 };
 template <class D>
-using Quantize = ByRows<QuantizeRow<D>>;
+struct Quantize {
+    typedef ByRows<QuantizeRow<D>> Rows;
+    static Call all(const Call &call) { return {call.op, call.rows * std::max<int64_t>(1, call.op.n[2]), call.threads}; }
+    static int64_t units(const Call &call) { return Rows::units(all(call)); }
+    static void run(const Call &call, int64_t unit) { Rows::run(all(call), unit); }
+};
 
 struct TakeId {
     static int64_t row_bytes(const Op &) { return sizeof(int64_t); }

@@ -24,6 +24,7 @@ extern const Kernel ATTENTION_BFLOAT16[];
 extern const Kernel ATTENTION[];
 extern const Kernel CONVOLUTION[];
 extern const Kernel DELTA[];
+extern const Kernel EXPERTS[];
 extern const Kernel ROPE[];
 #if !defined(__AMX_TILE__)
 extern const Kernel ROWWISE[];
@@ -48,7 +49,7 @@ extern const Kernel INT4[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION, DELTA, ROPE,
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION, DELTA, EXPERTS, ROPE,
                                       ROWWISE, RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS, nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};

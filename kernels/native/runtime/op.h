@@ -37,7 +37,8 @@ struct Call {
 };
 
 // Kernel: its work is divided into units, which may run in any order and concurrently. No number that a unit writes
-// depends on the number of units or threads.
+// depends on the number of units or threads. `units` returns their number. One thread calls it when the op begins, so
+// that it may read what earlier ops wrote, and write to the op's memory.
 struct Kernel {
     const char *name;
     int64_t (*units)(const Call &);

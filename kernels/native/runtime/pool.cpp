@@ -2,7 +2,8 @@
 //
 // Threads claim the units of an op: each running thread takes the next unit. A thread waits for a preempted thread only
 // if that thread holds a unit. Other processes therefore cost only the processor time that they use. An op begins when
-// all units of the op before it are done.
+// all units of the op before it are done. The first thread to begin it counts its units, so that their number may depend
+// on what earlier ops wrote.
 #include "runtime/pool.h"
 
 #include <sched.h>
@@ -59,9 +60,10 @@ void stay_on([[maybe_unused]] int cpu) {
 }
 
 struct alignas(64) Progress {
+    static constexpr int64_t UNKNOWN = -2, COUNTING = -1;
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> done{0};
-    int64_t units = 0;
+    std::atomic<int64_t> units{0};  // their number; UNKNOWN, or COUNTING while a thread counts them
 };
 
 // A running program. Threads enter and leave. The job is not reused while a thread is inside.
@@ -101,7 +103,7 @@ struct Job {
         for (int64_t i = 0; i < count; i++) {
             progress[size_t(i)].next.store(0, std::memory_order_relaxed);
             progress[size_t(i)].done.store(0, std::memory_order_relaxed);
-            progress[size_t(i)].units = table->kernel(ops[i].kernel).units(call(i));
+            progress[size_t(i)].units.store(Progress::UNKNOWN, std::memory_order_relaxed);
         }
     }
     Call call(int64_t i, bool again = false) const {
@@ -117,17 +119,33 @@ struct Job {
         }
     }
 
+    // Returns the number of units of op i. All ops before it are done. A thread that enters after the op is done finds the
+    // number known, and does not read the op, whose memory may be freed.
+    int64_t units(int64_t i) {
+        std::atomic<int64_t> &units = progress[size_t(i)].units;
+        int64_t now = units.load(std::memory_order_acquire), unknown = Progress::UNKNOWN;
+        if (now >= 0) return now;
+        if (now == unknown && units.compare_exchange_strong(unknown, Progress::COUNTING, std::memory_order_acq_rel)) {
+            now = failed.load(std::memory_order_relaxed) ? 0 : table->kernel(ops[i].kernel).units(call(i));
+            units.store(now, std::memory_order_release);
+            return now;
+        }
+        wait_for([&] { return (now = units.load(std::memory_order_acquire)) >= 0; });
+        return now;
+    }
+
     void work(double *seconds) {
         auto before = Clock::now();
         for (int64_t i = 0; i < count; i++) {
             Progress &p = progress[size_t(i)];
+            int64_t all = units(i);
             for (bool again = false;; again = true) {
                 int64_t unit = p.next.fetch_add(1, std::memory_order_acq_rel);
-                if (unit >= p.units) break;
+                if (unit >= all) break;
                 run(i, unit, again);
                 p.done.fetch_add(1, std::memory_order_acq_rel);
             }
-            wait_for([&] { return p.done.load(std::memory_order_acquire) >= p.units; });
+            wait_for([&] { return p.done.load(std::memory_order_acquire) >= all; });
             if (seconds) {
                 auto now = Clock::now();
                 seconds[i] = std::chrono::duration<double>(now - before).count();
@@ -168,9 +186,7 @@ class Pool {
             return false;
         }
         job->inside.store(1, std::memory_order_release);  // this thread
-        int64_t units = 0;
-        for (int64_t i = 0; i < count; i++) units = std::max(units, job->progress[size_t(i)].units);
-        if (threads > 1 && units > 1) {
+        if (threads > 1 && (count > 1 || job->units(0) > 1)) {
             current_.store(job, std::memory_order_release);
             epoch_.fetch_add(1);
             if (sleepers_.load() > 0) {

@@ -10,19 +10,15 @@ from npuserve.npu.model.families.llama import LLAMA
 from npuserve.npu.model.families.qwen2 import QWEN2
 from npuserve.npu.model.families.qwen3 import QWEN3
 from npuserve.npu.model.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from npuserve.npu.model.families.qwen3_5_moe import QWEN3_5_MOE, QWEN3_5_MOE_TEXT
+from npuserve.npu.model.families.qwen3_moe import QWEN3_MOE
+from npuserve.npu.model.families.qwen3_next import QWEN3_NEXT
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN2, LLAMA)}
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (
+    QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_TEXT, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT, QWEN2, LLAMA)}
 """Class name in config.json's `architectures` -> family. The first that a config.json names is served."""
 
-_EXPERTS = "its layers are mixtures of experts"
-
 REFUSED = {
-    "Qwen3MoeForCausalLM": f"{_EXPERTS}; serve a dense model, such as Qwen/Qwen3-8B",
-    "Qwen3NextForCausalLM": f"{_EXPERTS}; serve a dense model with linear attention, such as Qwen/Qwen3.5-9B",
-    "Qwen3_5MoeForCausalLM": f"{_EXPERTS}; serve a dense model of the same release, such as Qwen/Qwen3.5-27B",
-    "Qwen3_5MoeForConditionalGeneration":
-        f"{_EXPERTS}; serve a dense model of the same release, such as Qwen/Qwen3.5-27B",
-    "Qwen3ForSequenceClassification": "it has a classifier and no LM head; serve the model that it was made from",
     "Qwen3VLForConditionalGeneration": "it needs images; serve its text model, such as Qwen/Qwen3-8B",
 }
 """Class name of related models -> why they are not served, and what to serve instead."""

@@ -38,20 +38,29 @@ def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_layers(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
+    mlp = Block("post_attention_layernorm", "mlp", SwiGLU(whole(data, "intermediate_size")))
+    return tuple((mixer, mlp) for mixer in read_mixers(data))
+
+
+def read_mixers(data: Mapping[str, Any], *, kv_heads: int = 4, fused: bool = False) -> list[Block]:
+    """Return the mixer of each layer.
+
+    kv_heads: default of num_key_value_heads.
+    fused: see `GatedDeltaNet`.
+    """
     check_activation(data)
     if not flag(data, "attn_output_gate", True):
         raise ModelError("config.json: attn_output_gate: false is not supported; supported: true, as "
                          "in Qwen3.5, 3.6 and 3.8")
     bias = flag(data, "attention_bias", False)
-    attention = Attention(*head_counts(data, 4, 256), qk_norm=True, qkv_bias=bias, o_bias=bias, zero_centred=True,
-                          output_gate=True)
+    attention = Attention(*head_counts(data, kv_heads, 256), qk_norm=True, qkv_bias=bias, o_bias=bias,
+                          zero_centred=True, output_gate=True)
     mixers = {FULL: Block("input_layernorm", "self_attn", attention),
-              LINEAR: Block("input_layernorm", "linear_attn", _delta_net(data))}
-    mlp = Block("post_attention_layernorm", "mlp", SwiGLU(whole(data, "intermediate_size")))
-    return tuple((mixers[kind], mlp) for kind in _layer_types(data))
+              LINEAR: Block("input_layernorm", "linear_attn", _delta_net(data, fused=fused))}
+    return [mixers[kind] for kind in _layer_types(data)]
 
 
-def _delta_net(data: Mapping[str, Any]) -> GatedDeltaNet:
+def _delta_net(data: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
     keys = whole(data, "linear_num_key_heads", 16)
     values = whole(data, "linear_num_value_heads", 32)
     if values % keys:
@@ -61,7 +70,7 @@ def _delta_net(data: Mapping[str, Any]) -> GatedDeltaNet:
     taps = whole(data, "linear_conv_kernel_dim", 4)
     if taps < 2:
         raise ModelError(f"config.json: linear_conv_kernel_dim: must be at least 2, got {taps}")
-    return GatedDeltaNet(keys, values, key_dim, value_dim, taps)
+    return GatedDeltaNet(keys, values, key_dim, value_dim, taps, fused)
 
 
 def _layer_types(data: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.forms.targets import Put, Targets, put_after, target_of_rows
+from npuserve.npu.model.forms.targets import Put, Shapes, Targets, put_after, target_of_rows
 from npuserve.npu.model.layers.shard import Rows, Span
 from npuserve.npu.quantization.w8a8 import W8A8
 
@@ -69,6 +69,7 @@ class StoredMatrix:
     parts: tensors of the checkpoint, name -> rows of this shard, stacked in this order and followed by `padding` rows.
     columns: columns of this shard.
     biased: the checkpoint has biases. They are added on each rank, or on rank 0 if the ranks divide the columns.
+    stacked: see `layers.layer.Matrix`.
     """
 
     parts: Mapping[str, Span | Rows]
@@ -76,6 +77,7 @@ class StoredMatrix:
     form: StoredForm
     padding: int = 0
     biased: bool = False
+    stacked: int = 0
 
     @property
     def rows(self) -> int:
@@ -96,6 +98,10 @@ class StoredMatrix:
         bias = self.rows * dtype.itemsize if self.adds_bias else 0
         return bias + self.form.nbytes(self.rows, self.inputs, dtype, backend)
 
+    def tensor_name(self, part: str) -> str:
+        """Return the name of the checkpoint's tensor with the numbers of a part."""
+        return part if self.stacked else f"{part}.weight"
+
     def number_targets(self, write: Put, itemsize: int, dtypes: tuple[str, ...]) -> Targets:
         """Return the targets of the parts' numbers, stored in the checkpoint as [rows, columns].
 
@@ -107,8 +113,11 @@ class StoredMatrix:
         first = 0
         columns = self.columns
         for name, rows in self.parts.items():
-            targets[f"{name}.weight"] = target_of_rows(
-                partial(put_after, write, first), rows, ((rows.whole, columns.whole),),
-                rows.size * columns.size * itemsize, dtypes, columns=columns)
+            shapes: Shapes = ((rows.whole, columns.whole),)
+            if self.stacked:
+                shapes += ((self.stacked, rows.whole // self.stacked, columns.whole),)
+            targets[self.tensor_name(name)] = target_of_rows(
+                partial(put_after, write, first), rows, shapes, rows.size * columns.size * itemsize, dtypes,
+                columns=columns)
             first += rows.size
         return targets

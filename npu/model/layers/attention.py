@@ -65,7 +65,8 @@ class Attention(Layer):
         everything = Span.all(hidden)
         heads = shard.part(self.num_heads)
         columns = heads.times(self.head_dim)
-        queries, gates = (Rows.interleaved(heads, self.head_dim, 2, part) for part in range(2))
+        queries, gates = (
+            Rows.of_units(heads, 2 * self.head_dim, (part * self.head_dim, self.head_dim)) for part in range(2))
         keys = shard.kv_heads(self.num_kv_heads).times(self.head_dim)
         parameters: Parameters = {
             "qkv": Matrix({"q_proj": queries if self.output_gate else columns, "k_proj": keys, "v_proj": keys},

@@ -39,12 +39,14 @@ class GatedDeltaNetWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet(Layer):
-    """Mixer with a state [Hv, Dk, Dv] in float32, and the last inputs of its convolution.
+    """Mixer with a state [Hv, Dk, Dv], and the last inputs of its convolution.
 
     key_heads, value_heads: heads of queries and keys; heads of values. Value head h uses key head
         h // (value_heads / key_heads).
     key_dim, value_dim: sizes of their heads.
     conv_kernel: tokens that the convolution sees.
+    fused: the checkpoint has the projections of queries, keys, values and z in one tensor, and those of b and a in
+        another, each with the rows of one head of keys after those of the one before.
     """
 
     key_heads: int
@@ -52,6 +54,7 @@ class GatedDeltaNet(Layer):
     key_dim: int
     value_dim: int
     conv_kernel: int
+    fused: bool = False
 
     weights: ClassVar[type] = GatedDeltaNetWeights
 
@@ -76,17 +79,31 @@ class GatedDeltaNet(Layer):
         keys = shard.part(self.key_heads).times(self.key_dim)
         values = heads.times(self.value_dim)
         channels = Rows.stacked(keys, keys, values) if shard.size > 1 else Span.all(self.channels)
+        projections: dict[str, tuple[str, Span | Rows]] = {
+            "qkv": ("in_proj_qkv", channels), "z": ("in_proj_z", values), "a": ("in_proj_a", heads),
+            "b": ("in_proj_b", heads)}
+        if self.fused:
+            projections = self._fused_projections(shard.part(self.key_heads))
         return {
-            "qkv": Matrix({"in_proj_qkv": channels}, everything),
-            "z": Matrix({"in_proj_z": values}, everything),
-            "a": Matrix({"in_proj_a": heads}, everything, can_quantize=False),
-            "b": Matrix({"in_proj_b": heads}, everything, can_quantize=False),
+            **{field: Matrix({name: rows}, everything, can_quantize=field in ("qkv", "z"))
+               for field, (name, rows) in projections.items()},
             "conv": Array("conv1d.weight", channels, (self.conv_kernel,), whole_row_shape=(1, self.conv_kernel)),
             "a_log": Array("A_log", heads, dtype="float32"),
             "dt_bias": Array("dt_bias", heads, dtype="float32"),
             "norm": Array("norm.weight", Span.all(self.value_dim)),
             "out": Matrix({"out_proj": everything}, values),
         }
+
+    def _fused_projections(self, heads: Span) -> dict[str, tuple[str, Span | Rows]]:
+        """Return the tensor and the rows of each projection in a fused checkpoint. heads: of the keys."""
+        group = self.value_heads // self.key_heads
+        key, value = self.key_dim, group * self.value_dim
+        size = 2 * (key + value)
+        return {
+            "qkv": ("in_proj_qkvz", Rows.of_units(heads, size, (0, key), (key, key), (2 * key, value))),
+            "z": ("in_proj_qkvz", Rows.of_units(heads, size, (2 * key + value, value))),
+            "a": ("in_proj_ba", Rows.of_units(heads, 2 * group, (group, group))),
+            "b": ("in_proj_ba", Rows.of_units(heads, 2 * group, (0, group)))}
 
     def local(self, shard: Shard) -> GatedDeltaNet:
         for name, count in (("key", self.key_heads), ("value", self.value_heads)):
@@ -99,11 +116,15 @@ class GatedDeltaNet(Layer):
     @property
     def state(self) -> Fixed:
         return Fixed(((self.channels, self.conv_kernel - 1), (self.value_heads, self.key_dim, self.value_dim)),
-                     ("model", "float32"))
+                     ("model", "state"))
 
     @property
     def kernels(self) -> tuple[str, ...]:
         return "causal_conv_silu", "gated_delta_rule", "gated_rms_norm"
+
+    @property
+    def operator_sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"gated_delta_rule": (self.key_heads, self.value_heads, self.key_dim, self.value_dim)}
 
     def forward(
         self, x: Tensor, weights: GatedDeltaNetWeights, state: tuple[Tensor, Tensor], inputs: Inputs

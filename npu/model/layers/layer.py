@@ -44,6 +44,11 @@ class Array:
     whole_row_shape: tuple[int, ...] | None = None
 
     @property
+    def is_linear(self) -> bool:
+        """True if the tensor is the weight of a linear layer, such as a router."""
+        return len(self.row_shape) == 1 and self.whole_row_shape is None
+
+    @property
     def whole(self) -> tuple[int, ...]:
         """Shape in the checkpoint."""
         return self.rows.whole, *(self.row_shape if self.whole_row_shape is None else self.whole_row_shape)
@@ -62,12 +67,15 @@ class Matrix:
     columns: columns of this rank. If the ranks divide them, each rank computes a part of the sum.
     biased: the modules have biases.
     can_quantize: the weight may be int8 or float8.
+    stacked: number of matrices that a tensor [stacked, rows, columns] of the checkpoint has, and whose name is the
+        module's. 0 for a tensor [rows, columns] named `weight` in the module.
     """
 
     parts: Mapping[str, Span | Rows]
     columns: Span
     biased: bool = False
     can_quantize: bool = True
+    stacked: int = 0
 
 
 def norm(name: str, size: int, *, zero_centred: bool = False) -> Array:
@@ -97,11 +105,11 @@ class Fixed:
     """State of constant size for each request, in a slot: tensors of these shapes.
 
     shapes: shape of each tensor of a request.
-    dtypes: dtype of each, "model" for that of the activations.
+    dtypes: dtype of each, "model" for that of the activations, "state" for `Backend.state_dtype`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Literal["model", "float32"], ...]
+    dtypes: tuple[Literal["model", "state"], ...]
 
 
 State = Paged | Fixed | None
@@ -157,6 +165,11 @@ class Layer(ABC):
     def kernels(self) -> tuple[str, ...]:
         """Kernels that the layer calls and that are marked `by_layer`."""
         return ()
+
+    @property
+    def operator_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Sizes of the calls of those kernels for which a device may have an operator for some sizes alone."""
+        return {}
 
     def input_scheme(self, weights: Any) -> Scheme | None:
         """Return the scheme in which the layer takes its input; None for floats."""

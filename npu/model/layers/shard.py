@@ -36,7 +36,7 @@ class Span(NamedTuple):
 class Rows(NamedTuple):
     """Ranges of rows of a tensor in the checkpoint, stacked in this order.
 
-    ranges: (first row, number of rows) of each, ascending.
+    ranges: (first row, number of rows) of each.
     whole: rows of the tensor.
     """
 
@@ -59,13 +59,19 @@ class Rows(NamedTuple):
         return Rows(tuple(ranges), begin)
 
     @staticmethod
-    def interleaved(span: Span, width: int, parts: int, part: int) -> Rows:
-        """Return the rows of one part, where each unit of `span` has `parts` parts of `width` rows.
+    def of_units(units: Span, size: int, *parts: tuple[int, int], by_unit: bool = False) -> Rows:
+        """Return parts of each of the units: the first part of all units, then the second, and so on.
 
-        part: number of the part, from 0.
+        size: rows of a unit.
+        parts: (first row, number of rows) in a unit.
+        by_unit: all parts of the first unit, then those of the second, and so on.
         """
-        units = range(span.first, span.first + span.size)
-        return Rows(tuple(((unit * parts + part) * width, width) for unit in units), span.whole * parts * width)
+        firsts = [unit * size for unit in range(units.first, units.first + units.size)]
+        if by_unit:
+            ranges = [(begin + first, rows) for begin in firsts for first, rows in parts]
+        else:
+            ranges = [(begin + first, rows) for first, rows in parts for begin in firsts]
+        return Rows(tuple(ranges), units.whole * size)
 
 
 class DivisionError(ValueError):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -258,3 +259,38 @@ def test_pad_adds_tokens_and_rows_without_effect():
         assert whole.attention.cu_seqlens_q.tolist() == part.cu_seqlens + [part.tokens] * (4 - len(rows))
         assert len(whole.attention.block_tables) == 4
         assert whole.attention.host_context_lens == whole.attention.host_cu_seqlens_q == []
+
+
+@pytest.mark.parametrize("backend", [CPU, Padded()], ids=["lengths on the device", "lengths on the host"])
+def test_rows_beyond_a_padded_step_have_the_padding_slot(backend: CpuBackend) -> None:
+    """The device sees the step's own rows, then at most one row that takes the padding tokens, then empty rows."""
+    r = random.Random(5)
+    buffers = BatchBuffers(40, 4, 8, 16, 300, backend, num_slots=9)
+    buffers.clear()
+    captured = buffers.tokens(7)
+    assert captured.attention.cu_seqlens_q.tolist() == [0] * (len(captured.state_slots) + 1)
+    assert captured.attention.context_lens.tolist() == [0] * len(captured.state_slots)
+    for _ in range(30):
+        rows = [msgspec.structs.replace(row, state_slot=r.randrange(9)) for row in random_rows(r, r.randint(1, 4), 9)]
+        (part,) = (staged := buffers.fill([(rows, len(rows))])).parts
+        size = min(40, part.tokens + r.randint(0, 9))
+        buffers.pad(part, size)
+        staged.upload()
+        whole = buffers.tokens(size)
+        lengths = whole.attention.cu_seqlens_q.diff().tolist()
+        more = len(whole.state_slots) - len(rows)
+        padding = [size - part.tokens] if backend.host_lengths else [0]
+        assert lengths == [len(row.token_ids) for row in rows] + (padding + [0] * 4)[:more]
+        assert whole.attention.context_lens.tolist()[len(rows) :] == (padding + [0] * 4)[:more]
+        assert whole.state_slots.tolist() == [row.state_slot for row in rows] + [9] * more
+
+
+def test_padded_decode_rows_begin_in_the_padding_slot() -> None:
+    """A context of one token begins with a state of zeros."""
+    buffers = BatchBuffers(40, 4, 8, 16, 300, Padded(), num_slots=9)
+    row = Row(0, [1], 20, [3, 4], True, state_slot=2)
+    filled(buffers, ([row], 4))
+    batch = buffers.decode(4)
+    assert batch.state_slots.tolist() == [2, 9, 9, 9]
+    assert batch.attention.context_lens.tolist() == [21, 1, 1, 1]
+    assert batch.attention.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]

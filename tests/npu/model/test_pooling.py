@@ -12,7 +12,7 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import check_weights, read_head_rows
 from npuserve.npu.model.pooling import Pooling, read_pooling
 from tests.support.models import edit_config, random_model, saved
-from tests.support.pooling import LOGIT_SCORE, NORMALIZE, POOLING, TRANSFORMER, embeds, ranks, write
+from tests.support.pooling import LOGIT_SCORE, NORMALIZE, POOLING, TRANSFORMER, embeds, ranks, saved_classifier, write
 
 
 def test_pooling_of_a_generator_is_none(tmp_path: Path) -> None:
@@ -35,6 +35,52 @@ def test_pooling_of_a_reranker(tmp_path: Path) -> None:
     assert read_pooling(ranks(tmp_path, 7, 3, "Find it")) == Pooling(
         "rank", true_id=7, false_id=3, prompts={"default": "Find it"}, default_prompt="Find it")
     assert read_pooling(ranks(tmp_path, 7, None)).false_id is None
+
+
+def test_generator_ranks_by_the_setting_and_by_the_tokens_of_its_tokenizer(tmp_path: Path) -> None:
+    saved(random_model("qwen3"), tmp_path)
+    with pytest.raises(ModelError, match=r"has no tokenizer.json, whose tokens yes and no make a score; task is rank"):
+        read_pooling(tmp_path, "rank")
+    write(tmp_path, "tokenizer.json", {"model": {"vocab": {"yes": 7, "nope": 3}}})
+    with pytest.raises(ModelError, match=r"tokenizer.json: has no token 'no', by which a reranker without"):
+        read_pooling(tmp_path, "rank")
+    write(tmp_path, "tokenizer.json", {"model": {"vocab": {"yes": 7, "no": 3}}})
+    assert read_pooling(tmp_path, "rank") == Pooling("rank", true_id=7, false_id=3)
+    assert read_pooling(tmp_path) is None
+    assert ModelConfig.from_folder(tmp_path).pooling is None
+    assert ModelConfig.from_folder(tmp_path, task="rank").pooling == Pooling("rank", true_id=7, false_id=3)
+
+
+def test_classifier_ranks_by_the_setting_or_by_its_modules(tmp_path: Path) -> None:
+    model = saved_classifier(tmp_path)
+    with pytest.raises(ModelError, match=r"Qwen3ForSequenceClassification has a classifier .*--task rank"):
+        ModelConfig.from_folder(tmp_path)
+    by_setting = ModelConfig.from_folder(tmp_path, task="rank")
+    write(tmp_path, "modules.json", [TRANSFORMER])
+    config = ModelConfig.from_folder(tmp_path)
+    assert config == by_setting
+    assert config.pooling == Pooling("rank", is_classifier=True)
+    assert "score.weight" not in check_weights(tmp_path, config)
+    assert torch.equal(read_head_rows(tmp_path, config, [0]), model.score.weight)
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+def test_classifier_of_several_labels_is_refused(tmp_path: Path, labels: int) -> None:
+    saved_classifier(tmp_path, labels)
+    with pytest.raises(ModelError, match=f"a classifier of {labels} labels is not supported"):
+        read_pooling(tmp_path, "rank")
+
+
+def test_embedding_model_is_not_served_as_a_reranker(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"modules.json: is of a model for embed, and task is rank"):
+        read_pooling(embeds(tmp_path), "rank")
+
+
+def test_modules_without_pooling_of_a_generator_are_refused(tmp_path: Path) -> None:
+    saved(random_model("qwen3"), tmp_path)
+    write(tmp_path, "modules.json", [TRANSFORMER])
+    with pytest.raises(ModelError, match="Transformer is not supported"):
+        read_pooling(tmp_path)
 
 
 @pytest.mark.parametrize(("path", "content", "message"), [

@@ -209,14 +209,6 @@ def test_text_config_that_is_missing(nested: dict[str, Any], message: str) -> No
         ModelConfig.from_dict({"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}} | nested)
 
 
-@pytest.mark.parametrize("architecture", [
-    "Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3MoeForCausalLM"])
-def test_mixtures_of_experts_are_refused_by_name(architecture: str) -> None:
-    with pytest.raises(ModelError, match=rf"architectures: {architecture} is not supported: its layers are mixtures of "
-                                         r"experts; serve a dense model.*, such as Qwen/Qwen3"):
-        ModelConfig.from_dict(config_of(architectures=[architecture]))
-
-
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     folder = saved(random_hybrid(0), tmp_path)
     file, config = folder / "model.safetensors", ModelConfig.from_folder(folder)

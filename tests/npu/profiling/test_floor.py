@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.in_flight import StepRecord
 from npuserve.npu.execution.state_store import slot_bytes
 from npuserve.npu.model.config import ModelConfig
@@ -51,7 +52,7 @@ def test_steps_of_a_hybrid_move_the_state_of_each_row(rows: int) -> None:
     config = ModelConfig.from_dict(HYBRID)
     model = MetaModel(config, torch.bfloat16, vocabulary_tile=64, int8_levels=127)
     per_row = 2 * (4 * 16 * 24 * 4 + (2 * 2 * 16 + 4 * 24) * 3 * 2)  # two layers: state in float32, inputs in bfloat16
-    assert slot_bytes(config, torch.bfloat16) == per_row
+    assert slot_bytes(config, torch.bfloat16, CpuBackend(native=False)) == per_row
 
     def moved(step: StepRecord) -> float:
         return sum(model.nbytes([step])[kernel] for kernel in ("gated_delta_rule", "causal_conv_silu"))

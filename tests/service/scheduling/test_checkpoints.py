@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from npuserve.service.scheduling.checkpoints import Spacing, checkpoint_positions
+from npuserve.service.structured_output.constraint import Constraint
+from tests.service.scheduling.stepwise import SchedulerHarness
 
 END = 9
 
@@ -50,3 +52,23 @@ def test_computed_tokens_have_none() -> None:
 
 def test_prompt_that_ends_with_its_last_message_leaves_a_token_to_compute() -> None:
     assert positions(100, (100,)) == [96]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("min_forced", [0, 2])
+@pytest.mark.parametrize("constraint", [None, Constraint("regex", "1 30"), Constraint("regex", "forced 3 30")])
+def test_next_turn_continues_the_state_within_the_answer(
+    depth: int, min_forced: int, constraint: Constraint | None
+) -> None:
+    harness = SchedulerHarness(depth=depth, num_slots=12, spacing=Spacing(1, 100), min_forced=min_forced)
+    first = harness.add([1, 2, 3], 30, constraint=constraint)
+    while harness.live or harness.pipeline:
+        harness.tick()
+    harness.check_answer(first)
+    boundary = (len(first.token_ids) - 1) // harness.block_size * harness.block_size
+    second = harness.add([*first.token_ids, 5, 6])
+    while harness.live or harness.pipeline:
+        harness.tick()
+    harness.check_answer(second)
+    assert boundary > len(first.request.prompt_ids)
+    assert second.cached_tokens >= boundary - (0 if constraint is None else harness.block_size)

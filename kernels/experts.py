@@ -1,0 +1,312 @@
+"""Mixture of experts: a router chooses a few of the experts for each token (Shazeer et al. 2017, arXiv:1701.06538).
+
+The weights of all experts are one matrix, the rows of each expert after those of the one before. Rows of x are ordered
+by expert, so that each expert multiplies its rows together and its weights are read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuserve.kernels import native
+from npuserve.kernels.int4_weight import int4_of
+from npuserve.kernels.quantize import native_quantize, quantize
+from npuserve.kernels.quantized import Quantized, Scheme, scheme_of
+from npuserve.kernels.quantized_weight import weight_of
+from npuserve.kernels.registry import Case, kernel, map_leaves
+from npuserve.kernels.swiglu import swiglu
+from npuserve.kernels.weight import Weight, form_of, packed
+
+FLIPS = 3e-2
+"""Tolerance of products whose x is quantized inside, as for `linear`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Experts of the tokens of a step.
+
+    weights: [T, k] float32, weights of each token's experts.
+    places: [T, k] int32, place of each of these pairs of token and expert in the order by expert; -1 for the experts of
+        other ranks.
+    begins: [E + 1] int32, first place of each of this rank's experts, and the number of places in use.
+    """
+
+    weights: Tensor
+    places: Tensor
+    begins: Tensor
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of this rank."""
+        return len(self.begins) - 1
+
+
+def distinct_experts(tokens: int, top_k: int, experts: int) -> float:
+    """Return the expected number of experts that `tokens` choose, if each chooses `top_k` of them at random."""
+    return float(experts * (1 - (1 - top_k / experts) ** tokens))
+
+
+# Router
+
+
+def _route_case(
+    tokens: int, hidden: int, experts: int, top_k: int, renormalize: bool = False,
+    part: tuple[int, int] | None = None, benchmark: bool = False,
+) -> Case:
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+        x = torch.randn(tokens, hidden, generator=generator)
+        weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
+        return x.to(dtype), weight.to(dtype), top_k, renormalize, *(part or (0, experts))
+
+    name = f"{tokens}x{hidden} top {top_k} of {experts}{' renormalized' if renormalize else ''}"
+    return Case(name + (f" from {part[0]}" if part else ""), make, benchmark)
+
+
+@kernel("route_experts", by_layer=True, cases=[
+    _route_case(1, 8, 4, 1), _route_case(5, 33, 7, 7), _route_case(19, 64, 128, 8, True),
+    _route_case(9, 40, 12, 3, True, (4, 5)),
+    *(_route_case(tokens, 2048, 128, 8, True, benchmark=True) for tokens in (1, 32, 512))])
+def route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Routing:
+    """Choose the `top_k` experts of x [T, H] with the largest logits; weight: [E, H].
+
+    Logits and weights are computed in float32. The first of equal logits is chosen. The weights are the softmax over
+    all experts, or over the chosen ones if `renormalize`.
+
+    first, count: experts of this rank; the places of others are -1.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = F.linear(x.to(wide), weight.to(wide))
+    largest, experts = (each[:, :top_k] for each in logits.sort(dim=-1, descending=True, stable=True))
+    weights = largest.softmax(-1) if renormalize else logits.softmax(-1).gather(1, experts)
+    local = experts.flatten() - first
+    local = torch.where((local >= 0) & (local < count), local, count)
+    order = local.argsort(stable=True)
+    begins = torch.searchsorted(local[order], torch.arange(count + 1, device=x.device)).int()
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    places = torch.where(local < count, places, -1).int().view_as(experts)
+    return Routing(weights, places, begins)
+
+
+@native.implementation(route_experts)
+def _(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Routing:
+    tokens, experts = len(x), len(weight)
+    logits = native.empty(tokens, experts, dtype=torch.float32)
+    chosen, places = (native.empty(tokens, top_k, dtype=torch.int32) for _ in range(2))
+    weights = native.empty(tokens, top_k, dtype=torch.float32)
+    begins = native.empty(count + 1, dtype=torch.int32)
+    native.call(
+        "route_experts",
+        ("router_logits", x.dtype, [x, weight, logits], [*x.shape, experts]),
+        ("choose_experts", torch.float32, [logits, chosen, weights], [tokens, experts, top_k, renormalize]),
+        ("group_experts", torch.int32, [chosen, places, begins], [tokens, top_k, first, count]))
+    return Routing(weights, places, begins)
+
+
+# Products
+
+
+def _routing(generator: torch.Generator, tokens: int, experts: int, top_k: int, *, one: bool) -> Routing:
+    """Return the routing of a case. one: all tokens choose the same experts."""
+    logits = torch.randn(tokens, experts, generator=generator)
+    if one:
+        logits = logits[:1].expand(tokens, -1)
+    return route_experts(logits, torch.eye(experts), top_k, False, 0, experts)
+
+
+def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numbers: str) -> Weight:
+    """Return the weight of a case. numbers: "" for floats, "int8", "zeros" for int8 with zero points, "int4 SIZE"."""
+    weight = torch.randn(n, k, generator=generator) * k**-0.5
+    if numbers.startswith("int4"):
+        return int4_of(weight, int(numbers.split()[-1]), dtype)
+    return weight_of(weight, generator, dtype, Scheme(symmetric=numbers != "zeros")) if numbers else weight.to(dtype)
+
+
+Shape = tuple[int, int, int, int, int]
+"""Tokens, experts, top k, K, I."""
+
+_SHAPES: Sequence[Shape] = (1, 4, 1, 8, 16), (3, 8, 3, 40, 32), (21, 5, 2, 64, 48), (90, 6, 2, 72, 16)
+_QWEN3_30B: Sequence[Shape] = tuple((tokens, 128, 8, 2048, 768) for tokens in (1, 8, 32, 512))
+
+
+def _name(shape: Shape, numbers: str, *, one: bool) -> str:
+    tokens, experts, top_k, k, width = shape
+    return f"{tokens}x{k}x{width} top {top_k} of {experts}{numbers and ' ' + numbers}{' all the same' if one else ''}"
+
+
+def _swiglu_case(
+    shape: Shape, numbers: str = "", scheme: str = "", *, one: bool = False, benchmark: bool = False
+) -> Case:
+    tokens, experts, top_k, k, width = shape
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+        x = torch.randn(tokens, k, generator=generator).to(dtype)
+        weight = _weight(generator, experts * 2 * width, k, dtype, numbers)
+        routing = _routing(generator, tokens, experts, top_k, one=one)
+        return x, weight, routing, scheme_of(scheme, generator)
+
+    return Case(_name(shape, numbers, one=one) + (scheme and " to " + scheme), make, benchmark,
+                zeros=numbers == "zeros", int4=numbers.startswith("int4"),
+                tolerance=FLIPS if numbers in ("int8", "zeros") else 0)
+
+
+@kernel("experts_swiglu", by_layer=True, cases=[
+    *(_swiglu_case(shape, numbers, scheme, one=one)
+      for numbers, scheme in (("", ""), ("", "int8"), ("int8", ""), ("zeros", ""))
+      for one in (False, True) for shape in _SHAPES),
+    *(_swiglu_case(shape, "int4 32") for shape in _SHAPES),
+    *(_swiglu_case(shape, benchmark=True) for shape in _QWEN3_30B)])
+def experts_swiglu(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
+    """Apply `linear_swiglu` of each expert to its rows of x [T, K]; weight: [E * 2 I, K]. Returns [T k, I] by place.
+
+    scheme: quantizes the result; None leaves it as it is. Rows of places that are not in use are undefined.
+    """
+    form = form_of(weight)
+    given = _by_place(x if form.inputs is None else quantize(x, form.inputs), routing)
+    gated = torch.zeros(len(given), len(form) // routing.experts // 2, dtype=form.dtype, device=routing.places.device)
+    for rows, of_expert in _parts(form, routing):
+        gated[rows] = swiglu(of_expert.linear(_rows(given, rows), None))
+    return gated if scheme is None else quantize(gated, scheme)
+
+
+def _parts(weight: Any, routing: Routing) -> list[tuple[slice, Any]]:
+    """Return the rows of each expert that has any, and its weight."""
+    begins = routing.begins.tolist()
+    size = len(weight) // routing.experts
+    return [(slice(begin, end), weight.part(expert * size, size))
+            for expert, (begin, end) in enumerate(pairwise(begins)) if end > begin]
+
+
+def _by_place(x: Tensor | Quantized, routing: Routing) -> Any:
+    """Return the rows of x [T, K] by place: [T k, K]. Rows of places that are not in use repeat row 0."""
+    tokens, top_k = routing.places.shape
+    used = routing.places.flatten() >= 0
+    token = torch.zeros(tokens * top_k, dtype=torch.int64, device=used.device)
+    numbers = torch.arange(tokens, device=used.device).repeat_interleave(top_k)
+    token[routing.places.flatten()[used].long()] = numbers[used]
+    return _rows(x, token)
+
+
+def _rows(x: Any, index: Any) -> Any:
+    """Return rows of a tensor or of quantized activations."""
+    if isinstance(x, Tensor):
+        return x[index]
+    return map_leaves(lambda part: part[index] if isinstance(part, Tensor) else part, x)
+
+
+def _sum_case(
+    shape: Shape, numbers: str = "", *, shared: bool = False, one: bool = False, benchmark: bool = False
+) -> Case:
+    """Return a case. The sizes of the weight are those of the first product, changed: [H, I] of each expert."""
+    tokens, experts, top_k, hidden, width = shape
+    hidden = -(-hidden // native.LANES) * native.LANES
+
+    def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+        routing = _routing(generator, tokens, experts, top_k, one=one)
+        gated = torch.randn(tokens * top_k, width, generator=generator).to(dtype)
+        weight = _weight(generator, experts * hidden, width, dtype, numbers)
+        if not shared:
+            return gated, weight, routing, None, None
+        return gated, weight, routing, *(torch.randn(tokens, n, generator=generator).to(dtype) for n in (hidden, 1))
+
+    return Case(_name(shape, numbers, one=one) + (" shared" if shared else ""), make, benchmark,
+                int4=numbers.startswith("int4"), tolerance=FLIPS if numbers == "int8" else 0)
+
+
+@kernel("experts_sum", by_layer=True, cases=[
+    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32")
+      for shared in (False, True) for shape in _SHAPES),
+    *(_sum_case(shape, benchmark=True) for shape in _QWEN3_30B)])
+def experts_sum(
+    x: Tensor | Quantized, weight: Weight, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    """Multiply the rows x [T k, I] by their experts, and sum each token's results times their weights: [T, H].
+
+    weight: [E * H, I].
+    shared: [T, H], output of an expert of all tokens, which is added times sigmoid(gate [T, 1]), or times 1; or None.
+
+    The sum is in float32, in the order of the token's experts, and is rounded once.
+    """
+    form = form_of(weight)
+    if form.inputs is not None and not isinstance(x, Quantized):
+        x = quantize(x, form.inputs)
+    wide = torch.promote_types(form.dtype, torch.float32)
+    results = torch.zeros(len(x), len(form) // routing.experts, dtype=form.dtype, device=routing.places.device)
+    for rows, of_expert in _parts(form, routing):
+        results[rows] = of_expert.linear(_rows(x, rows), None)
+    total = torch.zeros(len(routing.places), results.shape[1], dtype=wide, device=results.device)
+    for places, weights in zip(routing.places.t(), routing.weights.t(), strict=True):
+        factor = torch.where(places >= 0, weights, 0).to(wide).unsqueeze(1)
+        total += factor * results[places.clamp(min=0).long()].to(wide)
+    if shared is not None:
+        total += shared.to(wide) * (1 if gate is None else torch.sigmoid(gate.to(wide)))
+    return total.to(form.dtype)
+
+
+def _grouped(
+    name: str, x: Tensor | Quantized, weight: Weight, routing: Routing, columns: int
+) -> tuple[Tensor, list[native.Call]]:
+    """Return the output [R, columns] of a product by experts of x [R, K], and its calls."""
+    form = form_of(weight)
+    tokens, top_k = routing.places.shape
+    experts = routing.experts
+    size, k = len(form) // experts, form.shape[1]
+    if size % native.LANES or columns % native.LANES:
+        raise ValueError(f"weight: {columns} columns of an expert; they must be a multiple of {native.LANES}")
+    out = native.empty(tokens * top_k, columns, dtype=form.dtype)
+    plan = native.empty(2 * experts + 4, dtype=torch.int64)
+    calls = form.native_product(
+        name, x, [None, out, None], [routing.begins, plan], [tokens, k, size, experts, top_k])
+    return out, calls
+
+
+@native.implementation(experts_swiglu, adapt=packed)
+def _(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
+    form = form_of(weight)
+    tokens, top_k = routing.places.shape
+    calls: list[native.Call] = []
+    rows: Tensor | Quantized
+    if form.inputs is None:
+        rows = native.empty(tokens * top_k, x.shape[1], dtype=x.dtype)
+        calls.append(("gather_experts", x.dtype, [x, routing.places, rows], [*x.shape, top_k]))
+    else:
+        given, call = native_quantize(x, form.inputs)
+        calls.append(call)
+        rows = replace(given, **{
+            name: native.empty(tokens * top_k, *part.shape[1:], dtype=part.dtype)
+            for name in ("values", "scale", "zero", "sums") if (part := getattr(given, name)) is not None})
+        pairs = (given.scale, rows.scale), (given.zero, rows.zero), (given.sums, rows.sums)
+        tensors = [given.values, routing.places, rows.values, *(each for pair in pairs for each in pair)]
+        calls.append(("gather_experts_int8", torch.int8, tensors, [*x.shape, top_k]))
+    gated, product = _grouped("linear_swiglu_experts", rows, form, routing, len(form) // routing.experts // 2)
+    calls += product
+    if scheme is None:
+        native.call("experts_swiglu", *calls)
+        return gated
+    out, call = native_quantize(gated, scheme, top_k)
+    native.call("experts_swiglu", *calls, call)
+    return out
+
+
+@native.implementation(experts_sum, adapt=packed)
+def _(
+    x: Tensor | Quantized, weight: Weight, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    form = form_of(weight)
+    tokens, top_k = routing.places.shape
+    calls: list[native.Call] = []
+    if form.inputs is not None and not isinstance(x, Quantized):
+        x, call = native_quantize(x, form.inputs, top_k)
+        calls.append(call)
+    hidden = len(form) // routing.experts
+    results, product = _grouped("linear_experts", x, form, routing, hidden)
+    out = native.empty(tokens, hidden, dtype=form.dtype)
+    tensors = [results, routing.places, routing.weights, shared, gate, out]
+    native.call("experts_sum", *calls, *product, ("sum_experts", form.dtype, tensors, [tokens, hidden, top_k]))
+    return out
