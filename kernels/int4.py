@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -126,6 +127,7 @@ class PlainInt4:
 
     def rows(self, ids: Tensor) -> PlainInt4:
         """Return rows `ids` [m] int64."""
+        ids = ids.to(self.words.device)
         return replace(self, words=self.words[ids], scale=self.scale[ids],
                        zero=None if self.zero is None else self.zero[ids])
 
@@ -257,7 +259,16 @@ def _taken(view: Tensor, ids: Tensor) -> Tensor:
     return view.movedim(-1, 1)[ids // LANES, ids % LANES]
 
 
-def dequantized(numbers: Int4, ids: Tensor | None = None) -> Tensor:
+class Rows(Protocol):
+    """Numbers of 4 bits [N, K] in any form."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def rows(self, ids: Tensor) -> PlainInt4: ...
+
+
+def dequantized(numbers: Rows, ids: Tensor | None = None) -> Tensor:
     """Return numbers, or their rows `ids`, in float32 [N, K]."""
     plain = numbers if ids is None and isinstance(numbers, PlainInt4) else numbers.rows(
         torch.arange(numbers.shape[0]) if ids is None else ids)

@@ -11,24 +11,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import native
-from npuserve.kernels.int4 import Int4, PackedInt4, PlainInt4, dequantized, rounded, to_words
+from npuserve.kernels.ascend_int4 import AscendInt4
+from npuserve.kernels.int4 import SCALE_TYPES, Int4, PackedInt4, PlainInt4, dequantized, rounded, to_words
 from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.kernels.weight import Parts, WeightForm, floats_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Int4Weight(WeightForm):
     """Weight [N, K] of 4 bits. K is a multiple of 8.
 
-    numbers: the weight's numbers in the form of the backend.
+    numbers: the weight's numbers in the form of the backend. On Ascend they are written row by row first.
     dtype: dtype of products.
 
     A product is computed as if the weight were dequantized to float32. It is no embedding table.
     """
 
-    numbers: Int4
+    numbers: Int4 | AscendInt4
     dtype: torch.dtype
     inputs: Scheme | None = None
+
+    @property
+    def written(self) -> Int4:
+        """The numbers before `prepare_for_ascend`."""
+        if isinstance(self.numbers, AscendInt4):
+            raise TypeError("weight: laid out for Ascend, where nothing is written to it")
+        return self.numbers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -43,23 +51,23 @@ class Int4Weight(WeightForm):
 
     def write(self, first: int, rows: Tensor) -> None:
         """Write rows of codes [m, K] uint8. The caller writes the scales and zero points to `numbers`."""
-        self.numbers.write(first, to_words(rows))
+        self.written.write(first, to_words(rows))
 
     def write_rounded(self, first: int, rows: Tensor) -> None:
-        grouping = self.numbers.grouping
+        grouping = self.written.grouping
         if grouping.zeros:
             raise TypeError("weight: floats are rounded to symmetric numbers only")
         numbers = rounded(rows.float(), grouping.size, grouping.scales)
-        self.numbers.write(first, numbers.words)
-        self.numbers.write_scale(first, numbers.scale)
+        self.written.write(first, numbers.words)
+        self.written.write_scale(first, numbers.scale)
 
     def repeat_first(self, first: int) -> None:
         ids = torch.zeros(len(self) - first, dtype=torch.int64)
-        row = self.numbers.rows(ids)
-        self.numbers.write(first, row.words)
-        self.numbers.write_scale(first, row.scale)
+        row = self.written.rows(ids)
+        self.written.write(first, row.words)
+        self.written.write_scale(first, row.scale)
         if row.zero is not None:
-            self.numbers.write_zero(first, row.zero)
+            self.written.write_zero(first, row.zero)
 
     def part(self, first: int, count: int) -> Int4Weight:
         return replace(self, numbers=self.numbers.rows(torch.arange(first, first + count)))
@@ -99,8 +107,19 @@ class Int4Weight(WeightForm):
     def native_rows(self, ids: Tensor, out: Tensor) -> NoReturn:
         raise TypeError("table: an embedding table has no numbers of 4 bits")
 
-    def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> NoReturn:
-        raise TypeError("weight: on Ascend weights of 4 bits become floats while loading")
+    def for_ascend(self, *, table: bool) -> Int4Weight:
+        assert isinstance(self.numbers, PlainInt4)
+        return replace(self, numbers=AscendInt4.pack(self.numbers, self.dtype))
+
+    def from_ascend(self) -> Int4Weight:
+        return replace(self, numbers=self.numbers.rows(torch.arange(len(self))))
+
+    def prepare_for_ascend(self, *, table: bool) -> None:
+        self.numbers = self.for_ascend(table=table).numbers
+
+    def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
+        assert isinstance(self.numbers, AscendInt4)
+        return self.numbers.product(floats_of(x), bias)
 
     def ascend_rows(self, ids: Tensor) -> NoReturn:
         raise TypeError("table: an embedding table has no numbers of 4 bits")
@@ -109,13 +128,13 @@ class Int4Weight(WeightForm):
     def parts(self) -> Parts:
         raise TypeError("weight: numbers of 4 bits are not a tensor")
 
-    def cuda_input(self, x: Tensor | Quantized) -> NoReturn:
-        raise TypeError("weight: on CUDA weights of 4 bits become floats while loading")
+    def cuda_input(self, x: Tensor | Quantized) -> Tensor:
+        return floats_of(x)
 
 
 def int4_of(weight: Tensor, size: int, dtype: torch.dtype, *, zeros: bool = False) -> Int4Weight:
     """Round weight [N, K] as a case's argument. zeros: with zero points of -8 to 8."""
-    numbers = rounded(weight, size, torch.float32 if dtype == torch.float32 else torch.bfloat16)
+    numbers = rounded(weight, size, dtype if dtype in SCALE_TYPES else torch.bfloat16)
     if zeros:
         shape = numbers.scale.shape
         zero = (torch.arange(shape.numel()) * 5 % 17 - 8).to(torch.int8).view(shape)

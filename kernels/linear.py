@@ -65,7 +65,7 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
         return x.to(dtype) if made else int8_of(x, generator, scheme), w, b
 
     return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{_numbers(int8)}", make, benchmark,
-                zeros=zeros, float8=float8, int4=int4,
+                zeros=zeros, float8=float8, int4=n if int4 else 0,
                 tolerance=FLIPS if made else IMPRECISE[0] + IMPRECISE[1] * k if float8 else 0)
 
 
@@ -84,7 +84,8 @@ def _numbers(int8: str) -> str:
         *(_case(t, k, n, bias, int8=int8) for int8, t, k, n, bias in (
             ("int4 32", 1, 32, 3, False), ("int4 32", 5, 72, 17, True), ("int4 zeros 32", 3, 64, 49, True),
             ("int4 64", 13, 104, 81, False), ("int4 zeros 64", 70, 320, 130, True), ("int4 128", 7, 200, 35, True),
-            ("int4 zeros 128", 29, 392, 90, False))),
+            ("int4 zeros 128", 29, 392, 90, False), ("int4 32", 1, 32, 8, True), ("int4 zeros 64", 9, 200, 72, True),
+            ("int4 128", 33, 256, 96, False))),
         *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given", "int4 32") for t in (1, 8, 32, 512)
           for k, n in QWEN3_06B),
     ],
@@ -157,7 +158,8 @@ def _argmax_case(
         factors[vocabulary:] *= 3
         return x, weight, None, vocabulary, *(random_masks(generator, rows, vocabulary) if masked else ())
 
-    float8, int4 = "float8" in int8, int8.startswith("int4")
+    float8 = "float8" in int8
+    int4 = vocabulary + padding if int8.startswith("int4") else 0
     name = f"{rows}x{k}x{vocabulary}+{padding}{' float8' if float8 else ' int4' if int4 else int8 and ' int8'}"
     return Case(name + (" masked" if masked else ""), make, benchmark, float8=float8, int4=int4)
 

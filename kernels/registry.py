@@ -46,7 +46,7 @@ class Case:
     cache: dtype of its KV cache, if that is quantized.
     zeros: its int8 numbers have zero points.
     float8: it has float8 numbers.
-    int4: its weight has 4 bits.
+    int4: rows of its weight of 4 bits; 0 without one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Case:
     cache: torch.dtype | None = None
     zeros: bool = False
     float8: bool = False
-    int4: bool = False
+    int4: int = 0
     tolerance: float = 0.0
 
 

@@ -1,8 +1,9 @@
 """Conversion of a Hugging Face folder's weights to a GGUF file in bfloat16, for llama.cpp, without a tokenizer.
 
-    PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0]
+    PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0 | q4_0 | q4_k_m]
 
-With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. Supports Qwen3, Llama and
+With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. q4_0 and q4_k_m are
+llama-quantize's own, by llama-cpp-python; a tied embedding has 6 bits there. Supports Qwen3, Llama and
 the text model of Qwen3.5 with as many key heads as value heads, with one safetensors file. Needs the packages gguf and
 numpy.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ HYBRID_NAMES = {
     "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
        "lm_head.weight": "output.weight"}
 
@@ -88,10 +91,26 @@ def hybrid_tensor(layer: str, name: str, weight: np.ndarray) -> tuple[str, np.nd
     return None
 
 
+def quantize(plain: str, out: str, kind: str) -> None:
+    """Write `out`, the GGUF file `plain` quantized by llama.cpp. kind: name of its file type."""
+    import llama_cpp as c
+
+    params = c.llama_model_quantize_default_params()
+    params.ftype = getattr(c, kind)
+    if c.llama_model_quantize(plain.encode(), out.encode(), params):
+        raise SystemExit(f"{plain}: llama.cpp did not quantize it")
+
+
 def main() -> None:
-    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["q8_0"]):
+    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["q8_0"], ["q4_0"], ["q4_k_m"]):
         raise SystemExit(__doc__)
     folder, out = Path(sys.argv[1]), sys.argv[2]
+    if sys.argv[3:] and sys.argv[3] in QUANTIZED:
+        plain = f"{out}.bf16"
+        subprocess.run([sys.executable, __file__, str(folder), plain], check=True)
+        quantize(plain, out, QUANTIZED[sys.argv[3]])
+        Path(plain).unlink()
+        return
     q8_0 = gguf.GGMLQuantizationType.Q8_0 if sys.argv[3:] else None
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]

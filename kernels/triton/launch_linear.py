@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npuserve.kernels.int4 import WORD_CODES, PlainInt4
+from npuserve.kernels.int4_weight import Int4Weight
 from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
@@ -48,7 +50,7 @@ _FINISHED = 1024
 
 
 def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None) -> Tensor:
-    """Launch the kernel `linear`, for x and weight both int8, both float8 or both floats.
+    """Launch the kernel `linear`, for x and weight both int8, both float8 or both floats, or for a weight of 4 bits.
 
     tiles: replace the tiles of the table.
 
@@ -115,17 +117,36 @@ def library(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
 
 
 class _Operands(NamedTuple):
-    """Operands of a product. x [T, K], weight [N, K], and their scales if both are quantized; dtype of the result."""
+    """Operands of a product.
+
+    x: [T, K]; weight: [N, K], or words [N, K / 8] of 4 bits.
+    x_scale, weight_scale, weight_zero: None for floats, and for 0.
+    dtype: of the result.
+    k: numbers of a row.
+    int4_group: columns of a group of a weight of 4 bits; 0 for other weights.
+    """
 
     x: Tensor
     weight: Tensor
     x_scale: Tensor | None
     weight_scale: Tensor | None
     dtype: torch.dtype
+    k: int
+    weight_zero: Tensor | None = None
+    int4_group: int = 0
+
+    @property
+    def scale_stride(self) -> int:
+        """Numbers between successive scales, of rows of 4 bits or of groups of float8."""
+        if self.int4_group and self.weight_scale is not None:
+            return self.weight_scale.shape[1]
+        return len(self.weight)
 
     @property
     def form(self) -> Form:
         """Form by which tiles are chosen."""
+        if self.int4_group:
+            return "int4"
         if self.weight_scale is None or self.weight.dtype != FLOAT8:
             return ""
         return "grouped float8" if self.weight_scale.dim() == 2 else "float8"
@@ -134,7 +155,7 @@ class _Operands(NamedTuple):
 def _outputs(kind: Kind, operands: _Operands, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
     """Return the output for checked operands. tiles: None computes int8 and float8 by the library."""
     gated = kind == "linear_swiglu"
-    x, weight, x_scale, weight_scale, dtype = operands
+    x, weight, x_scale, weight_scale, dtype, *_ = operands
     shape = len(x), len(weight) // (1 + gated)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     if tiles is not None:
@@ -156,6 +177,8 @@ def _outputs(kind: Kind, operands: _Operands, bias: Tensor | None, tiles: Tiles 
 def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> _Operands:
     """Return the operands after checks of x [T, K], weight [N, K] and their scales."""
     form = form_of(weight)
+    if isinstance(form, Int4Weight):
+        return _int4_operands(x, form, bias)
     numbers, weight_scale, weight_zero = form.parts
     values, x_scale, x_zero = (x.values, x.scale, x.zero) if isinstance(x, Quantized) else (x, None, None)
     if (x_scale is None) != (weight_scale is None):
@@ -183,16 +206,41 @@ def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> _Op
             raise ValueError(f"weight: products of {form.dtype}")
     if bias is not None:
         check("bias", bias, (n,), FLOATS, device)
-    return _Operands(values, numbers, x_scale, weight_scale, form.dtype)
+    return _Operands(values, numbers, x_scale, weight_scale, form.dtype, k)
+
+
+def _int4_operands(x: Tensor | Quantized, weight: Int4Weight, bias: Tensor | None) -> _Operands:
+    """Return the operands after checks of x [T, K] and a weight [N, K] of 4 bits."""
+    numbers = weight.numbers
+    if isinstance(x, Quantized):
+        raise TypeError("x is quantized, and the weight of 4 bits takes floats")
+    if not isinstance(numbers, PlainInt4):
+        raise TypeError("weight: its numbers of 4 bits are not row by row")
+    n, k = numbers.shape
+    device = x.device
+    within("rows of weight", n, 1, INT32 // 4)
+    within("columns of weight", k, 1, 1 << 20)
+    within("rows of x", len(x), 0, 1 << 22)
+    matrix("x", x, device)
+    if x.shape[1] != k or x.dtype != weight.dtype:
+        raise ValueError(f"x: {list(x.shape)} {x.dtype} is not [rows, {k}] {weight.dtype}")
+    groups = n, numbers.grouping.groups(k)
+    check("words of weight", numbers.words, (n, k // WORD_CODES), (torch.int32,), device)
+    check("scale of weight", numbers.scale, groups, FLOATS, device)
+    if numbers.zero is not None:
+        check("zero points of weight", numbers.zero, groups, (torch.int8,), device)
+    if bias is not None:
+        check("bias", bias, (n,), FLOATS, device)
+    return _Operands(x, numbers.words, None, numbers.scale, weight.dtype, k, numbers.zero, numbers.grouping.size)
 
 
 def _choose(kind: Kind, operands: _Operands, bias: Tensor | None) -> Tiles | None:
     values, numbers, form = operands.x, operands.weight, operands.form
-    shape = kind, numbers.itemsize, len(values), *numbers.shape, processors(values.device), form
+    shape = kind, values.itemsize, len(values), len(numbers), operands.k, processors(values.device), form
     tiles = choose(*shape)
     if tiles is None and form and not _multiplies_float8(operands, bias):
         tiles = calculated(*shape)
-    return tiles and fitted(tiles, kind, numbers.itemsize, shared_memory(values.device))
+    return tiles and fitted(tiles, kind, values.itemsize, shared_memory(values.device))
 
 
 def _multiplies_float8(operands: _Operands, bias: Tensor | None) -> bool:
@@ -225,9 +273,11 @@ def _product(
     best: Tensor | None = None, places: Tensor | None = None,
 ) -> None:
     """Fill `out`, or `best` and `places`, of which `out` is then the dtype, for checked operands."""
-    values, numbers, x_scale, weight_scale, _ = operands
+    values, numbers, x_scale, weight_scale, *_ = operands
     gated = kind == "linear_swiglu"
-    (rows, k), n = values.shape, len(numbers) // (1 + gated)
+    rows = len(values)
+    k = operands.k
+    n = len(numbers) // (1 + gated)
     if not rows:
         return
     columns = n if best is None else vocabulary  # padding rows of an LM head are not read
@@ -242,13 +292,16 @@ def _product(
     is_grouped = operands.form == "grouped float8"
     if is_grouped and GROUP % tiles.k:
         raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {GROUP} share a scale")
+    if operands.int4_group and tiles.k % operands.int4_group:
+        raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {operands.int4_group} share a scale")
     precise = numbers.dtype == FLOAT8 and tiles.m <= PRECISE_ROWS
     product_kernel[(heights * widths * tiles.split,)](
-        x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, bias=bias, out=out, best=best,
-        places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k, x_stride=values.stride(0),
-        ahead=0 if is_grouped and (columns % 4 or len(numbers) % 4) else _ahead(
+        x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, weight_zero=operands.weight_zero,
+        bias=bias, out=out, best=best, places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k,
+        x_stride=values.stride(0), ahead=0 if is_grouped and (columns % 4 or len(numbers) % 4) else _ahead(
             numbers, heights * widths * tiles.split * tiles.n * (1 + gated)),
-        scale_stride=len(numbers), GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k, SPLIT=tiles.split,
-        GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
+        scale_stride=operands.scale_stride, GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k,
+        SPLIT=tiles.split, GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
         WIDE=not values.is_cuda and values.dtype == torch.bfloat16, IMPRECISE=tiles.k if precise else None,
-        SCALED_K=GROUP if is_grouped else 0, num_warps=tiles.warps, num_stages=tiles.stages, **dependent(values))
+        SCALED_K=GROUP if is_grouped else 0, INT4_GROUP=operands.int4_group, num_warps=tiles.warps,
+        num_stages=tiles.stages, **dependent(values))

@@ -17,17 +17,20 @@ from npuserve.kernels.triton.prefetch import to_l2
 
 @triton.jit(do_not_specialize=["tokens", "ahead"])
 def product_kernel(
-    x, x_scale, weight, weight_scale, bias, out, best, places, partial, arrived,
+    x, x_scale, weight, weight_scale, weight_zero, bias, out, best, places, partial, arrived,
     tokens, n, k, x_stride, ahead, scale_stride,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr, WIDE: tl.constexpr, IMPRECISE: tl.constexpr,
-    SCALED_K: tl.constexpr, PDL: tl.constexpr,
+    SCALED_K: tl.constexpr, INT4_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     """Multiply x [tokens, k], rows x_stride apart, by weight [n, k]: out [tokens, n].
 
     x_scale [tokens], weight_scale [n]: float32, for operands of int8 and float8; else None.
     SCALED_K: numbers of a row that share a scale, a multiple of BLOCK_K; 0 for all. Otherwise the scales are x_scale
         [groups, tokens] and weight_scale [groups, rows of the weight], rows `scale_stride` apart.
+    INT4_GROUP: columns of a group of a weight of 4 bits, a divisor of BLOCK_K; 0 for other weights. Then weight is
+        [n, k / 8] int32 as in int4.py, weight_scale [n, `scale_stride`] of floats, and weight_zero the same in int8 or
+        None. Numbers are dequantized to the dtype of x.
     bias: [n] or None.
     GATED: weight, weight_scale and bias have 2 n rows, of gate and up. The result is silu(gate) * up.
     best, places: [tokens, tiles of n] float32 and int32, or None. They replace `out`. They are the largest number of
@@ -58,14 +61,17 @@ def product_kernel(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
+    PACKED: tl.constexpr = 8 if INT4_GROUP > 0 else 1  # numbers of an element of the weight
+    LINE: tl.constexpr = BLOCK_K // PACKED
+    places_of_line = tl.arange(0, LINE)
     blocks = tl.cdiv(k, BLOCK_K)
     begin, end = blocks * part // SPLIT, blocks * (part + 1) // SPLIT
-    own = weight + tl.minimum(columns, n - 1).to(tl.int64) * k + begin * BLOCK_K
-    up = tl.cast(n, tl.int64) * k  # offset from a gate to its up
+    own = weight + tl.minimum(columns, n - 1).to(tl.int64) * (k // PACKED) + begin * LINE
+    up = tl.cast(n, tl.int64) * (k // PACKED)  # offset from a gate to its up
     if PDL:
         if ahead > 0:
             SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-            nbytes = tl.minimum(tl.minimum(ahead, (end - begin) * BLOCK_K), k - begin * BLOCK_K) * SIZE
+            nbytes = tl.minimum(tl.minimum(ahead, (end - begin) * LINE), k // PACKED - begin * LINE) * SIZE
             to_l2(own, nbytes)
             if GATED:
                 to_l2(own + up, nbytes)
@@ -80,9 +86,10 @@ def product_kernel(
 
     ACC: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     KEEP: tl.constexpr = "evict_first" if ONCE else ""
+    NOTHING: tl.constexpr = 0 if INT4_GROUP > 0 else 0.0
     acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
     acc_up = acc
-    w = own[:, None] + inner[None, :]
+    w = own[:, None] + places_of_line[None, :]
     xs = x + rows.to(tl.int64)[None, :] * x_stride + (begin * BLOCK_K + inner)[:, None]
     if SCALED_K > 0:  # scales are loaded a block before their use; Triton does not pipeline loops that load earlier
         of_now = _scales_of(x_scale, weight_scale, tl.minimum(begin, tl.maximum(end - 1, 0)) * BLOCK_K // SCALED_K,
@@ -92,9 +99,12 @@ def product_kernel(
             right = tl.load(xs, mask=(rows < tokens)[None, :], other=0.0)
             left = tl.load(w, eviction_policy=KEEP)
         else:
-            within = inner < k - block * BLOCK_K
-            right = tl.load(xs, mask=(rows < tokens)[None, :] & within[:, None], other=0.0)
-            left = tl.load(w, mask=within[None, :], other=0.0, eviction_policy=KEEP)
+            right = tl.load(xs, mask=(rows < tokens)[None, :] & (inner < k - block * BLOCK_K)[:, None], other=0.0)
+            within = places_of_line < k // PACKED - block * LINE
+            left = tl.load(w, mask=within[None, :], other=NOTHING, eviction_policy=KEEP)
+        if INT4_GROUP > 0:
+            left = _dequantized(left, weight_scale, weight_zero, columns, columns < n, block, scale_stride, BLOCK_N,
+                                BLOCK_K, INT4_GROUP, x.dtype.element_ty)
         if WIDE:
             right, left = right.to(tl.float32), left.to(tl.float32)
         if SCALED_K > 0:
@@ -107,7 +117,10 @@ def product_kernel(
             if EVEN:
                 left = tl.load(w + up, eviction_policy=KEEP)
             else:
-                left = tl.load(w + up, mask=within[None, :], other=0.0, eviction_policy=KEEP)
+                left = tl.load(w + up, mask=within[None, :], other=NOTHING, eviction_policy=KEEP)
+            if INT4_GROUP > 0:
+                left = _dequantized(left, weight_scale, weight_zero, columns + n, columns < n, block, scale_stride,
+                                    BLOCK_N, BLOCK_K, INT4_GROUP, x.dtype.element_ty)
             if WIDE:
                 left = left.to(tl.float32)
             if SCALED_K > 0:
@@ -117,11 +130,11 @@ def product_kernel(
                     left, right, acc_up, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
         if SCALED_K > 0:
             of_now = of_next
-        w += BLOCK_K
+        w += LINE
         xs += BLOCK_K
     if PDL:
         gdc_launch_dependents()  # before the loop it costs 5% of a step on an H200
-    if SCALED_K > 0:  # the sums are scaled
+    if SCALED_K > 0 or INT4_GROUP > 0:  # the sums are scaled
         x_scale = None
         weight_scale = None
 
@@ -175,6 +188,29 @@ def finish_kernel(
     if GATED:
         acc_up = tl.load(own + n, mask=(columns < n)[:, None], other=0)
     _finish(acc, acc_up, x_scale, weight_scale, bias, out, None, None, rows, columns, 0, 0, tokens, n, GATED)
+
+
+@triton.jit
+def _dequantized(
+    words, scale, zero, rows, real, block, groups, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Return the numbers [BLOCK_N, BLOCK_K] of words [BLOCK_N, BLOCK_K / 8] of the rows `rows`, in TYPE.
+
+    scale, zero: [rows of the weight, groups]. Where `real` is false, the numbers are 0.
+    SIZE: columns of a group.
+    """
+    place = tl.arange(0, 8)
+    shifts = place % 2 * 16 + place // 2 * 4  # int4.SHIFTS
+    codes = (words[:, :, None] >> shifts[None, None, :]) & 15
+    levels = tl.reshape(codes, (BLOCK_N, BLOCK_K // SIZE, SIZE)).to(tl.float32) - 8
+    group = block * (BLOCK_K // SIZE) + tl.arange(0, BLOCK_K // SIZE)
+    place_of_group = rows.to(tl.int64)[:, None] * groups + group[None, :]
+    inside = real[:, None] & (group < groups)[None, :]
+    if zero is not None:
+        levels -= tl.load(zero + place_of_group, mask=inside, other=0).to(tl.float32)[:, :, None]
+    levels *= tl.load(scale + place_of_group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    return tl.reshape(levels, (BLOCK_N, BLOCK_K)).to(TYPE)
 
 
 @triton.jit

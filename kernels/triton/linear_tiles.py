@@ -60,9 +60,10 @@ class Tiles:
         return self.stages * (self.n * (1 + (kind == "linear_swiglu")) + self.m) * self.k * itemsize
 
 
-Form = Literal["", "float8", "grouped float8"]
+Form = Literal["", "float8", "grouped float8", "int4"]
 """Numbers that are named, since int8 has the same itemsize, and another library. Grouped numbers have scales for groups
-of columns; no library multiplies them."""
+of columns, and so have those of 4 bits; no library multiplies them. Tiles of 4 bits have the itemsize of the floats to
+which blocks are dequantized."""
 
 Key = tuple[Kind, int | Form, int, int, int]
 
@@ -101,6 +102,14 @@ _CALCULATED: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] 
 }
 """Map from (gated, itemsize) to n, m, k, warps, stages by bucket. Up to 64 rows, a multiprocessor holds three or more
 programs."""
+
+_INT4: dict[tuple[bool, int], tuple[tuple[int, int, int, int, int], ...]] = {
+    (False, 4): ((32, 16, 128, 4, 2), *[(32, 32, 128, 4, 2)] * 6),
+    (True, 4): ((32, 16, 128, 4, 2), *[(32, 32, 128, 4, 2)] * 6),
+    (False, 2): ((64, 16, 128, 4, 3), (64, 32, 128, 4, 3), (64, 64, 128, 4, 3), *[(128, 128, 128, 8, 3)] * 4),
+    (True, 2): ((64, 16, 128, 4, 3), (64, 32, 128, 4, 3), (64, 64, 128, 4, 2), *[(64, 128, 128, 8, 3)] * 4),
+}
+"""The same for weights of 4 bits. A block has whole groups of 128 columns. Not measured on a device."""
 
 
 def bucket(rows: int) -> int:
@@ -146,7 +155,8 @@ def takes_int8(rows: int, n: int, k: int) -> bool:
 
 def calculated(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors: int, form: Form = "") -> Tiles:
     """Return the tiles of `choose` by calculation, without MEASURED."""
-    tile_n, m, tile_k, warps, stages = _CALCULATED[kind == "linear_swiglu", itemsize][BUCKETS.index(bucket(rows))]
+    table = _INT4 if form == "int4" else _CALCULATED
+    tile_n, m, tile_k, warps, stages = table[kind == "linear_swiglu", itemsize][BUCKETS.index(bucket(rows))]
     if form == "grouped float8" and m > 64:  # registers hold the sums of a group too
         tile_n, m, stages = 64 if kind == "linear_swiglu" else 128, 128, 3
     tiles = Tiles(tile_n, m, tile_k, 1, warps, stages)
@@ -206,10 +216,13 @@ def candidates(kind: Kind, itemsize: int, rows: int, n: int, k: int, processors:
 def _fits(tiles: Tiles, kind: Kind, itemsize: int, k: int, form: Form) -> bool:
     """Return True if the tensor cores accept the tiles and shared memory and registers hold them.
 
-    Each part of K must also have work. A block of grouped numbers must be within a group.
+    Each part of K must also have work. A block of grouped numbers must be within a group. A block of 4 bits must have
+    whole groups of all sizes.
     """
     sums = tiles.n * tiles.m * (1 + (kind == "linear_swiglu"))
     if form == "grouped float8" and (GROUP % tiles.k or sums > 64 * 32 * tiles.warps):
+        return False
+    if form == "int4" and tiles.k % GROUP:
         return False
     return (min(tiles.n, tiles.m) >= 16 and tiles.k * itemsize >= 32 and tiles.stages >= 2
             and tiles.shared_bytes(kind, itemsize) <= SHARED_BYTES - _RESERVED and sums <= 128 * 32 * tiles.warps

@@ -157,6 +157,7 @@ class Backend(ABC):
     float8: the kernels support float8 weights and activations.
     int4: the kernels support weights of 4 bits.
     measures_memory: the KV cache takes what `excess_bytes` of a warm-up step leaves; False: what a prediction leaves.
+    int4_rows: rows of such a weight are a multiple of it.
     """
 
     name: ClassVar[str]
@@ -181,9 +182,10 @@ class Backend(ABC):
     int8_levels: float = 127.5
     float8: bool = False
     int4: bool = False
+    int4_rows: int = 1
     fixed_state: bool = False
-    measures_memory: bool = False
     experts: bool = False
+    measures_memory: bool = False
     cache_dtypes: tuple[torch.dtype, ...] = ()
     state_dtypes: tuple[str, ...] = ("float32",)
     state_dtype: torch.dtype = torch.float32
@@ -298,8 +300,13 @@ class Backend(ABC):
         return PlainInt4.allocate(n, k, grouping, partial(torch.zeros, device=self.device))
 
     def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
-        """Return the bytes of an `int4_weight`."""
+        """Return the bytes of an `int4_weight`, after `prepare_weight`."""
         return grouping.plain_bytes(n, k)
+
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
+        """Return why the kernels do not multiply activations of `dtype` by an `int4_weight`, after "layers"; "" if they
+        do. Such weights become floats while loading."""
+        return ""
 
     def check_scheme(self, scheme: WeightScheme) -> None:
         """Raise BackendError for a quantization scheme that the kernels do not support."""

@@ -67,7 +67,9 @@ def takes_case(backend: Backend, case: Case) -> bool:
     """Return True if the device supports the features that the case uses."""
     if case.cache and case.cache not in backend.cache_dtypes:
         return False
-    if case.zeros > backend.int8_zeros or case.float8 > backend.float8 or case.int4 > backend.int4:
+    if case.zeros > backend.int8_zeros or case.float8 > backend.float8:
+        return False
+    if case.int4 and (not backend.int4 or case.int4 % backend.int4_rows):
         return False
     try:
         if case.head_dim:

@@ -58,6 +58,7 @@ def allocate_meta(
     """
     device = torch.device("meta")
     backend: Any = SimpleNamespace(
+        int4_refusal=lambda n, k, grouping, dtype: "",
         vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
         weight=lambda n, k, dtype: torch.empty(n, k, dtype=dtype, device=device),
         empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device),

@@ -30,7 +30,7 @@ from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, Targets
-from npuserve.npu.model.forms.w4a16 import ConvertedInt4
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4, StoredInt4
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
 from npuserve.npu.model.storage import check_schemes, matrices
@@ -118,17 +118,26 @@ def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend)
 
 def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many layers in 4 bits became floats. Ranks other than 0 log nothing."""
-    forms = [(matrix, matrix.form) for matrix in matrices(config, backend.vocabulary_tile)]
-    converted = [(matrix, form.scheme) for matrix, form in forms if isinstance(form, ConvertedInt4)]
-    if not converted or config.shard.rank:
-        return
-    reason = ("have columns in the order of their activations (desc_act), which no kernel multiplies"
-              if all(scheme.act_order for _, scheme in converted) else
-              f"have 4 bits, which {backend.name} does not multiply")
-    numbers = sum(matrix.rows * matrix.inputs for matrix, _ in converted)
-    log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
-                sum(len(matrix.parts) for matrix, _ in converted), reason, str(dtype).removeprefix("torch."),
-                *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
+    converted: dict[str, list[StoredMatrix]] = {}
+    for matrix in matrices(config, backend.vocabulary_tile):
+        if reason := _int4_refusal(matrix, dtype, backend):
+            converted.setdefault(reason, []).append(matrix)
+    for reason, of_reason in converted.items() if config.shard.rank == 0 else ():
+        numbers = sum(matrix.rows * matrix.inputs for matrix in of_reason)
+        log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
+                    sum(len(matrix.parts) for matrix in of_reason), reason, str(dtype).removeprefix("torch."),
+                    *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
+
+
+def _int4_refusal(matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> str:
+    """Return why a matrix in 4 bits becomes floats, after "layers"; "" for others."""
+    form = matrix.form
+    if isinstance(form, StoredInt4):
+        return form.refusal(matrix.rows, matrix.inputs, dtype, backend)
+    if not isinstance(form, ConvertedInt4):
+        return ""
+    return ("have columns in the order of their activations (desc_act), which no kernel multiplies"
+            if form.scheme.act_order else f"have 4 bits, which {backend.name} does not multiply")
 
 
 def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:

@@ -5,16 +5,17 @@ They share no code with the readers. The model that is saved gets the numbers th
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-from tests.support.models import edit_config, parameter_of
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINEAR_LAYERS = "_proj", "in_proj_qkv", "in_proj_z"
 """Ends of the names of linear layers that are quantized."""
@@ -40,13 +41,30 @@ def save_int4(
 ) -> PreTrainedModel:
     """Save the model with linear layers in 4 bits, and return it with the numbers of the checkpoint.
 
+    settings: of save_pretrained. The others are those of `to_int4`.
+    """
+    from tests.support.models import parameter_of  # needs transformers, which tests on devices lack
+
+    model.save_pretrained(folder, **settings)
+    floats = to_int4(folder, method, group, symmetric=symmetric, act_order=act_order, dtype=dtype)
+    with torch.no_grad():
+        for name, numbers in floats.items():
+            parameter_of(model, name).copy_(numbers)
+    return model
+
+
+def to_int4(
+    folder: Path, method: str, group: int = 32, *, symmetric: bool = False, act_order: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> dict[str, torch.Tensor]:
+    """Replace the linear layers of a checkpoint by random ones in 4 bits. Return the numbers that these stand for.
+
     method: key of METHODS.
     group: columns of a group; -1 for one scale a row.
     dtype: of the scales.
-    settings: of save_pretrained.
     """
     draw = random.Random(group)
-    model.save_pretrained(folder, **settings)
+    floats: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name in [name for name in tensors if name.endswith(".weight")]:
@@ -61,11 +79,12 @@ def save_int4(
             group_of = np.array(order) // size
             made = Numbers(n, k, -(-k // size), group_of, dtype, symmetric=symmetric)
             tensors |= {f"{layer}.{part}": tensor for part, tensor in made.tensors(method, act_order=act_order).items()}
-            with torch.no_grad():
-                parameter_of(model, name).copy_(made.floats())
+            floats[name] = made.floats()
         save_file(tensors, path, {"format": "pt"})
-    edit_config(folder, quantization_config=section(method, group, symmetric=symmetric, act_order=act_order))
-    return model
+    config = folder / "config.json"
+    quantization = section(method, group, symmetric=symmetric, act_order=act_order)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+    return floats
 
 
 def section(method: str, group: int, *, symmetric: bool, act_order: bool = False) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels import ascend
+from npuserve.kernels import ascend, ascend_int4
 from npuserve.kernels.attention import gathered_bytes
+from npuserve.kernels.int4 import WORD_CODES, Grouping
 from npuserve.kernels.sample import Filters
 from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.ascend import fault_codes, functions
@@ -86,6 +87,8 @@ class AscendBackend(StreamBackend):
     sampler_filters = (Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY)
     host_lengths = True
     int8_levels = ascend.LEVELS
+    int4 = True
+    int4_rows = WORD_CODES
     collectives = "hccl"
     reduces = True
 
@@ -189,6 +192,12 @@ class AscendBackend(StreamBackend):
     @classmethod
     def is_capture_error(cls, error: BaseException) -> bool:
         return fault_codes.is_capture_error(error)
+
+    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
+        return ascend_int4.packed_bytes(n, k, grouping)
+
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
+        return ascend_int4.refusal(n, k, grouping, dtype)
 
     def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:
         weight.prepare_for_ascend(table=table)

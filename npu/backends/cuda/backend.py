@@ -79,6 +79,7 @@ class CudaBackend(StreamBackend):
     padding_blocks = 1
     cache_dtypes: tuple[torch.dtype, ...] = tuple(QUANTIZED.values())
     float8 = True
+    int4 = True
     sampling_bytes = 8
     compiles = True
     measures_memory = True

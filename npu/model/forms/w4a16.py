@@ -54,14 +54,22 @@ def grouping_of(scheme: W4A16) -> Grouping:
 
 @dataclass(frozen=True, slots=True)
 class StoredInt4(StoredForm):
-    """Numbers of 4 bits."""
+    """Numbers of 4 bits, or floats where the backend does not multiply these."""
 
     scheme: W4A16
 
+    def refusal(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> str:
+        """Return the result of `Backend.int4_refusal`."""
+        return backend.int4_refusal(rows, inputs, grouping_of(self.scheme), dtype)
+
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
+        if self.refusal(rows, inputs, dtype, backend):
+            return ConvertedInt4(self.scheme).nbytes(rows, inputs, dtype, backend)
         return backend.int4_bytes(rows, inputs, grouping_of(self.scheme))
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
+        if self.refusal(matrix.rows, matrix.inputs, dtype, backend):
+            return ConvertedInt4(self.scheme).allocate(matrix, dtype, backend)
         numbers = backend.int4_weight(matrix.rows, matrix.inputs, grouping_of(self.scheme))
         targets: Targets = {}
         first = 0

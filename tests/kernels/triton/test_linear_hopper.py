@@ -13,20 +13,24 @@ from tests.kernels.triton.hopper import Compiled, Launch, compiled
 
 SHAPES: tuple[tuple[Kind, int, int], ...] = (
     ("linear", 5120, 5120), ("linear", 5120, 17408), ("linear_swiglu", 34816, 5120), ("linear_argmax", 151936, 5120))
-ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1, "fp8e4nv": 1, "grouped fp8e4nv": 1}
-FORMS: dict[str, Form] = {"fp8e4nv": "float8", "grouped fp8e4nv": "grouped float8"}
-QUANTIZED = ("i8", *FORMS)
+ITEMSIZES = {"bf16": 2, "fp32": 4, "i8": 1, "fp8e4nv": 1, "grouped fp8e4nv": 1, "int4 bf16": 2}
+FORMS: dict[str, Form] = {"fp8e4nv": "float8", "grouped fp8e4nv": "grouped float8", "int4 bf16": "int4"}
+QUANTIZED = ("i8", "fp8e4nv", "grouped fp8e4nv")
 
 
 def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
     """Return a launch. name: type of the numbers. even: tiles divide K, and rows begin at multiples of 16 bytes, as in
     a model."""
     size = "i32/16" if even else "i32"
-    number = name.removeprefix("grouped ")
-    signature = {"x": f"*{number}", "weight": f"*{number}", "out": "*bf16" if name in QUANTIZED else f"*{name}",
+    number = name.rpartition(" ")[2]
+    is_int4 = name.startswith("int4")
+    signature = {"x": f"*{number}", "weight": "*i32" if is_int4 else f"*{number}",
+                 "out": "*bf16" if name in QUANTIZED else f"*{number}",
                  "tokens": "i32", "n": size, "k": size, "x_stride": size, "ahead": "i32", "scale_stride": size}
     given = {
-        ("x_scale", "weight_scale"): "*fp32" if name in QUANTIZED else None,
+        ("x_scale",): "*fp32" if name in QUANTIZED else None,
+        ("weight_scale",): "*fp32" if name in QUANTIZED else "*bf16" if is_int4 else None,
+        ("weight_zero",): "*i8" if is_int4 else None,
         ("best",): "*fp32" if kind == "linear_argmax" else None,
         ("places", "arrived"): "*i32",
         ("partial",): "*i32" if name == "i8" else "*fp32",
@@ -36,7 +40,7 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
         "GATED": kind == "linear_swiglu", "BLOCK_N": tiles.n, "BLOCK_M": tiles.m, "BLOCK_K": tiles.k,
         "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256,
         "WIDE": False, "IMPRECISE": tiles.k if name == "fp8e4nv" and tiles.m <= 64 else None,
-        "SCALED_K": 128 if name == "grouped fp8e4nv" else 0, "PDL": True}
+        "SCALED_K": 128 if name == "grouped fp8e4nv" else 0, "INT4_GROUP": 32 if is_int4 else 0, "PDL": True}
     for arguments, kind_of in given.items():
         for argument in arguments:
             if kind_of is None:
@@ -115,6 +119,17 @@ def test_odd_shapes_and_candidates_compile(interpreted: ModuleType) -> None:
     made = compiled(odd + swept)
     assert all(x.shared <= SHARED_BYTES for x in made)
     assert not any(x.local for x in made[len(odd):])
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
+def test_int4_tiles_fit(interpreted: ModuleType, kind: Kind, n: int, k: int) -> None:
+    """The tensor cores multiply the dequantized numbers, nothing is spilled, and blocks are copied asynchronously."""
+    tiles = [own(kind, "int4 bf16", rows, n, k) for rows in (1, 64, 2048)]
+    for of_rows, made in zip(tiles, compiled([launch(kind, "int4 bf16", each) for each in tiles]), strict=True):
+        assert made.local == 0
+        assert made.shared <= of_rows.shared_bytes(kind, 2)
+        assert "wgmma.mma_async" in made.ptx
+        assert "cp.async.cg" in made.ptx
 
 
 def test_helpers_compile(interpreted: ModuleType) -> None:

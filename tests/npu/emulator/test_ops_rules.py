@@ -11,6 +11,8 @@ from npuserve.npu import emulator
 from tests.npu.emulator.arguments import F32, I8, nz, on, ops, whole
 from tests.npu.emulator.child import emulated
 from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
+from tests.npu.emulator.violations_int4 import of_columns
+from tests.npu.emulator.violations_int4 import product as int4_product
 from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
 BREAKING = ("scatter.range", "scatter.distinct", "scatternd.range", "ropecache.range", "dequantswiglu.count",
@@ -73,6 +75,11 @@ def test_valid_calls_are_accepted() -> None:
     product(w=on(32, 64, dtype=I8).t())
     gated()
     swiglu_quant()
+    int4_product()
+    int4_product(weight=on(32, 8, dtype=torch.int32).t())
+    int4_product(x=on(64, 5).t())
+    of_columns()
+    of_columns(antiquant_scale=on(1))
     by_scale()
     by_scale(zeros=on(1, dtype=I8))
     rotary(on(1, 9, 4, 128))
