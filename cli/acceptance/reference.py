@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.kv_cache import QUANTIZED
+from npuserve.kernels.native import available
 from npuserve.kernels.registry import KernelSet
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
@@ -75,10 +76,10 @@ def load_reference(
     cached = QUANTIZED.get(kv_cache_dtype)
     float8 = config.has_float8
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
-    backend = CpuBackend(native=False) if isinstance(of, CpuBackend) or other or float8 else CpuBackend()
+    is_golden = isinstance(of, CpuBackend) or other or float8
+    backend = CpuBackend(native=available() and not is_golden, settings=DeviceSettings(int8_levels=of.int8_levels))
     backend.float8 = float8
     backend.set_threads(threads)
-    backend.int8_levels = of.int8_levels
     backend.scale_dtype = of.scale_dtype
     backend.cache_dtypes = of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()

@@ -6,7 +6,6 @@ The host waits for these copies only.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -137,18 +136,6 @@ class StreamBackend(Backend):
         cached: int = self._streams.memory_reserved(self.device) - self._streams.memory_allocated(self.device)
         return free + cached
 
-    def excess_bytes(self, work: Callable[[], None]) -> int:
-        """Return the excess by the peak of torch's pools; what others allocate, such as libraries, is as at the end."""
-        streams = self._streams
-        streams.reset_peak_memory_stats(self.device)
-        work()
-        self.synchronize()
-        beside_pools = _taken_bytes(streams, self.device) - streams.memory_reserved(self.device)
-        peak = beside_pools + streams.max_memory_reserved(self.device)
-        gc.collect()  # captured steps refer to each other
-        streams.empty_cache()
-        return int(peak - _taken_bytes(streams, self.device))
-
     def wait_for_memory(self) -> None:
         """Wait until the free memory has not risen for QUIET_SECONDS, at most MAX_RELEASE_SECONDS.
 
@@ -169,7 +156,7 @@ class StreamBackend(Backend):
 
     def _held_by_others(self) -> int:
         """Return the bytes of the device's memory that are neither free nor in this process's pools."""
-        return _taken_bytes(self._streams, self.device) - int(self._streams.memory_reserved(self.device))
+        return taken_bytes(self._streams, self.device) - int(self._streams.memory_reserved(self.device))
 
     def kv_cache_share(self, free: int) -> int:
         """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""
@@ -215,7 +202,7 @@ class StreamBackend(Backend):
         self._streams.synchronize()
 
 
-def _taken_bytes(streams: Any, device: torch.device) -> int:
+def taken_bytes(streams: Any, device: torch.device) -> int:
     """Return the bytes of the device's memory that are not free."""
     free, total = streams.mem_get_info(device)
     return int(total - free)
