@@ -50,12 +50,7 @@ class Device:
 @torch.inference_mode()
 def capture_bucket(backend: Backend, step: Callable[[int], torch.Tensor], rows: int) -> Captured | None:
     """Capture a decode step of `rows` rows in one bucket. Returns None and raises BackendError as `Backend.capture`."""
-    chosen = backend.decode_buckets
-    backend.decode_buckets = (rows,)
-    try:
-        return backend.capture(step, rows, decode=True)
-    finally:
-        backend.decode_buckets = chosen
+    return backend.capture(step, rows, decode=True, buckets=(rows,))
 
 
 def machine_of(backend: Backend) -> Machine:

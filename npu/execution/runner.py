@@ -153,8 +153,11 @@ class Runner:
         self._pages = PagePopulation(memory)
         self._pages.map_first()
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
+        # Collectives by torch.distributed cannot be recorded on the CPU.
+        is_recordable = ranks.size == 1 or not backend.shares_memory or ranks.region is not None
         self._dispatch = Dispatch(
             backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
+            capture_mode=backend.settings.capture_mode if is_recordable else "off",
             capture_chunks=backend.captures_chunks(self.cache_dtype) and not replaced, may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced

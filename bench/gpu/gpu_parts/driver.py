@@ -128,7 +128,7 @@ def runner_of(
     size = backend.block_size
     longest = max(longest, length)
     blocks = max(rows * -(-length // size), -(-longest // size))
-    backend.decode_buckets = tuple(buckets)
+    backend = type(backend)(replace(backend.settings, decode_buckets=tuple(buckets)))
     return Runner(backend, weights, config, blocks, size, max_model_len=longest, max_num_seqs=rows,
                   max_num_batched_tokens=budget, num_slots=config.slots_of(2 * rows))
 

@@ -307,8 +307,7 @@ def test_cuda_events_are_reused() -> None:
 def test_cuda_graph_output_is_valid_until_next_replay() -> None:
     backend = started()
     x = torch.ones(4)
-    backend.decode_buckets = (2, 4)
-    graphs = backend.capture(lambda rows: x[:rows] * 2, 4, decode=True)
+    graphs = backend.capture(lambda rows: x[:rows] * 2, 4, decode=True, buckets=(2, 4))
     other = backend.capture(lambda rows: x[:rows] * 3, 4, decode=False)
     assert isinstance(graphs, CudaGraphs)
     assert other is not None
