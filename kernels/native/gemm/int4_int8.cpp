@@ -17,12 +17,12 @@ struct DotInt4Int8 {
     static INLINE Acc start() { return zero(); }
 };
 
-// Bytes of weights are the codes 0 .. 15 where an instruction multiplies unsigned by signed bytes. CODE_OFFSET times the
-// sum of x is then subtracted from the sum of a group.
+// Bytes of weights are the codes 0 .. 15 where an instruction multiplies unsigned by signed bytes. The sum of a group then
+// begins with minus CODE_OFFSET times the sum of x.
 constexpr int32_t CODE_OFFSET = BYTE_DOT ? 8 : 0;
 
-// A row of a block of x has its words, four bytes each in the order of `LineBytes`, and then the sum of each SUMMED
-// numbers in int32.
+// A row of a block of x has its words, four bytes each in the order of `line_bytes`, and then for each SUMMED numbers the
+// beginning of their sum in int32.
 constexpr int64_t SUMMED = 32;
 
 template <>
@@ -40,7 +40,7 @@ struct Steps<DotInt4Int8> {
         for (int64_t i = 0; i < count; i += SUMMED) {
             int32_t sum = 0;
             for (int64_t j = i; j < std::min(count, i + SUMMED); j++) sum += x[j];
-            sums[i / SUMMED] = sum;
+            sums[i / SUMMED] = -CODE_OFFSET * sum;
         }
     }
 };
@@ -55,20 +55,26 @@ INLINE ivec line_bytes(const char *line, int part) {
     return codes ^ 0x08080808 ^ ((~codes & 0x08080808) * 30);  // less 8, byte by byte
 }
 
-// Sums of a group to the accumulators. x_sums: of row 0 in the group, as many as `parts`.
+// Begins the sums of a group. x_sums: of row 0 in the group, as many as `parts`.
 template <int R, int P>
-INLINE void add_group(F *acc, int stride, const I (&sums)[R][P], const F (&scale)[P], const char *x_sums, int64_t x_stride,
-                      int64_t parts) {
+INLINE void start_group(I (&sums)[R][P], const char *x_sums, int64_t x_stride, int64_t parts) {
     _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-        int32_t offset = 0;
+        int32_t first = 0;
         if (CODE_OFFSET) {
             const int32_t *of_row = reinterpret_cast<const int32_t *>(x_sums + r * x_stride);
-            for (int64_t i = 0; i < parts; i++) offset += of_row[i];
-            offset *= CODE_OFFSET;
+            first = of_row[0];
+            for (int64_t i = 1; i < parts; i++) first += of_row[i];
         }
-        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
-            acc[r * stride + p] = fma(scale[p], to_float(sums[r][p] - offset), acc[r * stride + p]);
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) EACH(i) sums[r][p].v[i] = ivec{} + first;
     }
+}
+
+// Adds the sums of a group times its scales to the accumulators.
+template <int R, int P>
+INLINE void add_group(F *acc, int stride, const I (&sums)[R][P], const F (&scale)[P]) {
+    _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+            acc[r * stride + p] = fma(scale[p], to_float(sums[r][p]), acc[r * stride + p]);
 }
 
 // Tile of packed panels that are multiplied by no other rows: each line becomes bytes in registers.
@@ -87,8 +93,11 @@ struct Int4Int8OnceTile : Tile<DotInt4Int8> {
         int64_t bytes = ceil_div(left, groups.group) * groups.header + left / LINE_NUMBERS * 64;  // left of a panel
         for (int64_t count; left > 0; left -= count) {
             count = std::min(left, groups.group);
-            I sums[R][P] = {};
+            int64_t parts = ceil_div(count, SUMMED);
+            I sums[R][P];
             F scale[P];
+            start_group(sums, x_sums, x_stride, parts);
+            x_sums += parts * 4;
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
                 scale[p] = groups.scale(w[p]);
                 w[p] += groups.header;
@@ -103,9 +112,7 @@ struct Int4Int8OnceTile : Tile<DotInt4Int8> {
                 x += 2 * X_WORD_BYTES;
                 _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += 64;
             }
-            int64_t parts = ceil_div(count, SUMMED);
-            add_group(acc, acc_stride, sums, scale, x_sums, x_stride, parts);
-            x_sums += parts * 4;
+            add_group(acc, acc_stride, sums, scale);
         }
     }
 
@@ -146,8 +153,11 @@ struct Int4Int8BlockTile : Tile<DotInt4Int8> {
         fetch.start(words);
         for (int64_t done = 0, count; done < words; done += count) {
             count = std::min(group_words, words - done);
-            I sums[R][P] = {};
+            int64_t parts = ceil_div(count * DotInt4Int8::PER_WORD, SUMMED);
+            I sums[R][P];
             F scale[P];
+            start_group(sums, x_sums, x_stride, parts);
+            x_sums += parts * 4;
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
                 scale[p] = load(reinterpret_cast<const float *>(w[p]));
                 w[p] += PANEL_WORD_BYTES;
@@ -155,9 +165,7 @@ struct Int4Int8BlockTile : Tile<DotInt4Int8> {
             tile<DotInt8, R, P>(sums, x, x_stride, w, count, fetch);
             x += count * X_WORD_BYTES;
             _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += count * PANEL_WORD_BYTES;
-            int64_t parts = ceil_div(count * DotInt4Int8::PER_WORD, SUMMED);
-            add_group(acc, acc_stride, sums, scale, x_sums, x_stride, parts);
-            x_sums += parts * 4;
+            add_group(acc, acc_stride, sums, scale);
         }
     }
 };
