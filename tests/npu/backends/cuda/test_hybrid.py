@@ -14,6 +14,7 @@ from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.model import check_tokens
 from npuserve.cli.acceptance.reference import load_reference
 from npuserve.npu import backends
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cuda import backend as cuda_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.execution.memory_plan import predict
@@ -154,8 +155,7 @@ def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     in flight."""
     folder = saved(hybrid(), tmp_path)
     monkeypatch.setattr(accept_tokens, "BUDGET", 24)
-    backend = started()
-    backend.decode_buckets = (2,)
+    backend = backends.select("cuda", settings=DeviceSettings(decode_buckets=(2,)))
     backend.choose_state_dtype(state)
     golden = load_reference(folder, backend, "float32", 64, 1)
     loaded = reference.load(folder, backend, "bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=24,
