@@ -209,8 +209,8 @@ def model(config: ServerConfig) -> dict[str, Any]:
     import torch
 
     from npuserve.kernels.native.choice import CpuKernelSettings
-    from npuserve.npu.backends.base import BackendError
-    from npuserve.npu.execution.load import open_devices
+    from npuserve.npu.backends.base import BackendError, DeviceSettings
+    from npuserve.npu.execution.load import buckets_up_to, open_devices
     from npuserve.npu.model.config import ModelConfig, ModelError
     from npuserve.npu.model.layers.shard import Shard
     from npuserve.npu.model.loader import check_weights
@@ -221,13 +221,13 @@ def model(config: ServerConfig) -> dict[str, Any]:
     report: dict[str, Any] = {
         "name": config.served_name or config.model or "built-in", "fits": False, "missing_weights": None}
     try:
-        shard = Shard(0, config.tensor_parallel_size)
+        shard = Shard(0, config.tensor_parallel_size, config.expert_parallel)
         world = read_world(config, os.environ)
         place = 0, len(world.ranks(config)) if world else shard.size
         backend, prefill = open_devices(
             config.device, config.relaxations if config.emulate else None, config.prefill_device,
-            threads=config.threads, decode_buckets=config.buckets, max_num_seqs=config.max_num_seqs, ranks=shard.size,
-            place=place, state_dtype=config.state_dtype)
+            DeviceSettings(place, buckets_up_to(config.max_num_seqs, config.buckets)), threads=config.threads,
+            ranks=shard.size, state_dtype=config.state_dtype)
         facts = ModelConfig.from_folder(
             folder, config.lm_head_dtype, task=config.task, float8=backend.float8, int4=backend.int4).sharded(shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))

@@ -104,10 +104,12 @@ def compare(config: ServerConfig) -> Comparison:
 
     from npuserve.cli.acceptance import tokens as accept_tokens
     from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import DeviceSettings
     from npuserve.npu.model.config import ModelConfig, ModelError
 
     folder = resolve(config.model)
-    backend = select(config.device, config.relaxations if config.emulate else None)
+    backend = select(config.device, config.relaxations if config.emulate else None,
+                     DeviceSettings(capture_mode=config.capture))
     backend.set_threads(config.threads)
     facts = ModelConfig.from_folder(
         folder, config.lm_head_dtype, task=config.task, float8=backend.float8, int4=backend.int4)
@@ -160,7 +162,6 @@ def _device_side(
     from npuserve.cli.acceptance.model import FORCED_BATCH_TOKENS
     from npuserve.cli.acceptance.reference import forced_logits, load
 
-    backend.capture_mode = config.capture
     loaded = load(
         folder, backend, config.dtype, max_model_len=length, max_num_seqs=len(prompts),
         max_num_batched_tokens=accept_tokens.BUDGET, block_size=config.block_size,

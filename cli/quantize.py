@@ -42,10 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help='folder in Hugging Face format or hub name; "" for the built-in model')
     add("out", metavar="OUT", help="folder to create")
-    add("--scheme", choices=["w8a8", "w4a16"], default="w8a8",
-        help="w8a8: int8 weights and activations; w4a16: weights of 4 bits (default: %(default)s)")
+    add("--scheme", choices=["w8a8", "w4a16", "w4a8"], default="w8a8",
+        help="w8a8: int8 weights and activations; w4a16: weights of 4 bits; w4a8: these with int8 activations, for "
+             "CPUs (default: %(default)s)")
     add("--group-size", type=int, choices=[32, 64, 128], metavar="N",
-        help="columns that share a scale in w4a16: 32, 64 or 128. A layer whose inputs N does not divide has smaller "
+        help="columns that share a scale in 4 bits: 32, 64 or 128. A layer whose inputs N does not divide has smaller "
              "groups (default: 128)")
     add("--format", choices=["compressed-tensors", "modelslim"], default="compressed-tensors",
         help="format of OUT; modelslim, which vllm-ascend reads, for w8a8 only (default: %(default)s)")
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         for option in ("samples", "sample_tokens", "smoothing"):
             if getattr(args, option) is not None:
                 raise ConfigError(f"{option}: nothing is smoothed with --calibration none")
-    if args.scheme != "w4a16" and args.group_size is not None:
-        raise ConfigError(f"group_size: {args.scheme} has no groups; possible with --scheme w4a16")
+    if args.scheme == "w8a8" and args.group_size is not None:
+        raise ConfigError(f"group_size: {args.scheme} has no groups; possible with --scheme w4a16 and w4a8")
     if args.scheme != "w8a8" and args.format != "compressed-tensors":
         raise ConfigError(f"format: {args.format} is written for w8a8 only; possible for {args.scheme} is "
                           "compressed-tensors")
@@ -117,10 +118,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rounding(args: argparse.Namespace) -> Rounding:
-    from npuserve.npu.quantize.rounding import Int4Rounding, Int8Rounding
+    from npuserve.npu.quantize.rounding import Int4Int8Rounding, Int4Rounding, Int8Rounding
 
-    if args.scheme == "w4a16":
-        return Int4Rounding(args.group_size or 128)
+    if args.scheme != "w8a8":
+        return (Int4Int8Rounding if args.scheme == "w4a8" else Int4Rounding)(args.group_size or 128)
     return Int8Rounding(modelslim=args.format == "modelslim")
 
 

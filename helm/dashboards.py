@@ -285,6 +285,9 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
               "state."),
         Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
               "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
+        Panel("Imbalance of experts", {"{{instance}} layers {{layers}}": total(
+            "expert_imbalance", "instance, layers", how="max")}, "short",
+              "Mixtures of experts: tokens of a layer's busiest expert, divided by the mean of its experts."),
     ]),
     Row("Constraints", [
         Panel("Grammar compilation", quantiles("grammar_compile_seconds", 0.5, 0.99), "s",

@@ -69,6 +69,10 @@ class AttentionMetadata:
             cu_seqlens_q,
         )
 
+    def has_one_query_each(self, queries: int) -> bool:
+        """Return True if the host knows that each row has one of the step's queries, and each query a row."""
+        return queries == len(self.context_lens) and self.host_cu_seqlens_q == list(range(queries + 1))
+
 
 def _case(
     rows: list[tuple[int, int]],
@@ -394,7 +398,6 @@ def _(q: Tensor, k_cache: Cache, v_cache: Cache, metadata: AttentionMetadata, sc
     """
     from npuserve.kernels.triton import launch_attention
 
-    starts = metadata.host_cu_seqlens_q
-    one_each = len(q) == len(metadata.context_lens) and starts == list(range(len(q) + 1))
     return launch_attention.paged_attention(
-        q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, scale, one_each)
+        q, k_cache, v_cache, metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q, scale,
+        metadata.has_one_query_each(len(q)))

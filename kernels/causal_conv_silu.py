@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, ascend_delta, native
+from npuserve.kernels import ascend, ascend_delta, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.registry import Case, kernel, to_host
@@ -130,3 +130,11 @@ def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, sta
         last = source.index_select(0, windows.last).view(earlier.shape)
     torch_npu.npu_scatter_nd_update_(inputs_of_slots, rows.slots.unsqueeze(1), last)
     return F.silu((inputs * ascend_delta.taps_of(weight)).sum(1)).to(x.dtype)
+
+
+@triton.implementation(causal_conv_silu)
+def _(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata, state_slots: Tensor) -> Tensor:
+    """Read all lengths on the device, as `paged_attention` does."""
+    from npuserve.kernels.triton import launch_gated_delta
+
+    return launch_gated_delta.causal_conv_silu(x, weight, state, metadata, state_slots)

@@ -18,7 +18,7 @@ from torch import Tensor
 from npuserve.kernels import native
 from npuserve.kernels.int4_weight import int4_of
 from npuserve.kernels.quantize import native_quantize, quantize
-from npuserve.kernels.quantized import Quantized, Scheme, scheme_of
+from npuserve.kernels.quantized import DYNAMIC, Quantized, Scheme, scheme_of
 from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel, map_leaves
 from npuserve.kernels.swiglu import swiglu
@@ -63,7 +63,8 @@ def _route_case(
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         x = torch.randn(tokens, hidden, generator=generator)
         weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
-        return x.to(dtype), weight.to(dtype), top_k, renormalize, *(part or (0, experts))
+        first, count = part or (0, experts)
+        return x.to(dtype), weight.to(dtype), top_k, renormalize, first, count, torch.arange(count)
 
     name = f"{tokens}x{hidden} top {top_k} of {experts}{' renormalized' if renormalize else ''}"
     return Case(name + (f" from {part[0]}" if part else ""), make, benchmark)
@@ -73,13 +74,16 @@ def _route_case(
     _route_case(1, 8, 4, 1), _route_case(5, 33, 7, 7), _route_case(19, 64, 128, 8, True),
     _route_case(9, 40, 12, 3, True, (4, 5)),
     *(_route_case(tokens, 2048, 128, 8, True, benchmark=True) for tokens in (1, 32, 512))])
-def route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Routing:
+def route_experts(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> Routing:
     """Choose the `top_k` experts of x [T, H] with the largest logits; weight: [E, H].
 
     Logits and weights are computed in float32. The first of equal logits is chosen. The weights are the softmax over
     all experts, or over the chosen ones if `renormalize`.
 
     first, count: experts of this rank; the places of others are -1.
+    tokens: [count] int64, to which the number of each expert's rows is added; or None.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide))
@@ -91,21 +95,25 @@ def route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, firs
     begins = torch.searchsorted(local[order], torch.arange(count + 1, device=x.device)).int()
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     places = torch.where(local < count, places, -1).int().view_as(experts)
+    if tokens is not None:
+        tokens += begins.diff()
     return Routing(weights, places, begins)
 
 
 @native.implementation(route_experts)
-def _(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Routing:
-    tokens, experts = len(x), len(weight)
-    logits = native.empty(tokens, experts, dtype=torch.float32)
-    chosen, places = (native.empty(tokens, top_k, dtype=torch.int32) for _ in range(2))
-    weights = native.empty(tokens, top_k, dtype=torch.float32)
+def _(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> Routing:
+    rows, experts = len(x), len(weight)
+    logits = native.empty(rows, experts, dtype=torch.float32)
+    chosen, places = (native.empty(rows, top_k, dtype=torch.int32) for _ in range(2))
+    weights = native.empty(rows, top_k, dtype=torch.float32)
     begins = native.empty(count + 1, dtype=torch.int32)
     native.call(
         "route_experts",
         ("router_logits", x.dtype, [x, weight, logits], [*x.shape, experts]),
-        ("choose_experts", torch.float32, [logits, chosen, weights], [tokens, experts, top_k, renormalize]),
-        ("group_experts", torch.int32, [chosen, places, begins], [tokens, top_k, first, count]))
+        ("choose_experts", torch.float32, [logits, chosen, weights], [rows, experts, top_k, renormalize]),
+        ("group_experts", torch.int32, [chosen, places, begins, tokens], [rows, top_k, first, count]))
     return Routing(weights, places, begins)
 
 
@@ -120,11 +128,18 @@ def _routing(generator: torch.Generator, tokens: int, experts: int, top_k: int, 
     return route_experts(logits, torch.eye(experts), top_k, False, 0, experts)
 
 
+def _has_4_bits(numbers: str) -> bool:
+    return numbers.startswith(("int4", "w4a8"))
+
+
 def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numbers: str) -> Weight:
-    """Return the weight of a case. numbers: "" for floats, "int8", "zeros" for int8 with zero points, "int4 SIZE"."""
+    """Return the weight of a case.
+
+    numbers: "" for floats, "int8", "zeros" for int8 with zero points, "int4 SIZE", "w4a8 SIZE" for 4 bits and int8 x.
+    """
     weight = torch.randn(n, k, generator=generator) * k**-0.5
-    if numbers.startswith("int4"):
-        return int4_of(weight, int(numbers.split()[-1]), dtype)
+    if _has_4_bits(numbers):
+        return int4_of(weight, int(numbers.split()[-1]), dtype, inputs=DYNAMIC if numbers.startswith("w4a8") else None)
     return weight_of(weight, generator, dtype, Scheme(symmetric=numbers != "zeros")) if numbers else weight.to(dtype)
 
 
@@ -152,15 +167,15 @@ def _swiglu_case(
         return x, weight, routing, scheme_of(scheme, generator)
 
     return Case(_name(shape, numbers, one=one) + (scheme and " to " + scheme), make, benchmark,
-                zeros=numbers == "zeros", int4=numbers.startswith("int4"),
-                tolerance=FLIPS if numbers in ("int8", "zeros") else 0)
+                zeros=numbers == "zeros", int4=experts * 2 * width if _has_4_bits(numbers) else 0,
+                w4a8=numbers.startswith("w4a8"), tolerance=0 if numbers in ("", "int4 32") else FLIPS)
 
 
 @kernel("experts_swiglu", by_layer=True, cases=[
     *(_swiglu_case(shape, numbers, scheme, one=one)
       for numbers, scheme in (("", ""), ("", "int8"), ("int8", ""), ("zeros", ""))
       for one in (False, True) for shape in _SHAPES),
-    *(_swiglu_case(shape, "int4 32") for shape in _SHAPES),
+    *(_swiglu_case(shape, numbers) for numbers in ("int4 32", "w4a8 32") for shape in _SHAPES),
     *(_swiglu_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_swiglu(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Apply `linear_swiglu` of each expert to its rows of x [T, K]; weight: [E * 2 I, K]. Returns [T k, I] by place.
@@ -216,11 +231,12 @@ def _sum_case(
         return gated, weight, routing, *(torch.randn(tokens, n, generator=generator).to(dtype) for n in (hidden, 1))
 
     return Case(_name(shape, numbers, one=one) + (" shared" if shared else ""), make, benchmark,
-                int4=numbers.startswith("int4"), tolerance=FLIPS if numbers == "int8" else 0)
+                int4=experts * hidden if _has_4_bits(numbers) else 0, w4a8=numbers.startswith("w4a8"),
+                tolerance=0 if numbers in ("", "int4 32") else FLIPS)
 
 
 @kernel("experts_sum", by_layer=True, cases=[
-    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32")
+    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32", "w4a8 32")
       for shared in (False, True) for shape in _SHAPES),
     *(_sum_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_sum(

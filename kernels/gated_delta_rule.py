@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, ascend_delta, native
+from npuserve.kernels import ascend, ascend_delta, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.causal_conv_silu import name_of, random_rows, rows_output
@@ -238,3 +238,22 @@ def _chunks_in_torch(
             out[token], states = _advanced(states, q[token], k[token], v[token], b[token], decay[token], scale)
         torch_npu.npu_scatter_nd_update_(memory, slot.unsqueeze(1), states.to(memory.dtype))
     return out
+
+
+@triton.implementation(gated_delta_rule)
+def _(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    metadata: AttentionMetadata,
+    state_slots: Tensor,
+    key_heads: int,
+) -> Tensor:
+    """Read all lengths on the device, as `paged_attention` does. Rows of many tokens are advanced in chunks."""
+    from npuserve.kernels.triton import launch_gated_delta
+
+    return launch_gated_delta.gated_delta_rule(
+        qkv, a, b, a_log, dt_bias, state, metadata, state_slots, key_heads, NORM_EPS)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.norm import native_gamma
 from npuserve.kernels.registry import Case, kernel
@@ -57,3 +57,10 @@ def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
     groups = x.unflatten(1, (-1, len(gamma)))
     normed = torch_npu.npu_rms_norm(groups, gamma, epsilon=eps)[0].flatten(1)
     return torch_npu.npu_swiglu(torch.cat([z, normed], 1), dim=-1)  # type: ignore[no-any-return]
+
+
+@triton.implementation(gated_rms_norm)
+def _(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.gated_rms_norm(x, z, gamma, eps)

@@ -1,4 +1,4 @@
-"""Weights of 4 bits in groups, whose products take activations of floats (W4A16)."""
+"""Weights of 4 bits in groups, whose products take activations of floats (W4A16), or of int8 (W4A8)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from npuserve.kernels import native
 from npuserve.kernels.ascend_int4 import AscendInt4
 from npuserve.kernels.int4 import SCALE_TYPES, Int4, PackedInt4, PlainInt4, dequantized, rounded, to_words
+from npuserve.kernels.quantize import native_quantize, quantize
 from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.kernels.weight import Parts, WeightForm, floats_of
 
@@ -23,6 +24,7 @@ class Int4Weight(WeightForm):
 
     numbers: the weight's numbers in the form of the backend. On Ascend they are written row by row first.
     dtype: dtype of products.
+    inputs: dynamic and symmetric scheme of int8 activations, for a weight without zero points; None for floats.
 
     A product is computed as if the weight were dequantized to float32. It is no embedding table.
     """
@@ -74,14 +76,17 @@ class Int4Weight(WeightForm):
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        return self.dtype
+        return self.dtype if self.inputs is None else torch.int8
 
     @property
     def row_bytes(self) -> int:
         return self.numbers.nbytes // len(self)
 
     def linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
-        out = F.linear(floats_of(x).double(), dequantized(self.numbers).double())
+        given = self._input(x)
+        if isinstance(given, Quantized):
+            given = given.values.double() * given.scale.double().unsqueeze(1)
+        out = F.linear(given.double(), dequantized(self.numbers).double())
         return (out if bias is None else out + bias).to(self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -89,10 +94,10 @@ class Int4Weight(WeightForm):
 
     def packed(self) -> Int4Weight:
         assert isinstance(self.numbers, PlainInt4)
-        return Int4Weight(PackedInt4.pack(self.numbers), self.dtype)
+        return replace(self, numbers=PackedInt4.pack(self.numbers))
 
     def native_op(self, name: str) -> str:
-        return f"{name}_int4"
+        return f"{name}_int4" if self.inputs is None else f"{name}_int4_int8"
 
     def native_product(
         self, name: str, x: Tensor | Quantized, tensors: Sequence[Tensor | None], more: Sequence[Tensor | None],
@@ -102,7 +107,14 @@ class Int4Weight(WeightForm):
             raise TypeError("weight: not packed for the native kernels")
         grouping = self.numbers.grouping
         form = [*sizes, *[0] * (5 - len(sizes)), grouping.size, grouping.code]
-        return [(self.native_op(name), self.dtype, [floats_of(x), self.numbers.packed, *tensors, *more], form)]
+        if self.inputs is None:
+            return [(self.native_op(name), self.dtype, [floats_of(x), self.numbers.packed, *tensors, *more], form)]
+        calls: list[native.Call] = []
+        if not isinstance(x, Quantized):
+            x, call = native_quantize(x, self.inputs)
+            calls.append(call)
+        pointers = [x.values, self.numbers.packed, *tensors, x.scale, *more]
+        return [*calls, (self.native_op(name), self.dtype, pointers, form)]
 
     def native_rows(self, ids: Tensor, out: Tensor) -> NoReturn:
         raise TypeError("table: an embedding table has no numbers of 4 bits")
@@ -119,6 +131,8 @@ class Int4Weight(WeightForm):
 
     def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
         assert isinstance(self.numbers, AscendInt4)
+        if self.inputs is not None:
+            raise TypeError("weight: weights of 4 bits take no int8 activations on Ascend")
         return self.numbers.product(floats_of(x), bias)
 
     def ascend_rows(self, ids: Tensor) -> NoReturn:
@@ -129,14 +143,24 @@ class Int4Weight(WeightForm):
         raise TypeError("weight: numbers of 4 bits are not a tensor")
 
     def cuda_input(self, x: Tensor | Quantized) -> Tensor:
+        if self.inputs is not None:
+            raise TypeError("weight: weights of 4 bits take no int8 activations on CUDA")
         return floats_of(x)
 
+    def _input(self, x: Tensor | Quantized) -> Tensor | Quantized:
+        """Return x as a product takes it: floats, or int8 by `inputs`."""
+        if self.inputs is None:
+            return floats_of(x)
+        return x if isinstance(x, Quantized) else quantize(x, self.inputs)
 
-def int4_of(weight: Tensor, size: int, dtype: torch.dtype, *, zeros: bool = False) -> Int4Weight:
-    """Round weight [N, K] as a case's argument. zeros: with zero points of -8 to 8."""
+
+def int4_of(
+    weight: Tensor, size: int, dtype: torch.dtype, *, zeros: bool = False, inputs: Scheme | None = None
+) -> Int4Weight:
+    """Round weight [N, K] as a case's argument. zeros: with zero points of -8 to 8. inputs: as of the weight."""
     numbers = rounded(weight, size, dtype if dtype in SCALE_TYPES else torch.bfloat16)
     if zeros:
         shape = numbers.scale.shape
         zero = (torch.arange(shape.numel()) * 5 % 17 - 8).to(torch.int8).view(shape)
         numbers = replace(numbers, grouping=replace(numbers.grouping, zeros=True), zero=zero)
-    return Int4Weight(numbers, dtype)
+    return Int4Weight(numbers, dtype, inputs)

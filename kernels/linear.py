@@ -17,6 +17,7 @@ from npuserve.kernels.int4_weight import Int4Weight, int4_of
 from npuserve.kernels.mask_logits import mask_logits, random_masks
 from npuserve.kernels.quantize import ascend_quantize, int8_of, native_quantize, quantize
 from npuserve.kernels.quantized import (
+    DYNAMIC,
     FLOAT8_DYNAMIC,
     FLOAT8_GROUPED,
     FLOAT8_SCHEMES,
@@ -47,10 +48,12 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
     int8: "" for a weight of floats; "given" for x and weight in int8; "zeros" for both with zero points.
         With "made" the kernel quantizes x. "float8" and "float8 made" are the same in float8; "grouped float8" and
         "grouped float8 made" have a scale for each group of columns. "int4 SIZE" for x of floats and a weight of 4 bits
-        in groups of SIZE; "int4 zeros SIZE" with zero points.
+        in groups of SIZE; "int4 zeros SIZE" with zero points. "int4 given SIZE" has x in int8, "int4 made SIZE"
+        quantizes it.
     """
     int4 = int8.startswith("int4")
-    float8, made, zeros = "float8" in int8, int8.endswith("made"), int8 == "zeros"
+    w4a8 = int4 and ("given" in int8 or "made" in int8)
+    float8, made, zeros = "float8" in int8, "made" in int8, int8 == "zeros"
     scheme = FLOAT8_GROUPED if "grouped" in int8 else FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros)
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Quantized, Weight, Tensor | None]:
@@ -60,12 +63,13 @@ def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = Fal
         if not int8:
             return x.to(dtype), weight.to(dtype), b
         if int4:
-            return x.to(dtype), int4_of(weight, int(int8.split()[-1]), dtype, zeros="zeros" in int8), b
-        w = weight_of(weight, generator, dtype, scheme)
-        return x.to(dtype) if made else int8_of(x, generator, scheme), w, b
+            w = int4_of(weight, int(int8.split()[-1]), dtype, zeros="zeros" in int8, inputs=DYNAMIC if w4a8 else None)
+            return int8_of(x, generator, DYNAMIC) if w4a8 and not made else x.to(dtype), w, b
+        quantized = weight_of(weight, generator, dtype, scheme)
+        return x.to(dtype) if made else int8_of(x, generator, scheme), quantized, b
 
     return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{_numbers(int8)}", make, benchmark,
-                zeros=zeros, float8=float8, int4=n if int4 else 0,
+                zeros=zeros, float8=float8, int4=n if int4 else 0, w4a8=w4a8,
                 tolerance=FLIPS if made else IMPRECISE[0] + IMPRECISE[1] * k if float8 else 0)
 
 
@@ -85,9 +89,13 @@ def _numbers(int8: str) -> str:
             ("int4 32", 1, 32, 3, False), ("int4 32", 5, 72, 17, True), ("int4 zeros 32", 3, 64, 49, True),
             ("int4 64", 13, 104, 81, False), ("int4 zeros 64", 70, 320, 130, True), ("int4 128", 7, 200, 35, True),
             ("int4 zeros 128", 29, 392, 90, False), ("int4 32", 1, 32, 8, True), ("int4 zeros 64", 9, 200, 72, True),
-            ("int4 128", 33, 256, 96, False))),
-        *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given", "int4 32") for t in (1, 8, 32, 512)
-          for k, n in QWEN3_06B),
+            ("int4 128", 33, 256, 96, False),
+            ("int4 given 32", 1, 32, 3, False), ("int4 made 32", 5, 72, 17, True),
+            ("int4 given 64", 13, 104, 81, False), ("int4 given 128", 29, 392, 90, True),
+            ("int4 given 32", 70, 320, 130, True),
+            ("int4 made 128", 130, 8192, 19, False))),
+        *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given", "int4 32", "int4 given 32")
+          for t in (1, 8, 32, 512) for k, n in QWEN3_06B),
     ],
 )
 def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -113,7 +121,8 @@ def _swiglu_case(
 
     name = f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}{_numbers(int8)}"
     return Case(name + (scheme and " to " + scheme), make, benchmark, zeros=product.zeros or scheme in ZEROS,
-                float8=product.float8 or scheme in FLOAT8_SCHEMES, int4=product.int4, tolerance=product.tolerance)
+                float8=product.float8 or scheme in FLOAT8_SCHEMES, int4=product.int4, w4a8=product.w4a8,
+                tolerance=product.tolerance)
 
 
 @kernel(
@@ -126,7 +135,9 @@ def _swiglu_case(
               (1, 8, 3, False), (5, 33, 16, True), (37, 64, 80, False), (6, 40, 96, False), (9, 20, 23, True))),
         _swiglu_case(7, 300, 150, True, int8="grouped float8", scheme="grouped float8"),
         *(_swiglu_case(t, k, i, bias, int8=int8) for int8, t, k, i, bias in (
-            ("int4 32", 1, 64, 48, False), ("int4 zeros 128", 6, 136, 32, True), ("int4 64", 40, 128, 23, True))),
+            ("int4 32", 1, 64, 48, False), ("int4 zeros 128", 6, 136, 32, True), ("int4 64", 40, 128, 23, True),
+            ("int4 given 32", 1, 64, 48, False), ("int4 made 64", 40, 136, 23, True),
+            ("int4 given 128", 14, 256, 64, True))),
         *(_swiglu_case(t, 1024, 3072, benchmark=True, int8=int8, scheme=scheme)
           for int8, scheme in (("", ""), ("given", "int8"), ("int4 32", "")) for t in (1, 8, 32, 512)),
     ],
@@ -160,8 +171,10 @@ def _argmax_case(
 
     float8 = "float8" in int8
     int4 = vocabulary + padding if int8.startswith("int4") else 0
-    name = f"{rows}x{k}x{vocabulary}+{padding}{' float8' if float8 else ' int4' if int4 else int8 and ' int8'}"
-    return Case(name + (" masked" if masked else ""), make, benchmark, float8=float8, int4=int4)
+    w4a8 = int8.startswith("int4 made")
+    numbers = " float8" if float8 else " w4a8" if w4a8 else " int4" if int4 else int8 and " int8"
+    name = f"{rows}x{k}x{vocabulary}+{padding}{numbers}"
+    return Case(name + (" masked" if masked else ""), make, benchmark, float8=float8, int4=int4, w4a8=w4a8)
 
 
 @kernel(
@@ -169,8 +182,8 @@ def _argmax_case(
     cases=[
         *(_argmax_case(*shape, int8=int8, masked=masked) for masked in (False, True) for int8 in ("", "made")
           for shape in ((1, 8, 7, 0), (5, 32, 101, 27), (40, 64, 300, 20))),
-        *(_argmax_case(*shape, int8="int4 32", masked=masked) for masked in (False, True)
-          for shape in ((1, 40, 101, 27), (14, 96, 70, 20), (20, 32, 33, 5))),
+        *(_argmax_case(*shape, int8=int8, masked=masked) for masked in (False, True)
+          for int8 in ("int4 32", "int4 made 32") for shape in ((1, 40, 101, 27), (14, 96, 70, 20), (20, 32, 33, 5))),
         *(_argmax_case(*shape, int8="float8 made") for shape in ((1, 8, 7, 0), (6, 48, 90, 38))),
         *(_argmax_case(rows, 1024, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")
           for rows in (1, 8, 32)),

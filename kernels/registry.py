@@ -47,6 +47,7 @@ class Case:
     zeros: its int8 numbers have zero points.
     float8: it has float8 numbers.
     int4: rows of its weight of 4 bits; 0 without one.
+    w4a8: activations beside the weight of 4 bits are int8.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     zeros: bool = False
     float8: bool = False
     int4: int = 0
+    w4a8: bool = False
     tolerance: float = 0.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuserve.kernels import ascend, native
+from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.registry import Case, kernel
 
 
@@ -34,3 +34,10 @@ def _(x: Tensor, gate: Tensor) -> Tensor:
 @ascend.implementation(sigmoid_gate)
 def _(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
+
+
+@triton.implementation(sigmoid_gate)
+def _(x: Tensor, gate: Tensor) -> Tensor:
+    from npuserve.kernels.triton import launch_rows
+
+    return launch_rows.sigmoid_gate(x, gate)

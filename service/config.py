@@ -119,6 +119,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_message_size: int = 0
     max_connection_age_seconds: float = 0.0
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
     threads: int = 0
     cpu_gemm: Literal["auto", "amx", "bf16", "fma"] = "auto"
     cpu_weights: Literal["auto", "plain", "compact"] = "auto"

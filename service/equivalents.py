@@ -14,7 +14,7 @@ ALWAYS = "none: always on"
 MODEL = "{model} without a flag: npuserve serve MODEL"
 QUANTIZATION = (
     "none: config.json says it. W8A8, W4A16 (compressed-tensors, AWQ, GPTQ) and W8A8 of ModelSlim are served, on GPUs "
-    "also float8; npuserve quantize makes W8A8 and W4A16")
+    "also float8, on CPUs also W4A8; npuserve quantize makes W8A8, W4A16 and W4A8")
 REPLICAS = "none: start several servers, replicas, behind a gateway, see docs/gateway.md"
 
 # Flags that stand in one row of a table, and the answer.
@@ -57,7 +57,8 @@ VLLM: dict[tuple[str, ...], str] = {
         "none: merge the adapter into its model (merge_and_unload and save_pretrained of peft) and serve that folder"),
     ("--limit-mm-per-prompt",): "none: models of text alone are served",
     ("--speculative-config", "--pipeline-parallel-size", "--enable-sleep-mode", "--cpu-offload-gb", "--swap-space",
-     "--kv-transfer-config", "--enable-expert-parallel"): "none: not supported",
+     "--kv-transfer-config"): "none: not supported",
+    ("--enable-expert-parallel",): "{expert_parallel}",
 }
 OTHERS: dict[tuple[str, ...], str] = {
     ("--model-id", "--model-path", "--hf-repo", "-m", "-hf"): MODEL,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram, values
@@ -96,6 +96,9 @@ preemptions_total = _counter("preemptions_total", "Requests preempted, to be rec
 kv_cache_usage_ratio = _gauge("kv_cache_usage_ratio", "Share of KV-cache blocks held by live requests")
 kv_cache_blocks = _gauge("kv_cache_blocks", "KV-cache blocks: used, cached (reusable prefix, free) and free", "state")
 state_slots = _gauge("state_slots", "Slots of fixed state: used, checkpoints and free", "state")
+expert_imbalance = _gauge(
+    "expert_imbalance", "Tokens of the busiest expert of a layer, divided by the mean of its experts", "layers",
+    mode="livemax")
 kv_cache_config_info = _gauge(
     "kv_cache_config_info", "1; the labels are the tokens of a KV-cache block and the number of blocks", "block_size",
     "num_blocks", mode="livemax")
@@ -216,6 +219,7 @@ class Tally:
 _is_full = False  # values wait in memory for space on the disk
 _tallies: list[Tally] = []
 _fed: list[tuple[Tally, Callable[[], Iterable[float]]]] = []
+_fed_gauges: list[tuple[Gauge, Callable[[], Mapping[str, float]]]] = []
 
 
 @cache
@@ -231,6 +235,11 @@ def feed(histogram: Histogram, take: Callable[[], Iterable[float]]) -> None:
     _fed.append((tally(histogram), take))
 
 
+def feed_gauge(gauge: Gauge, take: Callable[[], Mapping[str, float]]) -> None:
+    """Set at each `flush` the values that `take` returns by the gauge's label."""
+    _fed_gauges.append((gauge, take))
+
+
 def flush() -> None:
     """Write all buffered samples to the metrics page.
 
@@ -239,6 +248,9 @@ def flush() -> None:
     for buffer, take in _fed:
         for sample in take():
             buffer.observe(sample)
+    for gauge, take_values in _fed_gauges:
+        for label, value in take_values().items():
+            gauge.labels(label).set(value)
     for buffer in _tallies:
         buffer.flush()
     if dropped := logs.take_dropped():

@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "choose the device": {
         "device": "device of the model; auto takes the first available of npu, cuda, cpu",
         "tensor_parallel_size": "ranks that share the model, a process each, on GPUs and NPUs with a device each",
+        "expert_parallel": "each rank has whole experts of a mixture; otherwise a part of each expert",
         "threads": "CPU threads of the engine, or of each rank; 0: one per core",
         "prefill_device": "device of prefill: same as the model's, or the host's cpu",
     },

@@ -46,6 +46,7 @@ LARGE_FOLDERS = {
     "service/structured_output/translation": "one file per language of constraints, and what they share",
     "service/scheduling": "one file per rule of the scheduler",
     "bench/gpu/gpu_parts": "one file per part of the run",
+    "bench/serving": "one file per question that it answers, and what they share",
     "bench/reliability": "one file per question that it answers, and what they share",
     "npu/execution": "one file per part of a step",
 }

@@ -15,8 +15,9 @@ Workloads:
 
 All modes must give the same tokens, else the program ends with an error. Printed by workload, number of streams and
 mode: tokens a second after the first token of the last stream, the sum of the streams' own rates since some end early
-(median of the rounds), relative to `off` (median of the rounds' ratios), steps, tokens a step and stream, drafted and
-accepted tokens, and the share of time for drafting.
+(median of the rounds), relative to `off` (median of the rounds' ratios), the 99th percentile of the seconds between two
+messages of a stream (median of the rounds), steps, tokens a step and stream, drafted and accepted tokens, and the share
+of time for drafting.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.speculation.drafter import Drafter
 from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS, Speculator
 from npuserve.service.speculation.token_history import TokenHistory
@@ -81,7 +83,10 @@ class Prompts:
 
 @dataclass
 class Run:
-    """Answers of all streams. seconds, steps, rate: after the first token of the last stream."""
+    """Answers of all streams. seconds, steps, rate, gaps: after the first token of the last stream.
+
+    gaps: seconds between two messages of a stream.
+    """
 
     tokens: dict[int, list[int]]
     seconds: float
@@ -91,6 +96,7 @@ class Run:
     accepted: int
     drafting_seconds: float
     rate: float
+    gaps: list[float]
 
 
 class OracleDrafter(Drafter):
@@ -116,8 +122,10 @@ class OracleDrafter(Drafter):
 class OracleDrafting(Drafting):
     """Drafting from given answers by stream."""
 
-    def __init__(self, speculator: Speculator, max_drafts: int, answers: dict[int, list[int]]):
-        super().__init__(speculator, max_drafts)
+    def __init__(
+        self, speculator: Speculator, max_drafts: int, answers: dict[int, list[int]], state_block_size: int = 0
+    ):
+        super().__init__(speculator, max_drafts, state_block_size=state_block_size)
         self._answers = answers
 
     def _drafter(self, sequence: Sequence) -> Drafter:
@@ -188,20 +196,22 @@ class Bench:
         """Return the drafting of a run. A mode keeps its speculator, as a server does."""
         if mode == "off":
             return Drafting()
-        speculator = self._speculators.setdefault(mode, Speculator(mode))  # type: ignore[arg-type]
+        state_block_size = self._runner.block_size if self._runner.num_slots else 0
+        speculator = self._speculators.setdefault(
+            mode, Speculator(mode, recomputes=state_block_size > 0))  # type: ignore[arg-type]
         if workload in ("right", "wrong", "adverse"):
             spoiled_answers = {stream: spoiled(workload, answer) for stream, answer in answers.items()}
-            return OracleDrafting(speculator, self._runner.max_drafts, spoiled_answers)
-        return Drafting(speculator, self._runner.max_drafts)
+            return OracleDrafting(speculator, self._runner.max_drafts, spoiled_answers, state_block_size)
+        return Drafting(speculator, self._runner.max_drafts, state_block_size=state_block_size)
 
     def run(self, prompts: Prompts, drafting: Drafting) -> Run:
         """Answer all prompts at the same time, as the engine does."""
         self._num_runs += 1
         streams = len(prompts.token_ids)
+        blocks = BlockManager(self._runner.num_blocks, self._runner.block_size, prefix_cache=False)
         scheduler = Scheduler(
-            BlockManager(self._runner.num_blocks, self._runner.block_size, prefix_cache=False), max_num_seqs=streams,
-            max_num_batched_tokens=512, max_queue=0, aging_seconds=1.0, min_forced=self._runner.min_forced,
-            drafting=drafting)
+            blocks, max_num_seqs=streams, max_num_batched_tokens=512, max_queue=0, aging_seconds=1.0,
+            min_forced=self._runner.min_forced, slots=StateSlots.of(self._runner.num_slots, blocks), drafting=drafting)
         pipeline = StepPipeline(
             scheduler, self._runner, 2,
             structured_output=StructuredOutputManager(vocabulary_size=self._runner.config.vocab_size))
@@ -219,6 +229,8 @@ class Bench:
         steps = 0
         before: dict[int, int] = {}
         ends: dict[int, float] = {}
+        last_messages: dict[int, float] = {}
+        gaps: list[float] = []
         drafting_before = drafting.seconds
         while scheduler.has_work or pipeline:
             if (done := pipeline.advance()) is None:
@@ -228,8 +240,12 @@ class Bench:
                 assert progress.error is None, progress.error
                 stream = progress.sequence.origin[1]
                 tokens[stream] += progress.token_ids
+                now = time.perf_counter()
+                if began:
+                    gaps.append(now - last_messages[stream])
+                last_messages[stream] = now
                 if progress.reason:
-                    ends[stream] = time.perf_counter()
+                    ends[stream] = now
             if not began and len(tokens) == streams:
                 began = time.perf_counter()
                 before = {stream: len(ids) for stream, ids in tokens.items() if stream not in ends}
@@ -240,7 +256,7 @@ class Bench:
         rate = sum((len(tokens[stream]) - count) / (ends[stream] - began) for stream, count in before.items())
         generated = sum(len(tokens[stream]) - count for stream, count in before.items())
         return Run(tokens, seconds, steps, generated, drafting.drafted, drafting.accepted,
-                   drafting.seconds - drafting_before, rate)
+                   drafting.seconds - drafting_before, rate, gaps)
 
     def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
         """Run all modes in turn."""
@@ -259,6 +275,7 @@ def summary(runs: list[Run], base: list[Run], streams: int) -> dict[str, Any]:
     return {
         "tokens_per_second": round(statistics.median(run.rate for run in runs), 1),
         "ratio": round(statistics.median(run.rate / off.rate for run, off in zip(runs, base, strict=True)), 2),
+        "itl_p99_ms": round(1e3 * statistics.median(statistics.quantiles(run.gaps, n=100)[98] for run in runs), 1),
         "steps": last.steps, "tokens_per_step_and_stream": round(last.generated / last.steps / streams, 2),
         "drafted": last.drafted, "accepted": last.accepted,
         "drafting_share": round(last.drafting_seconds / last.seconds, 4)}

@@ -31,6 +31,10 @@ DIR/cuda.md are rewritten with each row. Parts run in processes of their own: on
 killed, and another continues with the rest. Several processes share numbers and candidates. Exit code 1: a number or a
 token is wrong, or something failed; 2: no GPU.
 
+With --shape qwen3.5-27b, numbers, steps and kernels measure a hybrid of linear and full attention:
+
+    python bench/gpu/gpu.py --shape qwen3.5-27b --parts numbers,machine,steps --budget steps=300 --seconds 540
+
 A checkpoint for `served` or `goodput` is written to /dev/shm if there is space (33 GB for Qwen3-14B), else among
 temporary files.
 
@@ -80,7 +84,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--wheels", type=Path, metavar="DIR")
     add("--trace", type=lambda text: Path(text).resolve(), metavar="CSV", help="Azure or Mooncake trace, for goodput")
     add("--profile", action="store_true", help="write DIR/trace-*.json.gz of ten decode steps, for a trace viewer")
-    add("--shape", choices=("qwen3-14b", "qwen3-0.6b", "toy"), help="for steps, peer, kernels (default: qwen3-14b)")
+    add("--shape", choices=("qwen3-14b", "qwen3-0.6b", "qwen3.5-27b", "toy", "toy-hybrid"),
+        help="for numbers, steps, peer, kernels (default: qwen3-14b)")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--emulate", action="store_true")
     add("--seed", type=int, default=time.time_ns() & 0x7FFFFFFF, help="seed of all inputs (default: from the clock)")

@@ -124,10 +124,14 @@ def wait_for_quiet() -> None:
 
 
 class Contestant(ABC):
-    """Subject of the measures; one per process, made from the command line."""
+    """Subject of the measures; one per process, made from the command line.
+
+    weight_bytes: bytes of the weights; 0 if unknown.
+    """
 
     name: str
     version: str
+    weight_bytes: int = 0
 
     @abstractmethod
     def sample(self, measure: Measure, prompts: list[list[int]], tokens: int) -> Sample: ...
@@ -168,7 +172,7 @@ def main(make: Callable[[argparse.Namespace], Contestant],
     began = time.perf_counter()
     contestant = make(args)
     who = {"name": contestant.name, "version": contestant.version,
-           "load_seconds": round(time.perf_counter() - began, 1)}
+           "load_seconds": round(time.perf_counter() - began, 1), "weight_bytes": contestant.weight_bytes}
     warm: set[Measure] = set()
 
     def ask(measure: Measure, prompts: list[list[int]]) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -25,6 +26,12 @@ class LlamaCpp(harness.Generator):
             raise SystemExit(f"model: {args.model} was not loaded")
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
         args.vocabulary = args.vocabulary or self.vocabulary
+        self.weight_bytes = c.llama_model_size(self.model)
+        text = ctypes.create_string_buffer(100)
+        c.llama_model_desc(self.model, text, len(text))
+        kind = text.value.decode().split(" ")[2:]  # "qwen3 0.6B Q4_0"
+        if kind != ["BF16"]:
+            self.name = f"llama.cpp {' '.join(kind)}"
 
     @cache  # noqa: B019 (one peer a process)
     def context(self, rows: int, capacity: int) -> Any:

@@ -3,9 +3,8 @@
     PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0 | q4_0 | q4_k_m]
 
 With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. q4_0 and q4_k_m are
-llama-quantize's own, by llama-cpp-python; a tied embedding has 6 bits there. Supports Qwen3, Llama and
-the text model of Qwen3.5 with as many key heads as value heads, with one safetensors file. Needs the packages gguf and
-numpy.
+llama-quantize's own, by llama-cpp-python; the LM head has 6 bits there. Supports Qwen2, Qwen3, Llama and the text model
+of Qwen3.5 with as many key heads as value heads, with one safetensors file. Needs the packages gguf and numpy.
 """
 
 from __future__ import annotations
@@ -114,8 +113,8 @@ def main() -> None:
     q8_0 = gguf.GGMLQuantizationType.Q8_0 if sys.argv[3:] else None
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
-    if kind not in ("qwen3", "llama", "qwen3_5_text"):
-        raise SystemExit(f"model_type: {kind} is none of qwen3, llama, qwen3_5_text")
+    if kind not in ("qwen2", "qwen3", "llama", "qwen3_5_text"):
+        raise SystemExit(f"model_type: {kind} is none of qwen2, qwen3, llama, qwen3_5_text")
     is_hybrid = kind == "qwen3_5_text"
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -144,8 +143,8 @@ def main() -> None:
             writer.add_tensor(*changed)
             continue
         if match:
-            part = match[2].removesuffix(".weight")
-            target = f"blk.{match[1]}.{names[part]}.weight"
+            part, _, field = match[2].rpartition(".")
+            target = f"blk.{match[1]}.{names[part]}.{field}"
             if kind == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
                 weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
         else:

@@ -33,6 +33,7 @@ class Npuserve(harness.Generator):
             str(args.model), "--threads", str(args.threads), "--dtype", "bfloat16", "--kv-cache-memory", "1280MiB",
             "--max-num-seqs", str(ROWS)]), os.environ)
         self.runner = load_model(config, config.model)
+        self.weight_bytes = self.runner.weights_bytes
         self.budget = config.max_num_batched_tokens
         self.in_flight: deque[tuple[Step, LaunchedStep]] = deque()
         blocks = BlockManager(self.runner.num_blocks, self.runner.block_size, prefix_cache=False)

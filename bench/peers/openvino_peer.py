@@ -19,6 +19,7 @@ class OpenVino(harness.Generator):
     name, version = "OpenVINO GenAI", genai.__version__.split("-")[0]
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self.weight_bytes = (args.model / "openvino_model.bin").stat().st_size
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_batched_tokens = 512
         scheduler.enable_prefix_caching = False

@@ -239,6 +239,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
     from npuserve.cli.acceptance.reference import forced_logits, load, load_reference
     from npuserve.cli.acceptance.tokens import agreement
     from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import DeviceSettings
     from npuserve.npu.backends.cpu import CpuBackend
 
     prompts_sent, made = zip(*json.loads(file.read_text()), strict=True)
@@ -272,8 +273,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
                "difference_of_the_cpu": round(yardstick.difference, 4),
                "largest_logit": round(max(float(x.abs().max()) for x in golden), 2)}
     if config.quantization:
-        cpu = CpuBackend()
-        cpu.int8_levels = backend.int8_levels
+        cpu = CpuBackend(settings=DeviceSettings(int8_levels=backend.int8_levels))
         alike, quantized = compared(golden, on_the_npu("float32")), compared(golden, on_the_cpu("float32", cpu))
         deviation = (quantized.share * (1 - quantized.share) / quantized.positions) ** 0.5
         figures |= {"passed": figures["passed"] and alike.share >= min(LEAST_INT8, quantized.share - 3 * deviation),

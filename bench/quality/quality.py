@@ -1,14 +1,14 @@
 """Loss of quality by int8 and 4 bits: formats of a model compared with float32, on texts not used for calibration.
 
     python bench/quality/quality.py MODEL [--rounded FOLDER] [--balanced FOLDER] [--int4-rounded FOLDER] [--int4 FOLDER]
-        [--tokens 8192] [--json]
+        [--checkpoint NAME FOLDER ...] [--tokens 8192] [--json]
 
 The texts are every other topic of Python's help, which `npuserve quantize` does not use, and sources of Python's
 standard library. Both are cut into sequences of --length tokens; the runner predicts each position on the CPU. Prints
 for each format the perplexity, also in float32, and the share of positions with float32's argmax. Also prints the mean
 KL divergence from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of
 `npuserve quantize` with and without --calibration none, --int4-rounded and --int4 those of --scheme w4a16 with groups
-of 32; they are made where not given.
+of 32; they are made where not given. --checkpoint adds another one, such as of from_gguf.py; it has the model's ids.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--balanced", type=Path)
     parser.add_argument("--int4-rounded", type=Path)
     parser.add_argument("--int4", type=Path)
+    parser.add_argument("--checkpoint", nargs=2, action="append", default=[], metavar=("NAME", "FOLDER"))
     names = [format.name for format in FORMATS]
     parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -164,7 +165,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         folders = {"model": args.model, "rounded": args.rounded, "balanced": args.balanced,
-                   "int4_rounded": args.int4_rounded, "int4": args.int4}
+                   "int4_rounded": args.int4_rounded, "int4": args.int4,
+                   **{name: Path(folder) for name, folder in args.checkpoint}}
         for kind in {format.checkpoint for format in FORMATS if format.name in args.formats}:
             if folders[kind] is None:
                 folders[kind] = scratch / kind
@@ -175,9 +177,9 @@ def main() -> None:
         bench.keep_exact()
         exact = {text: sums.report(sums) for text, sums in bench.exact.items()}
         show({"format": "float32"} | exact, args.json)
-        for format in FORMATS:
-            if format.name in args.formats:
-                show(bench.run(format), args.json)
+        others = [Format(name, name) for name, _ in args.checkpoint]
+        for format in (*(each for each in FORMATS if each.name in args.formats), *others):
+            show(bench.run(format), args.json)
 
 
 def show(report: dict[str, Any], as_json: bool) -> None:

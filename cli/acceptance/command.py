@@ -63,12 +63,12 @@ def findings(
     from npuserve.cli.acceptance.model import check_model
     from npuserve.cli.acceptance.variants import check_variants
     from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import DeviceSettings
     from npuserve.npu.model.config import ModelConfig
 
-    backend = select(config.device, config.relaxations if config.emulate else None)
+    backend = select(config.device, config.relaxations if config.emulate else None,
+                     DeviceSettings(decode_buckets=config.buckets, capture_mode=config.capture))
     backend.set_threads(config.threads)
-    backend.decode_buckets = config.buckets
-    backend.capture_mode = config.capture
     folder = resolve(config.model)
     latencies = LatencyCheck(config.emulate, None if config.emulate else least_share)
     quick = sizes == "quick" or (sizes == "auto" and (config.emulate or backend.device.type == "cpu"))

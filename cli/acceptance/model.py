@@ -75,7 +75,7 @@ def check_model(
         yield from guarded("tokens", dtype, check_tokens(loaded, golden, prompts, answer, folder))
         yield from guarded("sampling", dtype, check_sampling(loaded, golden, prompts, folder))
         if dtype == served:
-            if backend.capture_mode != "off":
+            if backend.settings.capture_mode != "off":
                 yield from guarded("capture", dtype, check_captures(loaded, rows))
                 yield from guarded("contexts", dtype, check_contexts(loaded, quick=quick))
                 yield from guarded("soak", dtype, check_soak(loaded, soak_minutes))
@@ -111,7 +111,8 @@ def check_tokens(
         yield _compare_with_cpu(loaded, golden, prompts, overlapped.tokens, folder)
     yield _compare_overlap(loaded, overlapped, alone)
     share = overlapped.captured / max(overlapped.decodes, 1)
-    judged = loaded.backend.capture_mode != "off" and (overlapped.captured > 0 or not loaded.runner.deterministic)
+    captures = loaded.backend.settings.capture_mode != "off"
+    judged = captures and (overlapped.captured > 0 or not loaded.runner.deterministic)
     yield Finding(
         "tokens", f"captured decodes, {loaded.runner.dtype_name}",
         f"{overlapped.captured} of {overlapped.decodes} decode tokens",

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.kv_cache import QUANTIZED
+from npuserve.kernels.native import available
 from npuserve.kernels.registry import KernelSet
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
@@ -78,13 +79,12 @@ def load_reference(
     other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
     states = of.state_dtype(getattr(torch, dtype))
     other_states = config.has_fixed_state and states != torch.float32
-    golden = isinstance(of, CpuBackend) or other or float8 or other_states
-    backend = CpuBackend(native=False) if golden else CpuBackend()
+    is_golden = isinstance(of, CpuBackend) or other or float8 or other_states
+    backend = CpuBackend(native=available() and not is_golden, settings=DeviceSettings(int8_levels=of.int8_levels))
     if other_states:
         backend.chosen_state_dtype = str(states).removeprefix("torch.")
     backend.float8 = float8
     backend.set_threads(threads)
-    backend.int8_levels = of.int8_levels
     backend.scale_dtype = of.scale_dtype
     backend.cache_dtypes = of.cache_dtypes
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()

@@ -111,7 +111,7 @@ def check_sampling(
                 mine = range(number * len(short), (number + 1) * len(short))
                 yield _judge(f"{name}, {where}, {dtype}", answers, mine, short * len(names), asked, reference, in_dtype,
                              rounding)
-    if loaded.backend.sampler_filters and loaded.backend.capture_mode != "off":
+    if loaded.backend.sampler_filters and loaded.backend.settings.capture_mode != "off":
         share = whole / max(alone, 1)
         yield Finding(
             "sampling", f"captured steps, {dtype}", f"{whole} of {alone} tokens computed and sampled in one dispatch",

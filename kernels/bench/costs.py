@@ -201,8 +201,11 @@ def _gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Cost:
     return Cost(3 * x.nbytes + gamma.nbytes, 9 * x.numel(), "fp32")
 
 
-def _route_experts(x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int) -> Cost:
-    return Cost(nbytes(x, weight) + 8 * len(x) * top_k + 4 * count, 2 * len(x) * weight.numel(), "fp32", cold=(1,))
+def _route_experts(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> Cost:
+    moved = nbytes(x, weight) + 8 * len(x) * top_k + 4 * count + 2 * nbytes(tokens)
+    return Cost(moved, 2 * len(x) * weight.numel(), "fp32", cold=(1,))
 
 
 def _by_experts(x: Tensor | Quantized, weight: Weight, routing: Routing, out: int) -> Cost:

@@ -86,6 +86,10 @@ def _product(out: Signature) -> Signature:
     return Argument("x", None, _matrix), _PACKED, Argument("bias", None, lambda n: n[2], optional=True), *out
 
 
+def _product_int4_int8(out: Signature) -> Signature:
+    return Argument("x", INT8, _matrix), *_product(out)[1:], Argument("x_scale", FLOAT32, _rows)
+
+
 def _product_int8(out: Signature) -> Signature:
     return Argument("x", INT8, _matrix), *_product(out)[1:], *_INT8_SCALES
 
@@ -109,6 +113,9 @@ def _experts(parts: int, x: torch.dtype | None = None, scales: Signature = ()) -
     return (
         Argument("x", x, lambda n: _expert_rows(n) * n[1]), _PACKED, None,
         Argument("out", None, lambda n: _expert_rows(n) * n[2] // parts), None, *scales, *_BEGINS)
+
+
+_X_SCALE_BY_EXPERTS: Signature = (Argument("x_scale", FLOAT32, _expert_rows),)
 
 
 def _experts_int8(parts: int) -> Signature:
@@ -206,25 +213,30 @@ SIGNATURES: dict[str, Signature] = {
     "linear_int8": _product_int8(_LINEAR),
     "linear_compact": _product(_LINEAR),
     "linear_int4": _product(_LINEAR),
+    "linear_int4_int8": _product_int4_int8(_LINEAR),
     "linear_swiglu": _product(_SWIGLU),
     "linear_swiglu_int8": _product_int8(_SWIGLU),
     "linear_swiglu_compact": _product(_SWIGLU),
     "linear_swiglu_int4": _product(_SWIGLU),
+    "linear_swiglu_int4_int8": _product_int4_int8(_SWIGLU),
     "linear_argmax": (*_product(_BEST), *_MASKS),
     "linear_argmax_int8": (*_product_int8(_BEST), *_MASKS),
     "linear_argmax_compact": (*_product(_BEST), *_MASKS),
     "linear_argmax_int4": (*_product(_BEST), *_MASKS),
+    "linear_argmax_int4_int8": (*_product_int4_int8(_BEST), *_MASKS),
     **{f"linear_experts{form}": _experts(1) for form in ("", "_compact", "_int4")},
     **{f"linear_swiglu_experts{form}": _experts(2) for form in ("", "_compact", "_int4")},
     "linear_experts_int8": _experts_int8(1),
     "linear_swiglu_experts_int8": _experts_int8(2),
+    "linear_experts_int4_int8": _experts(1, INT8, _X_SCALE_BY_EXPERTS),
+    "linear_swiglu_experts_int4_int8": _experts(2, INT8, _X_SCALE_BY_EXPERTS),
     "router_logits": (
         _X, Argument("weight", None, lambda n: n[1] * n[2]), Argument("out", FLOAT32, lambda n: n[0] * n[2])),
     "choose_experts": (
         Argument("logits", FLOAT32, _matrix), Argument("experts", INT32, _pairs), Argument("weights", FLOAT32, _pairs)),
     "group_experts": (
         Argument("experts", INT32, _matrix), Argument("places", INT32, _matrix),
-        Argument("begins", INT32, lambda n: n[3] + 1)),
+        Argument("begins", INT32, lambda n: n[3] + 1), Argument("tokens", INT64, lambda n: n[3], optional=True)),
     "gather_experts": (_X, _PLACES, Argument("out", None, lambda n: n[0] * n[1] * n[2])),
     "gather_experts_int8": (
         _X, _PLACES, Argument("out", None, lambda n: n[0] * n[1] * n[2]), Argument("scale", FLOAT32, _rows),
@@ -239,6 +251,7 @@ SIGNATURES: dict[str, Signature] = {
     "argmax_of_units_int8": (*_MERGED, *_PAIRS),
     "argmax_of_units_compact": (*_MERGED, *_PAIRS),
     "argmax_of_units_int4": (*_MERGED, *_PAIRS),
+    "argmax_of_units_int4_int8": (*_MERGED, *_PAIRS),
     "pack": _PACK,
     "pack_compact": _PACK,
     "unpack": _UNPACK,

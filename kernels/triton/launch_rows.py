@@ -15,10 +15,12 @@ from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, 
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.rows import (
     embedding_kernel,
+    gated_rms_norm_kernel,
     keep_ids_kernel,
     quantize_kernel,
     rank_sum_kernel,
     rms_norm_kernel,
+    sigmoid_gate_kernel,
     swiglu_kernel,
     take_ids_kernel,
 )
@@ -40,9 +42,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """Launch the kernel `add_rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
-    _rows("residual", residual, x)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(f"residual: {list(residual.shape)} {residual.dtype} is not {list(x.shape)} {x.dtype}")
+    _beside("residual", residual, x)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _rms_norm(x, residual, total, gamma, eps, scheme), total
 
@@ -91,6 +91,39 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if out.numel():
         swiglu_kernel[(rows, -(-width // COLUMNS))](
             gate_up=gate_up, out=out, width=width, stride=gate_up.stride(0), BLOCK=COLUMNS, **dependent(gate_up))
+    return out
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Launch the kernel `sigmoid_gate`. Raises ValueError."""
+    _rows("x", x, x)
+    _beside("gate", gate, x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows, width = x.shape
+        sigmoid_gate_kernel[(rows, -(-width // COLUMNS))](
+            x=x, gate=gate, out=out, width=width, x_stride=x.stride(0), gate_stride=gate.stride(0), BLOCK=COLUMNS,
+            **dependent(x))
+    return out
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """Launch the kernel `gated_rms_norm` for groups of at most `WIDTH`. Raises ValueError."""
+    _rows("x", x, x)
+    _beside("z", z, x)
+    size = gamma.numel()
+    check("gamma", gamma, (size,), (x.dtype, torch.float32), x.device)
+    within("numbers of a group", size, 1, WIDTH)
+    rows, width = x.shape
+    if width % size:
+        raise ValueError(f"x: {width} columns are not groups of {size}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        block, groups = power(size), width // size
+        together = min(max(1, COLUMNS // block), power(groups))
+        gated_rms_norm_kernel[(rows, -(-groups // together))](
+            x=x, z=z, gamma=gamma, out=out, groups=groups, size=size, x_stride=x.stride(0), z_stride=z.stride(0),
+            eps=eps, GROUPS=together, BLOCK=block, num_warps=min(max(together * block // 256, 1), 16), **dependent(x))
     return out
 
 
@@ -179,3 +212,9 @@ def _rows(name: str, tensor: Tensor, beside: Tensor) -> None:
     matrix(name, tensor, beside.device)
     within(f"rows of {name}", len(tensor), 0, INT32)
     within(f"columns of {name}", tensor.shape[1], 1, INT32 // 4)
+
+
+def _beside(name: str, tensor: Tensor, x: Tensor) -> None:
+    _rows(name, tensor, x)
+    if tensor.shape != x.shape or tensor.dtype != x.dtype:
+        raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} is not {list(x.shape)} {x.dtype}")

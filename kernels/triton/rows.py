@@ -1,4 +1,4 @@
-"""Row-wise kernels on CUDA: norms, quantization, SwiGLU, lookups. PDL: see dependent.py."""
+"""Row-wise kernels on CUDA: norms, quantization, SwiGLU, gates, lookups. PDL: see dependent.py."""
 
 from __future__ import annotations
 
@@ -157,6 +157,51 @@ def swiglu_kernel(gate_up, out, width, stride: tl.int64, BLOCK: tl.constexpr, PD
     wide = gate.to(tl.float32)
     unit = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     tl.store(out + row * width + places, (unit * up).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def sigmoid_gate_kernel(
+    x, gate, out, width, x_stride: tl.int64, gate_stride: tl.int64, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Multiply x [rows, width] by the sigmoid of the gate: out [rows, width]. A program has BLOCK columns of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < width
+    own = tl.load(x + row * x_stride + places, mask=inside, other=0.0)
+    wide = tl.load(gate + row * gate_stride + places, mask=inside, other=0.0).to(tl.float32)
+    factor = (1.0 / (1.0 + tl.exp(-wide))).to(own.dtype).to(tl.float32)
+    tl.store(out + row * width + places, (own.to(tl.float32) * factor).to(own.dtype), mask=inside)
+
+
+@triton.jit
+def gated_rms_norm_kernel(
+    x, z, gamma, out, groups, size, x_stride: tl.int64, z_stride: tl.int64, eps, GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    """Normalize each `size` numbers of x [rows, groups size], multiply by gamma [size] and silu(z): out as x.
+
+    A program has GROUPS groups of a row. BLOCK: a power of two, at least size.
+    """
+    own_groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(gamma + columns, mask=columns < size, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    places = own_groups[:, None] * size + columns[None, :]
+    inside = (own_groups < groups)[:, None] & (columns < size)[None, :]
+    own = tl.load(x + row * x_stride + places, mask=inside, other=0.0)
+    gate = tl.load(z + row * z_stride + places, mask=inside, other=0.0).to(tl.float32)
+    wide = own.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / size + eps)
+    normed = (wide * scale[:, None]).to(own.dtype).to(tl.float32) * weight[None, :]
+    normed = normed.to(gamma.dtype.element_ty).to(tl.float32)
+    gated = normed * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + row * (groups * size) + places, gated.to(own.dtype), mask=inside)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 
-from npuserve.npu.backends.base import Backend, BackendError, Fault
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, Backend, BackendError, DeviceSettings, Fault
 from npuserve.npu.step import LostStep
 
 MODULES = {"npu": "ascend.backend", "cuda": "cuda.backend", "cpu": "cpu"}
@@ -41,13 +41,13 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def select(
-    name: str = "auto", emulate: Sequence[str] | None = None, place: tuple[int, int] = (0, 1)
+    name: str = "auto", emulate: Sequence[str] | None = None, settings: DeviceSettings = DEFAULT_SETTINGS
 ) -> Backend:
     """Start a backend.
 
     name: name of the device. "auto": the first of npu, cuda, cpu that is available.
     emulate: start the backend's emulator instead of the device, with these checks omitted. None: use the device.
-    place: see `Backend`.
+    settings: how it is used.
 
     Raises BackendError if the device or its emulator is not available.
     """
@@ -56,14 +56,14 @@ def select(
             _emulate(candidate, emulate)
         cls = backend_class(candidate)
         if cls.available():
-            return cls(place=place)
+            return cls(settings=settings)
         if name != "auto":
             raise BackendError(f"device: {cls.unavailable()}")
     raise BackendError(f"device: {' and '.join(present())} not available on this machine")
 
 
 def select_prefill(name: str, device: Backend) -> Backend | None:
-    """Start the backend that computes prompts for `device`; None for "same", where the device computes them.
+    """Start the backend that computes prompts for `device`, with its int8 levels; None for "same": the device does.
 
     Raises BackendError if it is not available or is the device itself.
     """
@@ -71,7 +71,7 @@ def select_prefill(name: str, device: Backend) -> Backend | None:
         return None
     if name == device.name:
         raise BackendError(f"prefill_device: the whole model runs on {name}; leave prefill_device at same")
-    return select(name)
+    return select(name, settings=DeviceSettings(int8_levels=device.int8_levels))
 
 
 def fault(error: BaseException) -> Fault | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -118,6 +119,28 @@ class Captured(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """How a device is used. Nothing of it changes once the device is open.
+
+    place: (number of this rank on this machine, from 0; number of ranks on it). Unless `Backend.shares_memory`, each
+        rank uses the visible device with its number.
+    decode_buckets: row counts of the captured decode steps; () for the device's own choice.
+    capture_mode: whether steps are captured.
+    capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
+    int8_levels: replaces `Backend.int8_levels`; 0 for the device's own.
+    """
+
+    place: tuple[int, int] = (0, 1)
+    decode_buckets: tuple[int, ...] = ()
+    capture_mode: CaptureMode = "auto"
+    capture_chunks: bool = True
+    int8_levels: float = 0.0
+
+
+DEFAULT_SETTINGS = DeviceSettings()
+
+
 class Backend(ABC):
     """A device and its properties.
 
@@ -131,16 +154,12 @@ class Backend(ABC):
     kernels: label of its kernel implementations in the registry.
     deterministic: a row's numbers depend neither on the batch nor on chunking.
     threads: host threads for the device's work.
-    decode_buckets: row counts of the captured decode steps; () for the device's own choice.
     host_lengths: attention reads lengths from the host. A step captured for any batch then has one row more than a
         batch can have. The last row takes the padding tokens.
-    capture_mode: whether steps are captured.
-    capture_chunks: steps with chunks of prompts are captured too, where the device captures decode steps separately.
     shares_memory: the ranks of one machine use the same memory and cores, and can share a region for collectives.
     collectives: backend of torch.distributed that communicates the device's tensors between ranks; "" for one rank.
     reduces: this backend also adds the ranks' tensors, in place. False: the kernels gather and add them.
-    place: (number of this rank on this machine, from 0; number of ranks on it). Unless `shares_memory`, each rank uses
-        the visible device with its number.
+    settings: how the device is used.
 
     sampling_bytes: bytes per logit that the `sample` kernel allocates.
     compiles: kernels are compiled at the first call with a new kind of arguments, which takes seconds.
@@ -158,6 +177,7 @@ class Backend(ABC):
     int4: the kernels support weights of 4 bits.
     measures_memory: the KV cache takes what `excess_bytes` of a warm-up step leaves; False: what a prediction leaves.
     int4_rows: rows of such a weight are a multiple of it.
+    w4a8: the kernels multiply weights of 4 bits by int8 activations.
     """
 
     name: ClassVar[str]
@@ -169,20 +189,18 @@ class Backend(ABC):
     block_multiple: int = 1
     max_block_size: int = 1024
     host_lengths: bool = False
-    capture_mode: CaptureMode = "auto"
-    capture_chunks: bool = True
     shares_memory: bool = False
     collectives: str = ""
     reduces: bool = False
-    place: tuple[int, int]
+    settings: DeviceSettings
     compiles: bool = False
     sampler_filters: tuple[Filters, ...] = ()
-    decode_buckets: tuple[int, ...] = ()
     sampling_bytes: int = 0
     int8_levels: float = 127.5
     float8: bool = False
     int4: bool = False
     int4_rows: int = 1
+    w4a8: bool = False
     fixed_state: bool = False
     experts: bool = False
     measures_memory: bool = False
@@ -195,8 +213,10 @@ class Backend(ABC):
     threads: int
     device: torch.device
 
-    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
-        self.place = place
+    def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
+        self.settings = settings
+        if settings.int8_levels:
+            self.int8_levels = settings.int8_levels
 
     @property
     def padding_blocks(self) -> int:
@@ -410,7 +430,7 @@ class Backend(ABC):
 
     def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
         """Return True if steps with chunks are captured, over a KV cache of this dtype."""
-        return self.capture_chunks
+        return self.settings.capture_chunks
 
     def dequantized_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
         """Return the bytes in which the kernels hold contexts of up to `context` tokens of a quantized cache."""
@@ -492,11 +512,14 @@ class Backend(ABC):
         """
         return None
 
-    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+    def capture(
+        self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
+    ) -> Captured | None:
         """Capture a step as one dispatch. Return None if the device cannot capture these batches.
 
         step: calls the kernels of a batch with the given number of rows, at most `largest`.
         decode: each row is one token of a different request. False: any batch.
+        buckets: row counts of decode steps; () for those of the settings.
 
         The batch's memory must stay at its address while the result is in use. During the capture it must hold a
         harmless batch. Raises CaptureError if the device refuses.

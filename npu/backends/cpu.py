@@ -23,7 +23,17 @@ from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
 from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu import control_group
-from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError, Event, Pending, T
+from npuserve.npu.backends.base import (
+    DEFAULT_SETTINGS,
+    Backend,
+    BackendError,
+    Captured,
+    CaptureError,
+    DeviceSettings,
+    Event,
+    Pending,
+    T,
+)
 
 _TORCH_THREADS = torch.get_num_threads()
 """torch's default, read before anything sets it: environment variables may define it."""
@@ -173,11 +183,11 @@ class CpuBackend(Backend):
     block_size = 128
     cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     fixed_state = experts = True
-    int4 = int8_zeros = shares_memory = True
+    int4 = w4a8 = int8_zeros = shares_memory = True
     collectives = "gloo"
 
-    def __init__(self, native: bool = built(), place: tuple[int, int] = (0, 1)) -> None:
-        super().__init__(place)
+    def __init__(self, native: bool = built(), settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
+        super().__init__(settings)
         self.device = torch.device("cpu")
         self.kernels = self.name if native else GOLDEN
         self.deterministic = native
@@ -199,7 +209,7 @@ class CpuBackend(Backend):
             # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
             # milliseconds while the other core is idle, after other processes have run on both. Fewer threads are not
             # pinned: servers that share the cores of a node would all choose the same ones.
-            if 1 < self.threads == len(everywhere) or (self.place[1] > 1 and self.threads >= len(everywhere)):
+            if 1 < self.threads == len(everywhere) or (self.settings.place[1] > 1 and self.threads >= len(everywhere)):
                 pinned = [everywhere[i % len(everywhere)] for i in range(self.threads)]
             library().set_threads(self.threads, pinned)
         # Little work is left to torch beside native kernels, and its threads would compete for the cores.
@@ -222,11 +232,11 @@ class CpuBackend(Backend):
             raise BackendError(str(error)) from None
 
     def _threads(self, count: int) -> int:
-        return count or max(1, min(_TORCH_THREADS, usable_cores()) // self.place[1])
+        return count or max(1, min(_TORCH_THREADS, usable_cores()) // self.settings.place[1])
 
     def _cores(self) -> list[int]:
         """Return the cores of this rank: its part of the cores that this process may use."""
-        cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.place
+        cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.settings.place
         each = max(1, len(cores) // size)
         return cores[rank * each % len(cores):][:each]
 
@@ -295,7 +305,7 @@ class CpuBackend(Backend):
         write(keys, values, slots, new_keys, new_values)
 
     def memory_available(self) -> int:
-        return min([_meminfo_available(), *control_group.free_memory()]) // self.place[1]
+        return min([_meminfo_available(), *control_group.free_memory()]) // self.settings.place[1]
 
     def kv_cache_share(self, free: int) -> int:
         """Return a quarter of `free`, since other processes run here, and at most 4 GiB, as pages must be cleared."""
@@ -327,7 +337,9 @@ class CpuBackend(Backend):
     def synchronize(self) -> None:
         self.enqueue(lambda: None).wait()
 
-    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+    def capture(
+        self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
+    ) -> Captured | None:
         if self._arena is None:
             return None
         try:

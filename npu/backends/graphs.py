@@ -33,7 +33,7 @@ def default_buckets(largest: int) -> tuple[int, ...]:
 def row_buckets(configured: Sequence[int], largest: int) -> Sequence[int]:
     """Return the row counts of captured decode steps up to `largest`.
 
-    configured: `Backend.decode_buckets`. If all are larger, the only count is `largest`.
+    configured: `DeviceSettings.decode_buckets`. If all are larger, the only count is `largest`.
     """
     return [rows for rows in configured or default_buckets(largest) if rows <= largest] or [largest]
 

@@ -50,12 +50,7 @@ class Device:
 @torch.inference_mode()
 def capture_bucket(backend: Backend, step: Callable[[int], torch.Tensor], rows: int) -> Captured | None:
     """Capture a decode step of `rows` rows in one bucket. Returns None and raises BackendError as `Backend.capture`."""
-    chosen = backend.decode_buckets
-    backend.decode_buckets = (rows,)
-    try:
-        return backend.capture(step, rows, decode=True)
-    finally:
-        backend.decode_buckets = chosen
+    return backend.capture(step, rows, decode=True, buckets=(rows,))
 
 
 def machine_of(backend: Backend) -> Machine:
@@ -69,7 +64,7 @@ def takes_case(backend: Backend, case: Case) -> bool:
         return False
     if case.zeros > backend.int8_zeros or case.float8 > backend.float8:
         return False
-    if case.int4 and (not backend.int4 or case.int4 % backend.int4_rows):
+    if case.w4a8 > backend.w4a8 or (case.int4 and (not backend.int4 or case.int4 % backend.int4_rows)):
         return False
     try:
         if case.head_dim:

@@ -6,7 +6,6 @@ The host waits for these copies only.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Generic
 import torch
 
 from npuserve.kernels.registry import Span
-from npuserve.npu.backends.base import Backend, BackendError, Event, Pending, T
+from npuserve.npu.backends.base import Backend, BackendError, DeviceSettings, Event, Pending, T
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +99,8 @@ class StreamBackend(Backend):
     pinned = True
     """Host buffers are allocated in pinned memory."""
 
-    def __init__(self, streams: Any, device: torch.device, place: tuple[int, int]) -> None:
-        super().__init__(place)
+    def __init__(self, streams: Any, device: torch.device, settings: DeviceSettings) -> None:
+        super().__init__(settings)
         self.device = device
         self.deterministic = False
         self.threads = 1
@@ -137,17 +136,6 @@ class StreamBackend(Backend):
         cached: int = self._streams.memory_reserved(self.device) - self._streams.memory_allocated(self.device)
         return free + cached
 
-    def excess_bytes(self, work: Callable[[], None]) -> int:
-        """Return the excess by the peak of torch's pools; what others allocate, such as libraries, is as at the end."""
-        streams = self._streams
-        streams.reset_peak_memory_stats(self.device)
-        work()
-        self.synchronize()
-        peak = self._taken() - streams.memory_reserved(self.device) + streams.max_memory_reserved(self.device)
-        gc.collect()  # captured steps refer to each other
-        streams.empty_cache()
-        return int(peak - self._taken())
-
     def wait_for_memory(self) -> None:
         """Wait until the free memory has not risen for QUIET_SECONDS, at most MAX_RELEASE_SECONDS.
 
@@ -168,12 +156,7 @@ class StreamBackend(Backend):
 
     def _held_by_others(self) -> int:
         """Return the bytes of the device's memory that are neither free nor in this process's pools."""
-        return self._taken() - int(self._streams.memory_reserved(self.device))
-
-    def _taken(self) -> int:
-        """Return the bytes of the device's memory that are not free."""
-        free, total = self._streams.mem_get_info(self.device)
-        return int(total - free)
+        return taken_bytes(self._streams, self.device) - int(self._streams.memory_reserved(self.device))
 
     def kv_cache_share(self, free: int) -> int:
         """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""
@@ -217,3 +200,9 @@ class StreamBackend(Backend):
 
     def synchronize(self) -> None:
         self._streams.synchronize()
+
+
+def taken_bytes(streams: Any, device: torch.device) -> int:
+    """Return the bytes of the device's memory that are not free."""
+    free, total = streams.mem_get_info(device)
+    return int(total - free)

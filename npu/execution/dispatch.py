@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npuserve.kernels.registry import Timings
 from npuserve.kernels.sample import Filters
-from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError
+from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError, CaptureMode
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.step import Row
@@ -136,23 +136,25 @@ class Dispatch:
 
     max_rows: rows of the largest step.
     capture_chunks: capture steps of any rows (`Backend.captures_chunks`).
+    capture_mode: whether steps are captured.
     may_drop: this process may run steps kernel by kernel if it cannot capture them. A rank of a group may not: captured
         steps are padded, and the collectives of all ranks must have the same number of rows.
 
     A step with decode rows and chunks is computed together, so that weights are read once, if it is captured, or if it
     cannot be over this KV cache. Otherwise the decode rows are a captured step of their own.
 
-    Raises CaptureError if the device refuses the capture, and the backend's `capture_mode` is on, `may_drop` is False
-    or the device is unusable afterwards. Otherwise the reason is logged.
+    Raises CaptureError if the device refuses the capture, and `capture_mode` is on, `may_drop` is False or the
+    device is unusable afterwards. Otherwise the reason is logged.
     """
 
     def __init__(
-        self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *, capture_chunks: bool,
-        may_drop: bool,
+        self, backend: Backend, buffers: BatchBuffers, steps: CapturableSteps, max_rows: int, *,
+        capture_mode: CaptureMode, capture_chunks: bool, may_drop: bool,
     ):
         self._buffers = buffers
         self._chosen = steps.chosen
         self._pads = backend.padding_blocks > 0
+        self._capture_mode = capture_mode
         self._captures_chunks = capture_chunks
         self._compiles = backend.compiles
         self.decodes = CapturedSteps()
@@ -160,12 +162,12 @@ class Dispatch:
         warm_up = backend.compiles or bool(backend.sampler_filters)
         with torch.inference_mode():
             try:
-                if backend.capture_mode != "off":
+                if capture_mode != "off":
                     self.decodes, self.chunks = self._capture(backend, steps, max_rows, may_drop)
                     largest = self.chunks.hidden
                     warm_up = largest is not None and largest.largest < buffers.most_tokens
             except CaptureError as error:
-                if backend.capture_mode == "on" or not may_drop:
+                if capture_mode == "on" or not may_drop:
                     raise
                 if not _is_usable(backend):
                     raise
@@ -177,7 +179,7 @@ class Dispatch:
                     buffers.clear()
                 steps.chunks(buffers.most_tokens)
                 backend.synchronize()
-        self._together = self.chunks.hidden is not None or (backend.capture_chunks and not capture_chunks)
+        self._together = self.chunks.hidden is not None or (backend.settings.capture_chunks and not capture_chunks)
 
     def _capture(
         self, backend: Backend, steps: CapturableSteps, max_rows: int, may_drop: bool
@@ -209,24 +211,23 @@ class Dispatch:
                 backend, steps.chunks_sampled, filtering, max_tokens, decode=False, may_drop=may_drop)
         return decodes, CapturedSteps(hidden, argmax, sampled)
 
-    @staticmethod
     def _capture_sampler(
-        backend: Backend, step: Callable[[Filters, int], Tensor], each_filters: Sequence[Filters], largest: int, *,
-        decode: bool, may_drop: bool,
+        self, backend: Backend, step: Callable[[Filters, int], Tensor], each_filters: Sequence[Filters], largest: int,
+        *, decode: bool, may_drop: bool,
     ) -> dict[Filters, Captured]:
         """Capture a step with the sampler for each of `each_filters`. Return {} if the device refuses one of them.
 
         Raises CaptureError if the step must be captured, or if the device is unusable afterwards.
         """
         captured: dict[Filters, Captured] = {}
-        if backend.capture_mode == "decoder":
+        if self._capture_mode == "decoder":
             return captured
         try:
             for filters in each_filters:
                 if (graphs := backend.capture(partial(step, filters), largest, decode=decode)) is not None:
                     captured[filters] = graphs
         except CaptureError as error:
-            if backend.capture_mode == "on" or not may_drop or not _is_usable(backend):
+            if self._capture_mode == "on" or not may_drop or not _is_usable(backend):
                 error.next_mode = "decoder"
                 raise
             log.warning("%s. The sampler runs kernel by kernel after captured steps, which is slower", error)

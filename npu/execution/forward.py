@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -45,10 +45,10 @@ class Forward:
         self._keep(self._sampler.sample_fixed(logits, self._buffers.sampling(len(hidden)), filters), first)
 
     def choose_planned(
-        self, hidden: Tensor, plan: RowPlan, first: int, masks: RowMasks | None, counted: Sequence[int]
+        self, hidden: Tensor, plan: RowPlan, first: int, masks: RowMasks | None, valid: Mapping[int, int]
     ) -> Logprobs | None:
-        """Sample each row of hidden [R, H] by a plan; return the reports of its rows. counted: see `Sampler.sample`."""
-        sampled = self._sampler.sample(self._model.logits(hidden), plan, masks, counted)
+        """Sample each row of hidden [R, H] by a plan; return the reports of its rows. valid: see `Sampler.sample`."""
+        sampled = self._sampler.sample(self._model.logits(hidden), plan, masks, valid)
         self._keep(sampled.ids, first)
         return sampled.logprobs
 

@@ -233,7 +233,7 @@ class WaitingStep:
     constrained: rows whose masks are not given yet.
     host: part that the host computes; None for a step without such a part.
     masks: masks of the constrained rows; None for no such rows.
-    discarded: requests of constrained rows without a mask.
+    valid: number of valid samples of each constrained request, 0 without a mask.
     """
 
     launched: LaunchedStep
@@ -243,7 +243,7 @@ class WaitingStep:
     phase: Phase | None
     host: HostWork | None = None
     masks: StagedMasks | None = None
-    discarded: frozenset[int] = frozenset()
+    valid: Mapping[int, int] = field(default_factory=dict)
 
 
 def pooled_rows(part: Part, put: Put) -> PooledRows | None:

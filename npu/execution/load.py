@@ -23,14 +23,14 @@ from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.native.choice import AUTO, CpuKernels, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
-from npuserve.npu.backends.base import Backend, BackendError, CaptureMode
+from npuserve.npu.backends.base import Backend, BackendError, CaptureMode, DeviceSettings
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
 from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.folder import weight_files
-from npuserve.npu.model.layers.shard import WHOLE, Shard
+from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
 from npuserve.npu.model.pooling import TaskSetting
 from npuserve.npu.model.progress import Progress
@@ -65,12 +65,12 @@ def load_runner(
     lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
-    max_drafts: int = 0, task: TaskSetting = "auto",
+    max_drafts: int = 0, task: TaskSetting = "auto", expert_parallel: bool = False,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
-    decode_buckets, int8_levels, capture (capture_mode), capture_chunks: values for the fields of `Backend`.
+    decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
     prefill_device, lm_head_dtype, task: see `select_prefill`, `ModelConfig` and `read_pooling`.
     kernel_sampling, observe, max_drafts: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
@@ -79,17 +79,19 @@ def load_runner(
     cpu: requested CPU kernels.
     cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host, which needs all cores.
     group: ranks that share the model. Each calls this function. None: load the whole model.
+    expert_parallel: each rank has whole experts (`Shard.whole_experts`).
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
     num_ranks, place = (group.size, group.place) if group else (1, (0, 1))
+    settings = DeviceSettings(
+        place=place, decode_buckets=buckets_up_to(max_num_seqs, decode_buckets),
+        capture_mode=_agreed(capture, group) if group else capture, capture_chunks=capture_chunks,
+        int8_levels=int8_levels)
     device, host = open_devices(
-        backend, emulate, prefill_device, threads=threads, decode_buckets=decode_buckets, max_num_seqs=max_num_seqs,
-        int8_levels=int8_levels, state_dtype=state_dtype, ranks=num_ranks, place=place)
-    device.capture_mode = _agreed(capture, group) if group else capture
-    device.capture_chunks = capture_chunks
+        backend, emulate, prefill_device, settings, threads=threads, state_dtype=state_dtype, ranks=num_ranks)
     _preflight(device, num_ranks)
-    config = _config(folder, lm_head_dtype, task, device, group)
+    config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -133,10 +135,11 @@ def load_runner(
 
 
 def _config(
-    folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None
+    folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None,
+    *, expert_parallel: bool,
 ) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
-    shard = Shard(group.rank, group.size) if group else WHOLE
+    shard = Shard(group.rank, group.size, expert_parallel) if group else Shard(whole_experts=expert_parallel)
     return ModelConfig.from_folder(
         folder, lm_head_dtype, task=task, float8=device.float8, int4=device.int4).sharded(shard)
 
@@ -228,40 +231,40 @@ def _ranks(
     ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory,
                         reduces=device.reduces)
     device.synchronize()
-    if device.shares_memory and ranks.region is None:
-        device.capture_mode = "off"  # collectives by torch.distributed cannot be recorded
     return ranks
 
 
+def buckets_up_to(max_num_seqs: int, decode_buckets: Sequence[int]) -> tuple[int, ...]:
+    """Return the row counts up to max_num_seqs, or max_num_seqs if all are larger; () for none."""
+    if not decode_buckets:
+        return ()
+    return tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)
+
+
 def open_devices(
-    backend: str, emulate: Sequence[str] | None, prefill_device: str, *, threads: int, decode_buckets: Sequence[int],
-    max_num_seqs: int, ranks: int, place: tuple[int, int], int8_levels: float = 0, state_dtype: str = "auto",
+    backend: str, emulate: Sequence[str] | None, prefill_device: str, settings: DeviceSettings, *, threads: int,
+    ranks: int, state_dtype: str = "auto",
 ) -> tuple[Backend, Backend | None]:
     """Start and configure the device and, if prompts are computed on the host, the host's backend.
 
     ranks: number of ranks that share the model.
-    place: see `Backend`.
     The other parameters are as for `load_runner`. Raises BackendError.
     """
-    device = select(backend, emulate, place)
+    device = select(backend, emulate, settings)
     device.check_ranks(ranks)
     device.choose_state_dtype(state_dtype)
     device.set_threads(threads)
-    if decode_buckets:
-        device.decode_buckets = tuple(rows for rows in decode_buckets if rows <= max_num_seqs) or (max_num_seqs,)
-    device.int8_levels = int8_levels or device.int8_levels
     host = select_prefill(prefill_device, device)
     if host and ranks > 1:
         raise BackendError(f"prefill_device: {prefill_device} is not possible with a tensor_parallel_size above 1")
     if host:
         host.set_threads(threads)
-        host.int8_levels = device.int8_levels
     return device, host
 
 
 def _preflight(device: Backend, ranks: int) -> None:
     """Check the device's host, and log the warnings. Raises BackendError if it cannot serve."""
-    for notice in device.preflight(captures=device.capture_mode != "off", ranks=ranks):
+    for notice in device.preflight(captures=device.settings.capture_mode != "off", ranks=ranks):
         if notice.level == "error":
             raise BackendError(notice.said)
         if notice.level == "warning":

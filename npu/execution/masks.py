@@ -92,8 +92,8 @@ class MaskBuffers:
     ) -> StagedMasks | None:
         """Write the masks of a step to the next host buffer; return None if no row has one.
 
-        masks: request -> [n, ceil(vocabulary / 32)] int32 for its n rows, or without the first dimension for one. Ids
-            at or beyond the vocabulary's size are removed.
+        masks: request -> [n, ceil(vocabulary / 32)] int32 for its first n rows, or without the first dimension for one.
+            Further rows have the last of them. Ids at or beyond the vocabulary's size are removed.
         restrict: removes ids from the mask of (request, position) in place, not all of them.
 
         The masks of the step before the previous one must have reached the device. Raises ValueError for a mask of
@@ -102,11 +102,9 @@ class MaskBuffers:
         masked: list[tuple[ConstrainedRow, Array]] = []
         for request_id, of_request in groupby(rows, attrgetter("request_id")):
             if (mask := masks.get(request_id)) is not None:
+                each = [mask] if mask.ndim == 1 else list(mask)
                 drafted = list(of_request)
-                if len(drafted) > 1 and mask.size == len(drafted) * self._words:
-                    masked += zip(drafted, mask.reshape(-1, self._words), strict=True)
-                else:
-                    masked += [(row, mask) for row in drafted]
+                masked += zip(drafted, each + each[-1:] * (len(drafted) - len(each)), strict=True)
         if not masked:
             return None
         if self._device is None:
@@ -139,6 +137,13 @@ class MaskBuffers:
             row = masked[int(allows.argmin())][0]
             raise ValueError(
                 f"masks: request {row.request_id}: no id from 0 to {self._vocabulary - 1} is allowed")
+
+
+def num_valid(mask: Array | None) -> int:
+    """Return the number of samples for which a request has a mask of its own."""
+    if mask is None:
+        return 0
+    return 1 if mask.ndim == 1 else len(mask)
 
 
 def mask_of(ids: Collection[int], words: int) -> Array:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
+from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import (
@@ -50,11 +51,12 @@ from npuserve.npu.execution.in_flight import (
     pooled_rows,
     prompt_rows,
 )
-from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers
+from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.layer import Counts
 from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
@@ -151,14 +153,24 @@ class Runner:
         self._pages = PagePopulation(memory)
         self._pages.map_first()
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
+        # Collectives by torch.distributed cannot be recorded on the CPU.
+        is_recordable = ranks.size == 1 or not backend.shares_memory or ranks.region is not None
         self._dispatch = Dispatch(
             backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
+            capture_mode=backend.settings.capture_mode if is_recordable else "off",
             capture_chunks=backend.captures_chunks(self.cache_dtype) and not replaced, may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
         if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
+
+    @cached_property
+    def expert_balance(self) -> ExpertBalance:
+        """Balance of the work of the model's experts."""
+        layers = [index for index, blocks in enumerate(self.config.layers) for block in blocks
+                  if isinstance(block.layer.state, Counts)]
+        return ExpertBalance(list(zip(layers, self._store.counters, strict=True)))
 
     def unread_expert_bytes(self, tokens: int) -> int:
         """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""
@@ -270,8 +282,9 @@ class Runner:
         """Queue the sampling of a step that was launched with constrained rows. Call it once.
 
         masks: request -> [ceil(vocabulary / 32)] int32; bit i of word j allows token 32 j + i. A row with n samples has
-            n masks. They are read only until this returns. The tokens of a constrained row without a mask are
-            discarded: a later step may sample the same position. Masks of other requests are ignored.
+            up to n masks; its samples without one are not valid. They are read only until this returns. The tokens of a
+            constrained row without a mask are discarded: a later step may sample the same position. Masks of other
+            requests are ignored.
 
         allowed_token_ids and min_tokens restrict a mask, unless no id would remain. Raises ValueError for a mask of
         another form, or one that allows no id of the vocabulary; nothing is queued then. Raises RuntimeError for a step
@@ -280,8 +293,8 @@ class Runner:
         if (waiting := self._waiting) is None or waiting.launched is not launched or not waiting.constrained:
             raise RuntimeError("the step needs no masks, or has them already")
         waiting.masks = self._masks.fill(waiting.constrained, masks, self._sampler.restrict)
-        waiting.discarded = frozenset(row.request_id for row in waiting.constrained) - masks.keys()
-        self._sampler.discard(waiting.discarded)
+        waiting.valid = {row.request_id: num_valid(masks.get(row.request_id)) for row in waiting.constrained}
+        self._sampler.discard(request_id for request_id, valid in waiting.valid.items() if not valid)
         waiting.constrained = []
         if waiting.host is None:
             self._complete()
@@ -337,7 +350,8 @@ class Runner:
         """
         sampled_rows = 0 if is_constrained or is_on_host else self._dispatch.sampled_rows(part)
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
-        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs)
+        drafts = {row.request_id: row.token_ids[1 - row.samples :] for row in part.rows if row.samples > 1}
+        plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs, drafts)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         pooled = pooled_rows(part, staged.put)
         if is_on_host:
@@ -449,9 +463,8 @@ class Runner:
         elif isinstance(plan, FixedPlan):
             self._forward.choose_fixed(sampling, plan.filters, work.first)
         else:
-            discarded = waiting.discarded if waiting else ()
-            counted = [row for row in plan.penalized if part.samples[row][0] not in discarded]
-            logprobs = self._forward.choose_planned(sampling, plan, work.first, masks, counted)
+            valid = waiting.valid if waiting else {}
+            logprobs = self._forward.choose_planned(sampling, plan, work.first, masks, valid)
             if logprobs and plan.reported:
                 output.reports.append(([part.samples[row][0] for row in plan.reported.rows], logprobs))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,6 +88,21 @@ class SampledIds:
     logprobs: Logprobs | None = None
 
 
+class PenalizedRows(NamedTuple):
+    """Consecutive rows of one request with penalties.
+
+    first: number of the first row.
+    drafts: tokens between their samples. Each row counts those before it, and a sample counts if these were right.
+    """
+
+    first: int
+    drafts: list[int]
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + 1 + len(self.drafts))
+
+
 class Edit(NamedTuple):
     """Row whose logits are edited. allowed, ending: its allowed_ids and ending_ids are among the edits."""
 
@@ -146,7 +161,7 @@ class RowPlan:
 
     states: of all rows.
     edited: rows whose logits are edited, other than by the masks of constrained rows.
-    penalized: rows with penalties.
+    penalized: rows with penalties, by request.
     penalties: (rows, repetition, presence, frequency) of the penalized rows; () if there are none.
     chance: None if all rows take their argmax.
     reported: None if no row has logprobs.
@@ -154,7 +169,7 @@ class RowPlan:
 
     states: Sequence[RequestState]
     edited: Sequence[Edit]
-    penalized: Sequence[int]
+    penalized: Sequence[PenalizedRows]
     penalties: tuple[Tensor, ...]
     chance: Chance | None
     reported: Reported | None
@@ -238,14 +253,15 @@ class Sampler:
 
     def plan(
         self, rows: Sequence[tuple[int, int]], put: Put, constrained: Container[int] = (),
-        inputs: HostSampling | None = None,
+        inputs: HostSampling | None = None, drafts: Mapping[int, list[int]] = {},
     ) -> Plan:
         """Plan the sampling of a step.
 
-        rows: (request id, position in prompt + output) of each token to sample.
+        rows: (request id, position in prompt + output) of each token to sample. Those of a request are consecutive.
         put: copies host values to the device.
         constrained: numbers of the rows for which `sample` gets masks.
         inputs: inputs of the captured step that samples rows whose parameters it supports; None without such a step.
+        drafts: drafts of the requests that have some. They are the tokens between the request's samples.
 
         Raises KeyError for an unknown request, and ValueError if a request with penalties skips or repeats a position,
         since its counts cover the tokens sampled here.
@@ -254,20 +270,35 @@ class Sampler:
         edited = [r for r, s in enumerate(states) if s.edits(rows[r][1], r in constrained)]
         if not edited and all(s.sampling.temperature == 0 and s.sampling.logprobs is None for s in states):
             return ArgmaxPlan()
-        for state, (request_id, position) in zip(states, rows, strict=True):
-            if state.sampling.penalized:
-                if position != state.next_position:
-                    raise ValueError(f"request {request_id}: position {position} instead of {state.next_position}")
-                state.next_position += 1
-        if inputs and all(state.is_capturable(position) for state, (_, position) in zip(states, rows, strict=True)):
+        penalized = self._penalized_rows(rows, states, drafts)
+        if inputs and not any(each.drafts for each in penalized) and all(
+                state.is_capturable(position) for state, (_, position) in zip(states, rows, strict=True)):
             return self._fixed_plan(rows, states, inputs)
         edits = [Edit(r, r not in constrained, r not in constrained and states[r].withholds_ending(rows[r][1]))
                  for r in edited]
         sampling = [state.sampling for state in states]
-        penalized = [r for r, params in enumerate(sampling) if params.penalized]
-        penalties = _penalties(penalized, sampling, put) if penalized else ()
+        numbers = [row for each in penalized for row in each.rows]
+        penalties = _penalties(numbers, sampling, put) if numbers else ()
         return RowPlan(
             states, edits, penalized, penalties, self._chance(rows, sampling, put), _reported(sampling, put))
+
+    @staticmethod
+    def _penalized_rows(
+        rows: Sequence[tuple[int, int]], states: Sequence[RequestState], drafts: Mapping[int, list[int]]
+    ) -> list[PenalizedRows]:
+        """Return the rows with penalties, and move their requests' positions. Raises ValueError for a wrong one."""
+        penalized: list[PenalizedRows] = []
+        for row, (state, (request_id, position)) in enumerate(zip(states, rows, strict=True)):
+            if not state.sampling.penalized or (row and rows[row - 1][0] == request_id):
+                continue
+            latest = max(state.next_position, state.last_position)
+            if not state.next_position <= position <= latest:
+                raise ValueError(f"request {request_id}: position {position} instead of {state.next_position}")
+            of_request = drafts.get(request_id, [])
+            state.next_position = position + 1
+            state.last_position = position + 1 + len(of_request)
+            penalized.append(PenalizedRows(row, of_request))
+        return penalized
 
     def _chance(
         self, rows: Sequence[tuple[int, int]], sampling: Sequence[SamplingParams], put: Put
@@ -333,14 +364,17 @@ class Sampler:
     def discard(self, requests: Iterable[int]) -> None:
         """Let requests sample the positions of the last plan again. Its tokens must not be counted for them."""
         for state in map(self._states.__getitem__, requests):
-            state.next_position -= state.sampling.penalized
+            if state.sampling.penalized:
+                state.next_position -= 1
+                state.last_position = state.next_position
 
     def sample(
-        self, logits: Tensor, plan: RowPlan, masks: RowMasks | None = None, counted: Sequence[int] | None = None
+        self, logits: Tensor, plan: RowPlan, masks: RowMasks | None = None, valid: Mapping[int, int] = {}
     ) -> SampledIds:
         """Sample one token per row of logits [R, Vp], of which only those are modified that `masks` masks.
 
-        counted: rows of `plan.penalized` whose tokens count from now on; None for all.
+        valid: number of samples, from the first on, that may count for the penalties of a request; all of one that it
+            lacks.
 
         Call it within enqueued work, in the order in which the plans were made.
         """
@@ -349,9 +383,8 @@ class Sampler:
         if masks is not None:
             self._k.mask_logits(logits, self._vocabulary, *masks)
         ids = self._choose(self._edit(logits, plan) if plan.edited else logits, plan)
-        for row in plan.penalized if counted is None else counted:
-            _, output_counts = self._counts(plan.states[row])
-            output_counts[ids[row, :1]] += 1
+        for each in plan.penalized:
+            self._count(each, plan.states[each.first], ids, valid)
         if reported is None or unedited is None:
             return SampledIds(ids)
         return SampledIds(ids, self._logprobs(unedited, ids[reported.on_device, 0], reported.counts))
@@ -410,11 +443,34 @@ class Sampler:
                 line[tensors.ending_ids] = -torch.inf
         if plan.penalized:
             rows, *penalties = plan.penalties
-            in_prompt, output_counts = zip(*(self._counts(plan.states[r]) for r in plan.penalized), strict=True)
+            in_prompt: list[Tensor] = []
+            output_counts: list[Tensor] = []
+            for each in plan.penalized:
+                of_prompt, counts = self._counts(plan.states[each.first])
+                in_prompt += [of_prompt] * len(each.rows)
+                output_counts.append(counts)
+                for draft in each.drafts:
+                    counts = counts.clone()
+                    counts[draft] += 1
+                    output_counts.append(counts)
             lines = result[rows]
             self._k.penalize(lines, torch.stack(in_prompt), torch.stack(output_counts), *penalties)
             result[rows] = lines
         return result
+
+    def _count(self, penalized: PenalizedRows, state: RequestState, ids: Tensor, valid: Mapping[int, int]) -> None:
+        """Count the sampled ids of a request up to the first that differs from its draft."""
+        drafts = penalized.drafts
+        count = min(1 + len(drafts), valid.get(state.request.request_id, 1 + len(drafts)))
+        if not count:
+            return
+        _, output_counts = self._counts(state)
+        sampled = ids[penalized.first : penalized.first + count, 0]
+        increments = torch.ones(count, dtype=output_counts.dtype, device=ids.device)
+        for place in range(1, count):
+            is_right = sampled[place - 1] == drafts[place - 1]
+            increments[place] = increments[place - 1] * is_right
+        output_counts.index_add_(0, sampled, increments)
 
     def _counts(self, state: RequestState) -> tuple[Tensor, Tensor]:
         counts = self._tensors(state).counts

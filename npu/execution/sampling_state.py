@@ -23,7 +23,8 @@ class RequestState:
 
     allowed_ids, bias, ending_ids: restricted to the vocabulary; empty if the request does not use them.
     biased: its logits are edited by more than masks: by a bias or penalties.
-    next_position: position after the tokens counted so far, for a request with penalties.
+    next_position: position after the tokens counted so far, for a request with penalties. If drafts were sampled
+        after, it may be higher, up to `last_position`: the device counts those that it accepts.
     slot: its slot of `Penalties`; 0 for none.
 
     on_device: tensors, created when first needed.
@@ -36,6 +37,7 @@ class RequestState:
     ending_ids: list[int]
     biased: bool
     next_position: int
+    last_position: int = 0
     slot: int = 0
     on_device: RequestTensors | None = None
     masks: tuple[Array | None, Array | None] | None = None

@@ -19,7 +19,7 @@ from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Quantized
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.layers.layer import Fixed, Paged
+from npuserve.npu.model.layers.layer import Counts, Fixed, Paged, State
 from npuserve.npu.model.progress import reporting
 
 
@@ -36,7 +36,7 @@ class Slots(tuple[Tensor, ...]):
     __slots__ = ()
 
 
-LayerState = KeysAndValues | Slots | None
+LayerState = KeysAndValues | Slots | Tensor | None
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
@@ -99,14 +99,14 @@ class StateStore:
             scales = backend.scale_shape(blocks, block_size, state.heads)
             return Quantized(numbers, backend.empty(scales, backend.scale_dtype))
 
-        def of_layer(state: Paged | Fixed | None) -> LayerState:
+        def of_layer(state: State) -> LayerState:
             if isinstance(state, Paged):
                 shapes = backend.cache_shapes(blocks, block_size, state.heads, state.head_dim, dtype)
                 return KeysAndValues(cache(state, shapes[0]), cache(state, shapes[1]))
             if isinstance(state, Fixed):
                 return Slots(backend.empty((slots, *shape), _dtype(name, model_dtype or dtype, backend))
                              for shape, name in zip(state.shapes, state.dtypes, strict=True))
-            return None
+            return backend.empty((state.size,), torch.int64) if isinstance(state, Counts) else None
 
         store = cls(tuple(of_layer(layer.state) for layer in config.local_layers))
         if not backend.fresh_is_zero:
@@ -140,9 +140,15 @@ class StateStore:
         return [tensor for state in self.states if isinstance(state, Slots) for tensor in state]
 
     @property
+    def counters(self) -> list[Tensor]:
+        """Return the counters of each layer that has any."""
+        return [state for state in self.states if isinstance(state, Tensor)]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Return all tensors layer by layer: keys and their scales, values and their scales."""
-        return [tensor for state in self.states for cache in state or ()
+        states = [(state,) if isinstance(state, Tensor) else state or () for state in self.states]
+        return [tensor for state in states for cache in state
                 for tensor in ([cache.values, cache.scale] if isinstance(cache, Quantized) else [cache])]
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:

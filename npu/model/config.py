@@ -81,6 +81,9 @@ class ModelConfig:
 
     def sharded(self, shard: Shard) -> ModelConfig:
         """Return the configuration of a part of the model. Raises ModelError if the ranks cannot divide it."""
+        if shard.whole_experts and (shard.size == 1 or not self.has_experts):
+            what = "the model has no experts" if shard.size > 1 else "needs a tensor_parallel_size of at least 2"
+            raise ModelError(f"expert_parallel: {what}")
         try:
             for layer in self.kinds:
                 layer.local(shard)
@@ -131,6 +134,11 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """True if layers are mixtures of experts."""
         return any(isinstance(layer, Experts) for layer in self.kinds)
+
+    @property
+    def held_experts(self) -> Span | None:
+        """Experts of this rank; None if it has a part of each, or if there are none."""
+        return next((layer.held for layer in self.local_layers if isinstance(layer, Experts)), None)
 
     @property
     def has_fixed_state(self) -> bool:

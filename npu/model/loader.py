@@ -263,6 +263,9 @@ _CACHE_SCALES = re.compile(r".*\.self_attn\.([qkv]_(scale|zero_point)|[kv]_proj\
                            r"[kv]_proj\.kv_cache_(scale|offset))")
 
 
+_EXPERT = re.compile(r".*\.experts\.(\d+)\.")
+
+
 def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
     """Remove tensors that are ignored without effect on the model."""
     scales = [name for name in files if config.quantization and _CACHE_SCALES.fullmatch(name)]
@@ -276,6 +279,11 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
                      beginning)
         for name in ignored:
             del files[name]
+    if (held := config.held_experts) is not None:
+        for name in list(files):
+            expert = _EXPERT.match(name)
+            if expert and not held.first <= int(expert[1]) < held.first + held.size:
+                del files[name]
     for name in list(files):
         # Old checkpoints contain frequencies, which the configuration determines.
         if (name.endswith("rotary_emb.inv_freq") or name in scales

@@ -94,9 +94,10 @@ class CostRecorder:
         return q.flatten(1)
 
     def route_experts(
-        self, x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int
+        self, x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int,
+        tokens: Tensor | None = None,
     ) -> Routing:
-        self._record("route_experts", x, weight, top_k, renormalize, first, count)
+        self._record("route_experts", x, weight, top_k, renormalize, first, count, tokens)
         return Routing(meta(len(x), top_k, dtype=torch.float32), meta(len(x), top_k, dtype=torch.int32),
                        meta(count + 1, dtype=torch.int32))
 

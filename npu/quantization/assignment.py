@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from npuserve.npu.quantization.scheme import WeightScheme
@@ -21,6 +21,32 @@ DECODER_PREFIXES = "model.language_model.", "language_model.model.", "model."
 name the same module by any of them, since tools that remove or add a tower do not rewrite the names."""
 
 
+class Patterns:
+    """Values of targets or of entries of `ignore`. A checkpoint may name tens of thousands of layers."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._linear = values.get(LINEAR)
+        self._names: dict[str, Any] = {}
+        self._expressions: list[tuple[str, Any]] = []
+        for pattern in sorted(values):
+            if pattern.startswith("re:"):
+                self._expressions.append((pattern[3:], values[pattern]))
+            elif pattern != LINEAR:
+                self._names.setdefault(in_decoder(pattern), values[pattern])
+
+    def of(self, name: str) -> Any:
+        """Return the value for the layer `name`, as `Quantization.of` says; None if no pattern matches."""
+        if (value := self._names.get(in_decoder(name))) is not None:
+            return value
+        return next((value for expression, value in self._expressions if re.match(expression, name)), self._linear)
+
+
+def in_decoder(name: str) -> str:
+    """Return a module's name within the decoder."""
+    prefix = next((prefix for prefix in DECODER_PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Assignment of schemes to linear layers.
@@ -34,6 +60,15 @@ class Quantization:
 
     groups: tuple[tuple[tuple[str, ...], WeightScheme], ...]
     ignore: tuple[str, ...] = ()
+    _found: dict[str, WeightScheme | None] = field(init=False, repr=False, compare=False)
+    _targets: Patterns = field(init=False, repr=False, compare=False)
+    _ignored: Patterns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_found", {})
+        schemes = {target: scheme for targets, scheme in self.groups for target in targets}
+        object.__setattr__(self, "_targets", Patterns(schemes))
+        object.__setattr__(self, "_ignored", Patterns(dict.fromkeys(self.ignore, True)))
 
     def of(self, name: str) -> WeightScheme | None:
         """Return the scheme of the linear layer `name`, or None if it is not quantized.
@@ -41,7 +76,9 @@ class Quantization:
         If several targets match, names take precedence over regular expressions, and these over "Linear"; within a
         kind the first in alphabetical order applies, and the last of equal targets.
         """
-        return _scheme_of(self, name)
+        if name not in self._found:
+            self._found[name] = None if self._ignored.of(name) else self._targets.of(name)
+        return self._found[name]
 
     def with_scales(self, dtype: str) -> Quantization:
         """Return the assignment for a checkpoint of floats of `dtype`, which its scales have too."""
@@ -62,24 +99,3 @@ class Quantization:
             "sparsity_config": {},
             "transform_config": {},
         }
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _scheme_of(quantization: Quantization, name: str) -> WeightScheme | None:
-    if any(_names(pattern, name) for pattern in quantization.ignore):
-        return None
-    schemes = {target: scheme for targets, scheme in quantization.groups for target in targets}
-    order = sorted(schemes, key=lambda target: (target == LINEAR, target.startswith("re:"), target))
-    return next((schemes[target] for target in order if _names(target, name)), None)
-
-
-def in_decoder(name: str) -> str:
-    """Return a module's name within the decoder."""
-    prefix = next((prefix for prefix in DECODER_PREFIXES if name.startswith(prefix)), "")
-    return name.removeprefix(prefix)
-
-
-def _names(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return pattern == LINEAR or in_decoder(pattern) == in_decoder(name)

@@ -12,6 +12,7 @@ from typing import Any
 from npuserve.npu.quantization.assignment import MIXED, Quantization
 from npuserve.npu.quantization.scheme import WeightScheme
 from npuserve.npu.quantization.section import mapping, one_of, patterns, refuse_others
+from npuserve.npu.quantization.w4a8 import W4A8
 from npuserve.npu.quantization.w4a16 import GROUPS, PACKED_FORMAT, W4A16
 from npuserve.npu.quantization.w8a8 import BLOCK, FORMATS, W8A8
 
@@ -47,28 +48,33 @@ def _group(data: Any, where: str) -> tuple[tuple[str, ...], WeightScheme]:
     one_of(group, where, "output_activations", None)
     weights = group.get("weights")
     if isinstance(weights, dict) and weights.get("num_bits") == 4:
-        scheme: WeightScheme = _w4a16(group, where)
+        scheme: WeightScheme = _of_4_bits(group, where)
     else:
         scheme = _w8a8(group, where)
     return patterns(group.get("targets"), f"{where}.targets"), scheme
 
 
-def _w4a16(group: Mapping[str, Any], where: str) -> W4A16:
-    """Parse the scheme of a group whose weights have 4 bits, and whose inputs are not quantized."""
-    if group.get("input_activations") is not None:
-        raise ValueError(f"{where}.input_activations: quantized inputs of weights of 4 bits (W4A8) are not supported; "
-                         "supported: null")
+def _of_4_bits(group: Mapping[str, Any], where: str) -> W4A16 | W4A8:
+    """Parse the scheme of a group whose weights have 4 bits."""
+    has_inputs = group.get("input_activations") is not None
     args = _defaults(group["weights"], f"{where}.weights")
-    one_of(group, where, "format", None, PACKED_FORMAT)
     one_of(args, f"{where}.weights", "type", "int")
-    one_of(args, f"{where}.weights", "symmetric", True, False)
+    one_of(group, where, "format", None, *([FORMATS["int"], "naive-quantized"] if has_inputs else [PACKED_FORMAT]))
+    one_of(args, f"{where}.weights", "symmetric", True, *([] if has_inputs else [False]))
     one_of(args, f"{where}.weights", "dynamic", False)
     one_of(args, f"{where}.weights", "strategy", "group", "channel")
     in_groups = args["strategy"] == "group"
     one_of(args, f"{where}.weights", "group_size", *(GROUPS if in_groups else (None, -1)))
     one_of(args, f"{where}.weights", "block_structure", None)
     one_of(args, f"{where}.weights", "actorder", *IN_ORDER)
-    return W4A16(group=args["group_size"] if in_groups else None, symmetric=args["symmetric"])
+    weights = W4A16(group=args["group_size"] if in_groups else None, symmetric=args["symmetric"])
+    if not has_inputs:
+        return weights
+    inputs = _args(group["input_activations"], f"{where}.input_activations", "group")
+    for key, value in (("type", "int"), ("symmetric", True), ("dynamic", True), ("strategy", "token"),
+                       ("scale_dtype", None)):
+        one_of(inputs, f"{where}.input_activations", key, value)
+    return W4A8(weights)
 
 
 def _w8a8(group: Mapping[str, Any], where: str) -> W8A8:
@@ -76,7 +82,7 @@ def _w8a8(group: Mapping[str, Any], where: str) -> W8A8:
     for key, what in (("weights", "only inputs are quantized"), ("input_activations", "only weights are quantized")):
         if group.get(key) is None:
             raise ValueError(f"{where}.{key}: is missing: {what}; supported: int8 weights with int8 inputs, "
-                             "float8 weights with float8 inputs, weights of 4 bits alone")
+                             "float8 weights with float8 inputs, weights of 4 bits alone or with int8 inputs")
     weights = _args(group["weights"], f"{where}.weights", "block")
     inputs = _args(group["input_activations"], f"{where}.input_activations", "group")
     one_of(group, where, "format", None, FORMATS[weights["type"]], "naive-quantized")

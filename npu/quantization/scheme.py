@@ -19,6 +19,9 @@ class Device(Protocol):
     @property
     def float8(self) -> bool: ...
 
+    @property
+    def w4a8(self) -> bool: ...
+
 
 class WeightScheme(ABC):
     """Quantization scheme of a linear layer in a checkpoint. A subclass is a frozen dataclass.

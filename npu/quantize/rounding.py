@@ -15,6 +15,7 @@ from npuserve.npu.model.config import ModelError
 from npuserve.npu.quantization.assignment import LINEAR
 from npuserve.npu.quantization.modelslim import ModelSlimW8A8
 from npuserve.npu.quantization.scheme import WeightScheme
+from npuserve.npu.quantization.w4a8 import W4A8
 from npuserve.npu.quantization.w4a16 import GROUPS, W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.quantize.source import TensorSpec
@@ -121,8 +122,7 @@ class Int8Rounding(Rounding):
         return values.float() * scale.float()
 
     def inputs(self, x: Tensor) -> Tensor:
-        quantized = quantize(x, DYNAMIC)
-        return quantized.values.float() * quantized.scale[:, None]
+        return _int8_inputs(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +143,16 @@ class Int4Rounding(Rounding):
         return 0.2, 0.35, 0.5, 0.65, 0.8
 
     @property
-    def scheme(self) -> W4A16:
-        return W4A16(min(GROUPS))
+    def scheme(self) -> WeightScheme:
+        return self._scheme_of(min(GROUPS))
 
     def groups(self, inputs: Mapping[str, int]) -> tuple[tuple[tuple[str, ...], WeightScheme], ...]:
         of_size: dict[int, list[str]] = {}
         for name, columns in inputs.items():
             of_size.setdefault(self._group_of(columns, name), []).append(name)
         if len(of_size) == 1:
-            return (((LINEAR,), W4A16(next(iter(of_size)))),)
-        return tuple((tuple(names), W4A16(size)) for size, names in of_size.items())
+            return (((LINEAR,), self._scheme_of(next(iter(of_size)))),)
+        return tuple((tuple(names), self._scheme_of(size)) for size, names in of_size.items())
 
     def specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
         n, k = spec.shape
@@ -171,6 +171,9 @@ class Int4Rounding(Rounding):
     def dequantized(self, weight: Tensor, dtype: torch.dtype, power: Tensor | None = None) -> Tensor:
         levels, scale = self._rounded(weight, dtype, power)
         return (levels * scale.float().unsqueeze(2)).flatten(1)
+
+    def _scheme_of(self, size: int) -> WeightScheme:
+        return W4A16(size)
 
     def _group_of(self, columns: int, name: str = "") -> int:
         size = next((size for size in sorted(GROUPS, reverse=True) if size <= self.group and columns % size == 0), None)
@@ -201,6 +204,35 @@ class Int4Rounding(Rounding):
     @staticmethod
     def _levels(numbers: Tensor, scale: Tensor) -> Tensor:
         return (numbers / scale.float().unsqueeze(2)).round_().clamp_(-8, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Int8Rounding(Int4Rounding):
+    """The same with int8 inputs by token. Each number takes a byte of the checkpoint."""
+
+    @property
+    def name(self) -> str:
+        return "w4a8"
+
+    def specs(self, spec: TensorSpec) -> dict[str, TensorSpec]:
+        n, k = spec.shape
+        return {"weight": replace(spec, dtype=torch.int8),
+                "weight_scale": replace(spec, shape=(n, k // self._group_of(k)))}
+
+    def tensors(self, weight: Tensor, dtype: torch.dtype, power: Tensor | None = None) -> dict[str, Tensor]:
+        levels, scale = self._rounded(weight, dtype, power)
+        return {"weight": levels.flatten(1).to(torch.int8), "weight_scale": scale}
+
+    def inputs(self, x: Tensor) -> Tensor:
+        return _int8_inputs(x)
+
+    def _scheme_of(self, size: int) -> WeightScheme:
+        return W4A8(W4A16(size))
+
+
+def _int8_inputs(x: Tensor) -> Tensor:
+    quantized = quantize(x, DYNAMIC)
+    return quantized.values.float() * quantized.scale[:, None]
 
 
 def to_int8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -157,6 +157,7 @@ class Engine:
     def stop(self) -> None:
         """End `run` after the steps in flight are applied. Safe to call from any thread."""
         self._is_stopping = True
+        self._socket.wake()
 
     def run(self) -> None:
         """Serve until `stop`."""

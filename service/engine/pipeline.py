@@ -35,7 +35,8 @@ from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from npuserve.service.structured_output.manager import StructuredOutputManager
 
 Mask = npt.NDArray[np.int32]
-"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)], or [n, ...] for n samples."""
+"""One bit for each token of the vocabulary, 1 if it is allowed: [ceil(vocabulary / 32)], or [n, ...] for the first n
+samples of a row with drafts."""
 
 
 class Runner(Protocol):
@@ -198,7 +199,7 @@ class StepPipeline:
         if not masks:
             return None
         sequence.num_valid_samples = len(masks)
-        return np.stack(masks + masks[-1:] * (row.samples - len(masks)))
+        return np.stack(masks)
 
     def _prepare(self, sequences: Iterable[Sequence]) -> None:
         """Prepare what follows in constrained answers, and wait for it within the limit."""

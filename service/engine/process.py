@@ -141,7 +141,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
     ranks = None
     if args.config.tensor_parallel_size > 1:
         whole = ModelConfig.from_folder(args.folder, task=args.config.task)
-        whole.sharded(Shard(0, args.config.tensor_parallel_size))  # checks it before ranks start
+        shard = Shard(0, args.config.tensor_parallel_size, args.config.expert_parallel)
+        whole.sharded(shard)  # checks it before ranks start
         ranks = RankProcesses(args.config, args.folder, args.rank_memory, (args.shared_weights or {}).get("ranks"))
     history = RequestHistory()
 
@@ -153,6 +154,8 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
                         capture=args.capture or None, group=ranks.group if ranks else None)
     if runner.backend.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
+    if runner.config.has_experts:
+        metrics.feed_gauge(metrics.expert_imbalance, runner.expert_balance.take)
     for kernel in KERNELS:
         metrics.kernel_fallback_total.labels(kernel, runner.backend_name).inc(kernel in runner.fallbacks)
     return build_engine(args, runner, publisher, began, ranks, history), ranks
@@ -223,12 +226,14 @@ def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
     """Return the drafting of speculative decoding; without drafts, and with a log line, where the model has none."""
     if config.speculate == "off":
         return Drafting()
-    obstacle = "state" if runner.num_slots else "" if runner.max_drafts else "device"
-    if obstacle:
-        reasons = {"state": "the model has a recurrent state", "device": "the device computes rows with drafts slowly"}
-        logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reasons[obstacle])
-        return Drafting(obstacle=obstacle)
-    return Drafting(Speculator(config.speculate), runner.max_drafts, overlaps=config.double_buffering)
+    if not runner.max_drafts:
+        reason = "the device computes rows with drafts slowly, or max_num_seqs leaves no tokens of a step to them"
+        logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reason)
+        return Drafting(obstacle="device")
+    has_state = runner.num_slots > 0
+    return Drafting(
+        Speculator(config.speculate, recomputes=has_state), runner.max_drafts, overlaps=config.double_buffering,
+        state_block_size=runner.block_size if has_state else 0)
 
 
 def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any] | None:

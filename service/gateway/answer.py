@@ -80,7 +80,8 @@ def _complete(finish: pb.Finish, index: int, sample: _Sample) -> vllm.GenerateCo
     usage = finish.usage
     complete = vllm.GenerateComplete(
         output_ids=sample.token_ids, finish_reason=FINISH_REASONS[finish.reason], prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.generated_tokens, cached_tokens=usage.cached_tokens, index=index)
+        completion_tokens=usage.generated_tokens, cached_tokens=usage.cached_tokens, index=index,
+        spec_draft_tokens=usage.drafted_tokens, spec_accepted_tokens=usage.accepted_draft_tokens)
     if sample.logprobs.token_ids:
         complete.output_logprobs.CopyFrom(sample.logprobs)
     if sample.prompt_logprobs.token_ids:

@@ -55,4 +55,5 @@ def load_model(
         capture=capture or config.capture, capture_chunks=config.capture_chunks, cpu_binding=config.cpu_binding,
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, task=config.task, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
-        group=group, max_drafts=MAX_STEP_DRAFTS if config.speculate != "off" else 0)
+        group=group, expert_parallel=config.expert_parallel,
+        max_drafts=MAX_STEP_DRAFTS if config.speculate != "off" else 0)

@@ -14,15 +14,18 @@ from typing import NamedTuple
 from npuserve.npu.step import Row, Step
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.speculation.drafter import Drafter
-from npuserve.service.speculation.speculator import Candidate, Speculator
+from npuserve.service.speculation.speculator import MAX_ROW_DRAFTS, Candidate, Speculator, StepTokens
 
 MIN_SHARED_ANSWER = 16
 """Least tokens of an answer that later requests search."""
 MAX_CONSTRAINED_DRAFTS = 8
 """Most drafts of a row whose masks the engine's loop computes, while the device computes the row."""
-REASONS = "request", "penalties", "state", "device"
-"""Why a request has no drafts: it asked for none, its penalties depend on the tokens before, the model has a recurrent
-state, or the device computes rows with drafts slowly."""
+MAX_KNOWN_TOKENS = 1 + MAX_ROW_DRAFTS
+"""Most known tokens of a row with drafts: those of a row that is computed again, or forced ones."""
+PROMPT_SHARE = 8
+"""Beside prompts, drafts take at most one of so many tokens of a step's budget."""
+REASONS = "request", "device"
+"""Why a request has no drafts: it asked for none, or the device computes rows with drafts slowly."""
 
 
 class _StepInFlight(NamedTuple):
@@ -30,6 +33,7 @@ class _StepInFlight(NamedTuple):
 
     rows: number of its rows.
     drafts: number of its drafts.
+    tokens: number of tokens that it computes, drafts among them.
     is_pure: it computes decode rows and drafts alone.
     is_overlapped: it was planned while another was in flight, or has no drafts where none can be.
     is_continued: it was planned as soon as the step before was applied.
@@ -37,6 +41,7 @@ class _StepInFlight(NamedTuple):
 
     rows: int
     drafts: int
+    tokens: int
     is_pure: bool
     is_overlapped: bool
     is_continued: bool
@@ -49,6 +54,8 @@ class Drafting:
     max_drafts: most drafts of a step that the runner can compute; 0 for none.
     obstacle: one of REASONS if no request may have drafts; "" otherwise.
     overlaps: two steps may be in flight. If not, steps without drafts are what others are compared with.
+    state_block_size: block size of a model with fixed state, 0 for one without. A row with drafts ends at a block
+        boundary at most, so that the state there can become a checkpoint.
     clock: processor seconds of this thread, to measure searches; other processes and threads do not count.
 
     drafted, accepted: number of drafts since the start that steps computed, and that were accepted.
@@ -60,6 +67,7 @@ class Drafting:
         max_drafts: int = 0,
         obstacle: str = "",
         overlaps: bool = True,
+        state_block_size: int = 0,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.speculator = speculator
@@ -70,9 +78,11 @@ class Drafting:
         self._max_drafts = max_drafts
         self._obstacle = obstacle
         self._overlaps = overlaps
+        self._state_block_size = state_block_size
         self._clock = clock
         self._steps: deque[_StepInFlight] = deque()
         self._tokens = 0  # appended by the step that is being applied
+        self._accepted_before = 0  # drafts that the steps before had accepted
         self._last_applied = 0.0
         self._was_busy = False  # requests ran when the last step was applied
 
@@ -96,7 +106,7 @@ class Drafting:
     def must_wait(self, running: Iterable[Sequence]) -> bool:
         """Return whether the next step is planned only after those in flight are applied.
 
-        running: requests that may have rows; none if prompts are computed.
+        running: requests that may have rows with drafts.
         """
         if self.speculator is None or not self._steps:
             return False
@@ -104,21 +114,25 @@ class Drafting:
             return True
         return self.speculator.waits and any(sequence.drafter is not None for sequence in running)
 
-    def choose(self, running: Ordered[Sequence], budget: int) -> Mapping[int, list[int]]:
+    def choose(
+        self, running: Ordered[Sequence], budget: int, *, is_beside_prompts: bool = False
+    ) -> Mapping[int, list[int]]:
         """Return the drafts of the next step by sequence id.
 
-        running: requests that may have rows; none if prompts are computed.
+        running: requests that may have rows with drafts.
         budget: tokens that the step may compute.
+        is_beside_prompts: the step may compute prompts, too.
         """
         if self.speculator is None or self._steps or not running:
             return {}
         began = self._clock()
-        candidates, sequences, rows = self._candidates(running)
+        candidates, sequences, load = self._candidates(running)
         drafts: dict[int, list[int]] = {}
         if candidates:
-            counts = self.speculator.choose(candidates, rows, self._budget(rows, budget))
-            for sequence, (drafter, _), count in zip(sequences, candidates, counts, strict=True):
-                if tokens := drafter.drafts(count):
+            most = self._budget(load, budget, is_beside_prompts=is_beside_prompts)
+            counts = self.speculator.choose(candidates, load, most, is_beside_prompts=is_beside_prompts)
+            for sequence, candidate, count in zip(sequences, candidates, counts, strict=True):
+                if tokens := candidate.drafter.drafts(count):
                     drafts[sequence.id] = tokens
         self.speculator.add_drafting(self._clock() - began)
         return drafts
@@ -129,17 +143,20 @@ class Drafting:
             return
         drafts = sum(row.samples - 1 for row in step.rows if row.samples > 1)
         self._steps.append(_StepInFlight(
-            len(step.rows), drafts, all(map(_is_decode, step.rows)),
+            len(step.rows), drafts, step.num_tokens, all(map(self._is_decode, step.rows)),
             is_overlapped=bool(self._steps) if self._overlaps else not drafts,
             is_continued=bool(self._steps) or self._was_busy))
 
-    def extend(self, sequence: Sequence, token_ids: Ordered[int], num_drafts: int = 0) -> None:
+    def extend(
+        self, sequence: Sequence, token_ids: Ordered[int], num_drafts: int = 0, *, is_forced: bool = False
+    ) -> None:
         """Record new tokens of a request, sampled after `num_drafts` drafts or forced."""
         if self.speculator is None:
             if self._obstacle:
                 self._skipped[self._obstacle] += len(token_ids)
             return
-        self._tokens += len(token_ids)
+        if not is_forced:
+            self._tokens += len(token_ids)
         if num_drafts:
             accepted = max(0, len(token_ids) - 1)
             sequence.num_drafted += num_drafts
@@ -147,8 +164,8 @@ class Drafting:
             self.drafted += num_drafts
             self.accepted += accepted
             self._lengths[accepted] += 1
-        if reason := _reason(sequence):
-            self._skipped[reason] += len(token_ids)
+        if not sequence.request.speculate:
+            self._skipped["request"] += len(token_ids)
             return
         began = self._clock()
         if sequence.drafter is None:
@@ -157,24 +174,34 @@ class Drafting:
             sequence.drafter.extend(token_ids, self.speculator.max_pause)
         self.speculator.add_drafting(self._clock() - began)
 
-    def step_applied(self, running: Ordered[Sequence], budget: int, now: float) -> None:
+    def step_applied(
+        self, running: Ordered[Sequence], budget: int, now: float, *, is_beside_prompts: bool = False
+    ) -> None:
         """Record that the oldest step in flight was applied.
 
-        running: as for `choose`.
+        running, budget, is_beside_prompts: as for `choose`, of the next step.
         """
         if self.speculator is None:
             return
         step = self._steps.popleft()
-        if step.is_pure and step.is_continued and now > self._last_applied:
+        seconds = now - self._last_applied
+        if step.is_continued and seconds > 0.0 and step.is_pure:
             self.speculator.step_applied(
-                step.rows, step.drafts, self._tokens, now - self._last_applied, is_overlapped=step.is_overlapped)
+                StepTokens(step.rows, step.tokens, step.drafts), self._tokens, seconds,
+                is_overlapped=step.is_overlapped)
+        elif step.is_continued and seconds > 0.0:
+            accepted = self.accepted - self._accepted_before
+            self.speculator.mixed_step_applied(
+                StepTokens(step.rows, step.tokens, step.drafts), accepted, seconds)
         if self._steps and running:
             began = self._clock()
-            candidates, _, rows = self._candidates(running)
+            candidates, _, load = self._candidates(running)
             if candidates:
-                self.speculator.review(candidates, rows, self._budget(rows, budget))
+                most = self._budget(load, budget, is_beside_prompts=is_beside_prompts)
+                self.speculator.review(candidates, load, most, is_beside_prompts=is_beside_prompts)
             self.speculator.add_drafting(self._clock() - began)
         self._tokens = 0
+        self._accepted_before = self.accepted
         self._last_applied = now
         self._was_busy = bool(running)
 
@@ -191,39 +218,44 @@ class Drafting:
         shared = self.speculator.shared.history(_group(sequence)) if _is_shared(sequence) else None
         return Drafter(sequence.token_ids, shared, self.speculator.rates)
 
-    def _budget(self, rows: int, budget: int) -> int:
-        """Return the most drafts of a step of decode rows."""
-        return min(self._max_drafts, budget - rows)
+    def _budget(self, load: StepTokens, budget: int, *, is_beside_prompts: bool) -> int:
+        """Return the most drafts of a step with such decode rows."""
+        left = budget - load.tokens
+        return min(self._max_drafts, left // PROMPT_SHARE if is_beside_prompts else left)
 
-    @staticmethod
-    def _candidates(running: Iterable[Sequence]) -> tuple[list[Candidate], list[Sequence], int]:
-        """Return the candidates among the running requests, their sequences, and the number of decode rows."""
+    def _candidates(self, running: Iterable[Sequence]) -> tuple[list[Candidate], list[Sequence], StepTokens]:
+        """Return the candidates among the running requests, their sequences, and the decode rows without drafts."""
         candidates: list[Candidate] = []
         sequences: list[Sequence] = []
-        rows = 0
+        rows = tokens = 0
         for sequence in running:
-            if sequence.num_uncomputed_tokens != 1 or sequence.is_preparing:
+            known = sequence.num_uncomputed_tokens
+            if known < 1 or sequence.is_preparing:
+                continue
+            if sequence.is_prefilling:
+                tokens += known == 1  # the end of a prompt is planned among the decode rows
                 continue
             rows += 1
+            tokens += known
+            positions = sequence.checkpoint_positions
+            ends_early = known > 1 and positions and positions[-1] > sequence.num_computed_tokens
+            if sequence.drafter is None or known > MAX_KNOWN_TOKENS or ends_early:
+                continue
             limit = sequence.request.max_tokens - sequence.num_generated_tokens - 1
             if sequence.matcher is not None:
                 limit = min(limit, MAX_CONSTRAINED_DRAFTS) if sequence.matcher.can_draft else 0
-            if sequence.drafter is not None and limit > 0:
-                candidates.append(Candidate(sequence.drafter, limit))
+            if self._state_block_size:
+                limit = min(limit, -sequence.num_tokens % self._state_block_size)
+            if limit > 0:
+                candidates.append(Candidate(sequence.drafter, limit, known))
                 sequences.append(sequence)
-        return candidates, sequences, rows
+        return candidates, sequences, StepTokens(rows, tokens)
 
-
-def _is_decode(row: Row) -> bool:
-    """Return whether a row computes one known token of an answer, and maybe drafts."""
-    return row.samples > 0 and len(row.token_ids) == row.samples and row.start > 0
-
-
-def _reason(sequence: Sequence) -> str:
-    """Return why a request has no drafts; "" if it may have some."""
-    if not sequence.request.speculate:
-        return "request"
-    return "penalties" if sequence.request.sampling.penalized else ""
+    def _is_decode(self, row: Row) -> bool:
+        """Return whether a row computes one known token of an answer, or valid tokens again, and maybe drafts."""
+        known = len(row.token_ids) - row.samples + 1
+        return row.samples > 0 and row.start > 0 and (
+            known == 1 or (self._state_block_size > 0 and known <= MAX_KNOWN_TOKENS))
 
 
 def _is_shared(sequence: Sequence) -> bool:

@@ -20,9 +20,9 @@ POOLED_SLOWDOWN = 1.15
 """Time of a step with prompts that pool, relative to its streams alone."""
 FIRST_TOKEN_SLOWDOWN = 2.0
 """Time of a step with prompts that generate, relative to its streams alone, if the target is below."""
-MIN_TOKENS = 8
+MIN_TOKENS = 2
 """Least prompt tokens of a step, except of one that measures its streams alone."""
-FIRST_POOLED_TOKENS = 16
+FIRST_POOLED_TOKENS = 4
 """Prompt tokens that pool in a step before such steps are measured."""
 MAX_MIXED_STEPS = 16
 """Steps with prompts after which one computes the streams alone, to measure it."""

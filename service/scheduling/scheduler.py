@@ -12,8 +12,7 @@ request, so that an admitted request is not preempted as soon as the others grow
 
 Drafts (drafting.py, service/speculation). Two steps are in flight, unless decode rows may have drafts: these need the
 last token on the host. Then all rows wait (`waits_for_tokens`): the plan is empty until the step in flight is applied.
-No row waits while a prompt is computed or can be admitted, in quarantine, and with `auto` where drafts bring less than
-the overlap.
+No row waits in quarantine, and with `auto` where drafts bring less than the overlap.
 
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
@@ -265,8 +264,9 @@ class Scheduler:
         if leaving:
             running = [sequence for sequence in running if sequence not in leaving]
         plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots)
-        drafts = self.drafting.choose(self._decoding(running), self._max_num_batched_tokens)
-        num_drafts = self._plan_decodes(plan, running, drafts)
+        drafts = self.drafting.choose(
+            self._decoding(running), self._max_num_batched_tokens, is_beside_prompts=self._is_beside_prompts)
+        num_more = self._plan_decodes(plan, running, drafts)
         decodes = len(plan.rows)
         has_streams = plan.has_streams
         if has_streams:
@@ -275,7 +275,7 @@ class Scheduler:
         self._admit_waiting(plan, now)
         if not plan.rows:
             return Plan(Step([]), plan.dropped, [])
-        prompts = self._max_num_batched_tokens - plan.budget - decodes - num_drafts
+        prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more
         pools = all(self._sequences[row.request_id].pools for row in plan.rows[decodes:])
         self._estimator.step_planned(decodes, prompts, now, has_streams=has_streams, pools=pools)
         step = Step(plan.rows, plan.new, self.take_ended())
@@ -295,9 +295,11 @@ class Scheduler:
             increment = sequence.apply(row, result, now)
             num_accepted = len(increment.token_ids) if increment is not None else 0
             num_computed_tokens = row.start + len(row.token_ids) - is_deferred
-            if row.samples > 1:  # the drafts before the last accepted token
-                num_computed_tokens += max(1, num_accepted) - row.samples
-            if is_deferred and sequence.slots:
+            if row.samples > 1:
+                num_computed_tokens = sequence.num_computed_tokens
+                if self.slots is not None:
+                    self.slots.settle(sequence.slots)
+            elif is_deferred and sequence.slots:
                 num_computed_tokens = row.start
             self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
             if self.slots is not None:
@@ -312,7 +314,9 @@ class Scheduler:
                     self.drafting.extend(sequence, increment.token_ids, row.samples - 1)
                 self._end_complete(increment)
         if step.rows:
-            self.drafting.step_applied(self._decoding(self._running), self._max_num_batched_tokens, now)
+            self.drafting.step_applied(
+                self._decoding(self._running), self._max_num_batched_tokens, now,
+                is_beside_prompts=self._is_beside_prompts)
         return progress
 
     @property
@@ -321,12 +325,16 @@ class Scheduler:
         return self.drafting.must_wait(self._decoding(self._running))
 
     def _decoding(self, running: list[Sequence]) -> list[Sequence]:
-        """Return the running requests if their rows may have drafts; [] in quarantine, and while prompts are computed
-        or can be admitted."""
-        if self.drafting.speculator is None or self.quarantine:
-            return []
+        """Return the running requests if their rows may have drafts; [] in quarantine."""
+        return [] if self.drafting.speculator is None or self.quarantine else running
+
+    @property
+    def _is_beside_prompts(self) -> bool:
+        """Whether the next step may compute prompts: some are not computed whole, or can be admitted."""
+        if self.drafting.speculator is None:
+            return False
         is_admitting = bool(self._queue) and len(self._running) < self._max_num_seqs
-        return [] if is_admitting or any(sequence.is_prefilling for sequence in running) else running
+        return is_admitting or any(sequence.is_prefilling for sequence in self._running)
 
     def _register_checkpoints(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Make the states that were taken at block boundaries checkpoints, once their rows are applied."""
@@ -353,7 +361,7 @@ class Scheduler:
         if self.slots is not None:
             boundary = (len(sequence.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
             sequence.checkpoint_positions = [boundary]  # the row of the run ends there first, if it begins before
-        self.drafting.extend(sequence, run)
+        self.drafting.extend(sequence, run, is_forced=True)
         token_ids = [*progress.token_ids, *run]
         progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
         self._end_complete(progress)
@@ -591,29 +599,39 @@ class Scheduler:
                 self._preempt(sequence)
 
     def _plan_decodes(self, plan: StepBuilder, running: list[Sequence], drafts: Mapping[int, list[int]]) -> int:
-        """Add the decode rows of the running requests, and allocate blocks for all their tokens. Return the drafts.
+        """Add the decode rows of the running requests, and allocate blocks for all their tokens. Return the number of
+        tokens of these rows beyond one each.
 
-        A request whose block is held by one that is about to be preempted gets no row. Drafts that lack a block are
-        left out, also if a running request may lack one then.
+        A request whose block is held by one that is about to be preempted gets no row. Drafts that lack a block or a
+        slot are left out, also if a running request may lack a block then.
 
-        drafts: by sequence id.
+        drafts: by sequence id. A row with drafts may have several known tokens.
         """
         blocks = self.blocks
-        num_drafts = 0
+        num_more = 0
         for sequence in running:
             if not sequence.needs_row:
                 continue
             num_tokens = sequence.num_tokens
             has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
-            if has_blocks and num_tokens == sequence.num_computed_tokens + 1:
-                row_drafts = drafts.get(sequence.id)
-                end = num_tokens + len(row_drafts or ())
-                if row_drafts and not blocks.covers(sequence.blocks, end):
-                    is_allocated = blocks.allocate(sequence.blocks, end, spare=len(running))
-                    row_drafts = row_drafts if is_allocated else None
-                num_drafts += len(row_drafts or ())
-                plan.add_row(sequence, 1, row_drafts)
-        return num_drafts
+            known = num_tokens - sequence.num_computed_tokens
+            row_drafts = drafts.get(sequence.id)
+            if row_drafts and not self._has_memory(sequence, num_tokens + len(row_drafts), len(running)):
+                row_drafts = None
+            if not has_blocks or (known > 1 and not row_drafts):
+                continue
+            num_more += known - 1 + len(row_drafts or ())
+            plan.add_row(sequence, known, row_drafts)
+        return num_more
+
+    def _has_memory(self, sequence: Sequence, num_tokens: int, spare: int) -> bool:
+        """Provide the blocks and the slot of a row with drafts up to `num_tokens`. Return False if some are lacking.
+
+        spare: blocks that must remain free.
+        """
+        has_blocks = self.blocks.covers(sequence.blocks, num_tokens) or self.blocks.allocate(
+            sequence.blocks, num_tokens, spare=spare)
+        return has_blocks and (self.slots is None or self.slots.lend_spare(sequence.slots))
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of

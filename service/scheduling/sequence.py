@@ -389,7 +389,10 @@ class Sequence:
                 break
             if self.matcher is not None and place + 1 == self.num_valid_samples:
                 break
-        self.num_computed_tokens += len(accepted) - 1
+        if self.slots and reason is None and len(accepted) <= num_drafts:
+            self.num_computed_tokens = self.slots.retract()
+        else:
+            self.num_computed_tokens += len(accepted) - 1
         logprobs = result.logprobs.get(row.request_id)
         return Progress(self, accepted, reason, logprobs[: len(accepted)] if logprobs else None, reports)
 

@@ -5,11 +5,13 @@ slot and writes that of another, or of the same one:
 
     in place            slot ──row──► slot           the usual case
     from a checkpoint   checkpoint ──row──► slot     the first row after a prefix hit, and after a checkpoint was taken
-    retractable         slot ──row──► spare          a constrained row: if its result is discarded, the state before it
-                                                     is still in `slot`, and the row is computed again
+    retractable         slot ──row──► spare          a constrained row, or one with drafts: if its result or a draft is
+                                                     discarded, the state before it is still in `slot`, and the tokens
+                                                     of the row that are valid are computed again
 
 So a state is never advanced twice over a token, and nothing is copied but at these rows. A state that a retractable row
-leaves is kept as a checkpoint when the next row is planned: that row is not retracted any more.
+leaves is kept as a checkpoint when the next row is planned: that row is not retracted any more. A constrained request
+keeps a spare slot; a row with drafts borrows one until its result is applied.
 
 A checkpoint is the state at a block boundary, under the digest of the block that ends there (block_manager.py). Where
 they are taken: checkpoints.py. It is useful as long as that block is cached. All states have the same size, so a
@@ -51,7 +53,8 @@ class SlotTable:
     """Slots of one request; without slots for a model without fixed state, and while the request has no blocks.
 
     current: slot that holds the state after the rows planned so far.
-    spare: slot that a retractable row writes; NO_SLOT for a request without constraint.
+    spare: slot that a retractable row writes; NO_SLOT for none.
+    is_spare_lent: `spare` goes back once the row in flight is applied.
     source: checkpoint that the next row reads instead of `current`; NO_SLOT for none.
     is_shared: its states may become checkpoints.
     taken: states that become checkpoints, in the order of their positions.
@@ -62,6 +65,7 @@ class SlotTable:
 
     current: int = NO_SLOT
     spare: int = NO_SLOT
+    is_spare_lent: bool = False
     source: int = NO_SLOT
     is_shared: bool = False
     taken: list[TakenState] = field(default_factory=list)
@@ -104,6 +108,10 @@ class SlotTable:
         self.current, self.spare, self.source, start = self._before
         self._before = None
         return start
+
+    def settle(self) -> None:
+        """Forget the state before the row that was planned last."""
+        self._before = None
 
     def replace_source(self, slot: int, equal: int) -> None:
         """Let the next row read another slot of equal content, where it would read `slot`."""
@@ -230,6 +238,7 @@ class StateSlots:
     def _forget(self, table: SlotTable) -> None:
         self._tables.pop(id(table), None)
         table.current = table.spare = table.source = NO_SLOT
+        table.is_spare_lent = False
         table.taken = []
         table._before = None
         table.continued = table.of_answer = b""
@@ -239,6 +248,24 @@ class StateSlots:
         """Take back the slots of a table, which is empty afterwards."""
         self._free.extend(table.owned)
         self._forget(table)
+
+    def lend_spare(self, table: SlotTable) -> bool:
+        """Give a table a slot for one retractable row unless it has one. Return False if all slots are in use."""
+        if table.spare != NO_SLOT:
+            return True
+        if not self._provide(1):
+            return False
+        table.spare = self._free.pop()
+        table.is_spare_lent = True
+        return True
+
+    def settle(self, table: SlotTable) -> None:
+        """Take back a lent slot: the retractable row was applied, or undone by `SlotTable.retract`."""
+        table.settle()
+        if table.is_spare_lent:
+            self._free.append(table.spare)
+            table.spare = NO_SLOT
+            table.is_spare_lent = False
 
     def longest(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
         """Return the number of leading blocks up to the last one with a checkpoint, and its digest; (0, b"") if none.

@@ -14,7 +14,8 @@ run in the order of their plans:
 and no other request reads what a step in flight writes: `apply` registers a block, which makes it shareable, only after
 applied steps have written all its slots, and the rows of a request write ever higher positions. Slots of rejected
 drafts are written again; a block with such slots is not registered, since only accepted tokens count as computed. No
-other step is in flight when a row has drafts, so its request is at no time ahead of them.
+other step is in flight when a row has drafts, so its request is at no time ahead of them. With a fixed state, a row
+with a rejected draft is undone: the next row computes its valid tokens again, from the state before it.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class StepBuilder:
         """Add the row of a sequence's next uncomputed tokens, at most `max_tokens`. It must have blocks for them.
 
         drafts: tokens to compute after the last known one, which the row then includes. It must have blocks for these,
-            too, and no step in flight.
+            too, a spare slot if it has slots, and no step in flight.
         """
         start = sequence.num_computed_tokens
         tokens = sequence.token_ids
@@ -114,10 +115,9 @@ class StepBuilder:
             block_ids = block_ids[:num_blocks]
         state_source = state_slot = NO_SLOT
         if self._slots is not None:
-            if sequence.matcher is not None and start >= sequence.num_prompt_tokens and start % self._block_size == 0:
-                self._slots.take(sequence.slots, start)  # the row before this one can no longer be retracted
-            state_source, state_slot = sequence.slots.plan_row(start, is_retractable=is_constrained)
-            if samples and not is_constrained and start > 0 and end % self._block_size == 0:
+            is_retractable = is_constrained or bool(drafts)
+            state_source, state_slot = self._plan_state(self._slots, sequence, start, is_retractable=is_retractable)
+            if samples and not is_retractable and start > 0 and end % self._block_size == 0:
                 takes_state = is_expected = True  # of the answer, or of a prompt that fills its last block
             if takes_state:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)
@@ -134,6 +134,16 @@ class StepBuilder:
             pools=pools,
         )
         self.rows.append(row)
+
+    def _plan_state(
+        self, slots: StateSlots, sequence: Sequence, start: int, *, is_retractable: bool
+    ) -> tuple[int, int]:
+        """Return the slots that a row from `start` on reads and writes. Keep the state of a retractable row before it,
+        which can no longer be retracted, at a block boundary."""
+        may_be_retractable = sequence.matcher is not None or sequence.drafter is not None
+        if may_be_retractable and start >= sequence.num_prompt_tokens and start % self._block_size == 0:
+            slots.take(sequence.slots, start)
+        return sequence.slots.plan_row(start, is_retractable=is_retractable)
 
     def _end_at_checkpoint(self, sequence: Sequence, end: int, planned: int) -> tuple[int, bool, bool]:
         """Return the end of a row that would end at `end`, whether it takes a state, and whether that is expected.

@@ -20,12 +20,24 @@ searched in prompt and answer, then in ended answers of the same client and cach
 What followed there is the draft. The match continues as long as its predictions are right.
 
 Two steps in flight. Drafts need the last token on the host, so a step with drafts is planned when no other step is in
-flight. Either all decode rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The
-rows overlap as without speculation
+flight. Either all rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The rows
+overlap as without speculation
 
-- while a prompt is computed or can be admitted, and in quarantine;
-- if no running request can have drafts: it asks for none, or has penalties, or a recurrent state;
+- in quarantine;
+- if no running request can have drafts, since all ask for none;
 - with `auto`, as long as drafts are expected to bring less than the overlap.
+
+Penalties. A sample after drafts counts these as tokens of the answer. Once the row is sampled, the device counts the
+accepted tokens (`Sampler`), so no result of the host is needed.
+
+Fixed state (recurrent layers). A row with drafts reads the state in one slot and writes another, which it borrows. If a
+draft is rejected, the row is undone: the next row computes the accepted tokens again, from the state before them. So
+no state is advanced twice, and a request needs one more slot, not one a draft. Computing a few tokens again costs less
+than keeping a state for each draft (bench/RESULTS.md). A row with drafts ends at a block boundary at most, so that
+checkpoints are taken there as without drafts.
+
+Beside prompts. In a step with chunks of prompts every token costs the same, so a draft pays if its probability times
+what a token takes in a decode step exceeds that cost. Drafts take at most an eighth of the budget there.
 
 How many drafts (speculator.py). A drafter counts in each mode which of its predictions were right, also of those that
 no step computed: the tokens are the same. So `auto` knows what drafts would have brought without trying them

@@ -45,16 +45,34 @@ SHARE_SECONDS = 2.0
 
 
 class Candidate(NamedTuple):
-    """Row that may have drafts. limit: most of them."""
+    """Row that may have drafts.
+
+    limit: most of them.
+    known: tokens of the row before its drafts.
+    """
 
     drafter: Drafter
     limit: int
+    known: int = 1
+
+
+class StepTokens(NamedTuple):
+    """Decode rows of a step.
+
+    tokens: number of tokens that they compute.
+    drafts: number of drafts among these.
+    """
+
+    rows: int
+    tokens: int
+    drafts: int = 0
 
 
 class Speculator:
     """Drafts of all requests of a server. For one thread; without a clock.
 
     mode: "suffix" drafts whatever is found; "auto" drafts what is expected to save time.
+    recomputes: a row with a rejected draft is computed again, since the model has a fixed state.
     waits: the next step is planned only when no step is in flight.
     shared: ended answers.
     rates: acceptance of all requests.
@@ -62,14 +80,16 @@ class Speculator:
     drafting_seconds: time of searches and choices since the start.
     """
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, *, recomputes: bool = False) -> None:
         self.mode: Mode = mode
+        self._recomputes = recomputes
         self.waits = mode == "suffix"
         self.shared = SharedAnswers()
         self.rates = AcceptanceRates()
         self.costs = StepCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
+        self._worth: float | None = None  # seconds that an accepted draft saved when prompts were last computed beside
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
@@ -82,29 +102,38 @@ class Speculator:
         is_expensive = self._share_drafting > MAX_DRAFTING_SHARE * self._share_seconds
         return LONG_PAUSE if is_expensive else SHORT_PAUSE
 
-    def choose(self, candidates: Sequence[Candidate], rows: int, budget: int) -> list[int]:
+    def choose(
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, *, is_beside_prompts: bool = False
+    ) -> list[int]:
         """Return the number of drafts of each candidate in the next step, which is planned when none is in flight.
 
-        rows: decode rows of the step, the candidates among them.
+        load: decode rows of the step without drafts, the candidates among them.
         budget: most drafts of the step.
+        is_beside_prompts: the step may compute prompts, too.
         """
-        limits = [min(limit, MAX_ROW_DRAFTS) for _, limit in candidates]
+        budget = min(budget, MAX_STEP_DRAFTS)
         if self.mode == "suffix":
-            return self._all_drafts(candidates, limits, min(budget, MAX_STEP_DRAFTS))
-        counts = self._review(candidates, limits, rows, budget)
+            return self._all_drafts(candidates, budget)
+        counts = self._review(candidates, load, budget, is_beside_prompts=is_beside_prompts)
         if not self.waits:
             return [0] * len(candidates)
-        self._waiting += 1
-        if self._waiting >= MAX_WAITING:
-            self._stop_waiting()
+        if not is_beside_prompts:
+            self._waiting += 1
+            if self._waiting >= MAX_WAITING:
+                self._stop_waiting()
         return counts
 
-    def review(self, candidates: Sequence[Candidate], rows: int, budget: int) -> None:
-        """Decide whether the next steps wait, from what their drafts would be. Called between overlapped steps."""
-        if self.mode == "auto":
-            self._review(candidates, [min(limit, MAX_ROW_DRAFTS) for _, limit in candidates], rows, budget)
+    def review(
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, *, is_beside_prompts: bool = False
+    ) -> None:
+        """Decide whether the next steps wait, from what their drafts would be. Called between overlapped steps.
 
-    def step_applied(self, rows: int, drafts: int, tokens: int, seconds: float, *, is_overlapped: bool) -> None:
+        Parameters as of `choose`.
+        """
+        if self.mode == "auto":
+            self._review(candidates, load, min(budget, MAX_STEP_DRAFTS), is_beside_prompts=is_beside_prompts)
+
+    def step_applied(self, load: StepTokens, tokens: int, seconds: float, *, is_overlapped: bool) -> None:
         """Record a step of decode rows alone.
 
         tokens: tokens that it yielded.
@@ -113,17 +142,32 @@ class Speculator:
         """
         if is_overlapped:
             self._overlapped += 1
-        self.costs.record(rows + drafts, seconds, is_overlapped=is_overlapped)
+        self.costs.record(load.tokens, seconds, is_overlapped=is_overlapped)
         keep = max(0.0, 1.0 - seconds / SHARE_SECONDS)
         self._share_seconds = self._share_seconds * keep + seconds
         self._share_drafting *= keep
-        baseline = self.costs.overlapped_seconds(rows)
-        if baseline is None:
-            return
+        baseline = self.costs.overlapped_seconds(load.rows)
+        if baseline is not None:
+            gain = tokens / load.rows * baseline - seconds if self.waits or load.drafts else MAX_LOSS * seconds
+            self._add_gain(gain, baseline)
+
+    def mixed_step_applied(self, load: StepTokens, accepted: int, seconds: float) -> None:
+        """Record a step that computed prompts beside decode rows, or prompts alone.
+
+        load: all rows of the step.
+        accepted: number of its drafts that were accepted.
+        seconds: since the step before was applied.
+        """
+        self.costs.record_mixed(load.tokens, seconds)
+        if load.drafts and self._worth is not None:
+            gain = accepted * self._worth - load.drafts * self.costs.mixed_token_seconds
+            self._add_gain(gain, self._worth)
+
+    def _add_gain(self, seconds: float, baseline: float) -> None:
+        """Change the balance. baseline: seconds of an overlapped step."""
         if self._balance is None:
             self._balance = FIRST_BALANCE_STEPS * baseline
-        gain = tokens / rows * baseline - seconds if self.waits or drafts else MAX_LOSS * seconds
-        self._balance = min(self._balance + gain, MAX_BALANCE_STEPS * baseline)
+        self._balance = min(self._balance + seconds, MAX_BALANCE_STEPS * baseline)
 
     def add_drafting(self, seconds: float) -> None:
         """Record the time of searches and choices."""
@@ -131,17 +175,19 @@ class Speculator:
         self._share_drafting += seconds
 
     def _review(
-        self, candidates: Sequence[Candidate], limits: Sequence[int], rows: int, budget: int
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, *, is_beside_prompts: bool
     ) -> list[int]:
         """Return the best number of drafts of each candidate, and update whether steps wait."""
-        baseline = self.costs.overlapped_seconds(rows)
+        baseline = self.costs.overlapped_seconds(load.rows)
         if baseline is None and self.waits:
             self._stop_waiting()
-        if baseline is None or (not self.waits and self._overlapped < MIN_OVERLAPPED):
+        if baseline is None or not (self.waits or is_beside_prompts or self._overlapped >= MIN_OVERLAPPED):
             return [0] * len(candidates)
-        counts, speed = self._best(candidates, limits, rows, min(budget, MAX_STEP_DRAFTS))
-        ratio = speed * baseline / rows
-        self.expected_ratio += RATIO_WEIGHT * (ratio - self.expected_ratio)
+        if is_beside_prompts:
+            choice = self._best_beside_prompts(candidates, load, budget, baseline)
+        else:
+            choice = self._best(candidates, load, budget, baseline)
+        self.expected_ratio += RATIO_WEIGHT * (choice.ratio - self.expected_ratio)
         balance = self._balance or 0.0
         if self.waits:
             if self.expected_ratio < 1.0 or balance < -MAX_DEBT_STEPS * baseline:
@@ -149,43 +195,104 @@ class Speculator:
         elif self.expected_ratio >= MIN_RATIO and balance >= 0.0:
             self.waits = True
             self._waiting = 0
-        return counts
+        return choice.counts
 
     def _stop_waiting(self) -> None:
         self.waits = False
         self._overlapped = 0
         self._waiting = 0
 
-    def _best(
-        self, candidates: Sequence[Candidate], limits: Sequence[int], rows: int, budget: int
-    ) -> tuple[list[int], float]:
-        """Return the number of drafts of each candidate with the most tokens a second, and this speed.
+    def _drafts(self, candidates: Sequence[Candidate], budget: int) -> list[_Draft]:
+        """Return the possible drafts of a step, the most probable first. Those of a row become less probable."""
+        drafts: list[_Draft] = []
+        for place, (drafter, limit, known) in enumerate(candidates):
+            before = 1.0
+            for number, gain in enumerate(drafter.gains(min(limit, MAX_ROW_DRAFTS))):
+                again = (number + known) * (before - gain) if self._recomputes else 0.0
+                drafts.append(_Draft(gain, again, place))
+                before = gain
+        drafts.sort(reverse=True)
+        del drafts[max(0, budget) :]
+        return drafts
 
-        Drafts are added in the order of their probability to be accepted: each row's fall from draft to draft.
+    def _best(
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, baseline: float
+    ) -> _Choice:
+        """Return the choice with the most tokens a second in a step of decode rows alone.
+
+        Tokens that will be computed again count in the step that drafts, not in the next one.
         """
-        gains = [(gain, place) for place, (candidate, limit) in enumerate(zip(candidates, limits, strict=True))
-                 for gain in candidate.drafter.gains(limit)]
-        if not gains:
-            return [0] * len(candidates), rows / self.costs.seconds_of(rows)
-        gains.sort(reverse=True)
-        del gains[max(0, budget) :]
-        seconds = self.costs.waiting_seconds(rows, rows + len(gains))
-        tokens = rows + np.concatenate(([0.0], np.cumsum([gain for gain, _ in gains])))
+        drafts = self._drafts(candidates, budget)
+        if not drafts:
+            return _Choice([0] * len(candidates), baseline / self.costs.seconds_of(load.rows))
+        computed = np.cumsum([0.0, *(1.0 + draft.again for draft in drafts)])
+        seconds = self.costs.waiting_seconds_of(load.rows + computed)
+        tokens = load.rows + np.cumsum([0.0, *(draft.gain for draft in drafts)])
         speeds = tokens / seconds
         best = int(speeds.argmax())
-        counts = [0] * len(candidates)
-        for _, place in gains[:best]:
-            counts[place] += 1
-        return counts, float(speeds[best])
+        return _Choice(_counts(drafts[:best], len(candidates)), float(speeds[best]) * baseline / load.rows)
+
+    def _best_beside_prompts(
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, baseline: float
+    ) -> _Choice:
+        """Return the drafts that are worth their time in a step with prompts.
+
+        There each token takes the same time, and an accepted one saves what it takes in a step of decode rows. The
+        ratio is that of such a step's seconds to what is left of them.
+        """
+        token_seconds = self.costs.mixed_token_seconds
+        self._worth = worth = baseline / load.rows
+        gap = max(0.0, self.costs.seconds_of(load.rows) - baseline)
+        saved = -gap
+        chosen: list[_Draft] = []
+        if token_seconds > 0.0:
+            for draft in self._drafts(candidates, budget):
+                gain = draft.gain * worth - (1.0 + draft.again) * token_seconds
+                if gain > 0.0:
+                    chosen.append(draft)
+                    saved += gain
+        return _Choice(_counts(chosen, len(candidates)), 1.0 + saved / baseline)
 
     @staticmethod
-    def _all_drafts(candidates: Sequence[Candidate], limits: Sequence[int], budget: int) -> list[int]:
+    def _all_drafts(candidates: Sequence[Candidate], budget: int) -> list[int]:
         """Return twice the length of each match, within the limits. Rows share the budget equally."""
         share = max(1, budget // max(1, len(candidates)))
         counts: list[int] = []
-        for (drafter, _), limit in zip(candidates, limits, strict=True):
+        for drafter, limit, _ in candidates:
             length = drafter.match_length
-            count = min(2 * length if length >= MIN_SUFFIX_MATCH else 0, limit, share, budget)
+            count = min(2 * length if length >= MIN_SUFFIX_MATCH else 0, limit, MAX_ROW_DRAFTS, share, max(0, budget))
             budget -= count
             counts.append(count)
         return counts
+
+
+class _Draft(NamedTuple):
+    """Possible draft.
+
+    gain: probability that it is accepted.
+    again: expected tokens that are computed again because of it.
+    place: of its candidate.
+    """
+
+    gain: float
+    again: float
+    place: int
+
+
+class _Choice(NamedTuple):
+    """Drafts of a step.
+
+    counts: number of drafts of each candidate.
+    ratio: expected speed, relative to overlapped steps.
+    """
+
+    counts: list[int]
+    ratio: float
+
+
+def _counts(drafts: Sequence[_Draft], candidates: int) -> list[int]:
+    """Return the number of drafts of each candidate."""
+    counts = [0] * candidates
+    for draft in drafts:
+        counts[draft.place] += 1
+    return counts

@@ -46,9 +46,13 @@ class _Average:
 
 
 class StepCosts:
-    """Averages of seconds: of steps of which two are in flight, and of steps that wait for the one before."""
+    """Averages of seconds: of steps of which two are in flight, and of steps that wait for the one before.
+
+    mixed_token_seconds: average seconds of a token in a step that computes prompts; 0 until measured.
+    """
 
     def __init__(self) -> None:
+        self.mixed_token_seconds = 0.0
         self._overlapped: dict[int, _Average] = {}
         self._waiting: dict[int, _Average] = {}
         self._curve: Seconds | None = None
@@ -65,6 +69,13 @@ class StepCosts:
         for other in (*self._overlapped.values(), *self._waiting.values()):
             if other is not average:
                 other.seconds *= common
+
+    def record_mixed(self, tokens: int, seconds: float) -> None:
+        """Record a step that computes prompts."""
+        of_token = seconds / tokens
+        if self.mixed_token_seconds:
+            of_token = self.mixed_token_seconds + _WEIGHT * (of_token - self.mixed_token_seconds)
+        self.mixed_token_seconds = of_token
 
     def overlapped_seconds(self, rows: int) -> float | None:
         """Return the seconds of an overlapped step; None until some of as many rows were measured."""
@@ -84,6 +95,11 @@ class StepCosts:
         if self._curve is None or len(self._curve) < last:
             self._curve = self._estimate(max(last, _CURVE_TOKENS))
         return self._curve[first - 1 : last]
+
+    def waiting_seconds_of(self, tokens: Seconds) -> Seconds:
+        """Return the estimated seconds of steps that wait. tokens: expected numbers of tokens, ascending."""
+        last = int(np.ceil(tokens[-1]))
+        return np.interp(tokens, np.arange(1, last + 1), self.waiting_seconds(1, last))
 
     def _estimate(self, last: int) -> Seconds:
         """Return the estimated seconds of steps of 1 to `last` tokens. Overlapped steps stand for missing ones."""

@@ -31,7 +31,7 @@ def test_constrained_load_summary_divides_by_share_zero_of_the_same_server(scrip
     assert found["ratios"]["a 100 %"]["tokens_per_second"] == [0.75, 0.5, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_constrained_load_measures_each_share(script: ModuleType, tmp_path: Path) -> None:
     """Also through smg where it is installed."""
     out, fields = tmp_path / "out", ["response_format", "tool_choice"] if find_program() else []

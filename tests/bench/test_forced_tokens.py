@@ -12,7 +12,7 @@ from npuserve.npu import storyteller
 from tests.support.benches import BENCH
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_forced_tokens_saves_steps_and_compares_tokens() -> None:
     done = subprocess.run(
         [sys.executable, BENCH / "engine" / "forced_tokens.py", storyteller.FOLDER, "--dtype", "float32", "--rows", "2",

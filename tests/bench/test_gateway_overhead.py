@@ -36,7 +36,7 @@ def test_gateway_overhead_figures_of_streams(script: ModuleType) -> None:
     assert found["cpu_us_per_token"] == {"smg": pytest.approx(100)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gateway_overhead_runs(tmp_path: Path) -> None:
     program()
     file = tmp_path / "overhead.json"

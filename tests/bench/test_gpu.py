@@ -89,6 +89,19 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
     assert all(f"#### {table}" in page for part in PARTS for table in tables(report, part))
 
 
+@built
+@pytest.mark.slow
+def test_steps_of_a_hybrid_continue_kept_states(tmp_path: Path) -> None:
+    """Runs from the same prompts give the same tokens, however often they are repeated."""
+    code, report, said = run(tmp_path, "--device", "cpu", "--parts", "machine,steps", "--shape", "toy-hybrid")
+    assert (code, report["wrong"]) == (0, []), said
+    rows = [row for row in report["rows"] if row["part"] == "steps"]
+    assert [row["same tokens"] for row in rows if "same tokens" in row] == [True] * 4
+    assert all(row["GB of states"] > 0 for row in rows if "GB of states" in row)
+    single = [row for row in rows if "rows with the same tokens" in row]
+    assert {row["rows with the same tokens"] for row in single} == {"1 of 1", "2 of 2"}
+
+
 @pytest.mark.full
 @built
 def test_parts_before_the_server_need_no_grpc(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ def test_random_constraints_are_compiled_or_refused_and_answers_are_valid():
     assert counts["ended"] > 10
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_engine_accepts_or_refuses_random_constraints_beside_streams():
     counts, failures, *_ = bench("quality.grammar_fuzz_loop").run(
         cases=80, seed=5, seconds=60, streams=3, constrained=6)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.benches import BENCH
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_long_context_compares_the_tokens_of_all_chunk_sizes() -> None:
     done = subprocess.run(
         [sys.executable, BENCH / "engine" / "long_context.py", "--device", "cpu", "--dtype", "float32", "--prompts",

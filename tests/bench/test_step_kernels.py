@@ -32,7 +32,7 @@ def test_lines_of_a_step_without_an_expected_call_are_refused() -> None:
         program.lines_of([[("linear", 1.0)]], [("swiglu", Cost(1, 1, "fp32"))], limits)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_step_kernels_prints_a_table_for_each_batch_and_the_prompt() -> None:
     done = subprocess.run(
         [sys.executable, BENCH / "engine" / "step_kernels.py", "--rows", "1,3", "--context", "9", "--prompt", "20",

@@ -312,7 +312,7 @@ def test_model_with_prompts_on_the_host_and_ranks_is_refused_as_by_serve(
 def test_model_is_planned_for_the_given_decode_buckets(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuBackend, "padding_blocks", property(lambda backend: len(backend.decode_buckets)))
+    monkeypatch.setattr(CpuBackend, "padding_blocks", property(lambda backend: len(backend.settings.decode_buckets)))
     (_, few), (_, more) = (checked(capsys, str(folder), *buckets) for buckets in ((), ("--decode-buckets", "1,2,4,99")))
     block = few["model"]["bytes"]["kv_cache"] // (few["model"]["kv_cache_tokens"] // 128)
     assert more["model"]["bytes"]["kv_cache"] == few["model"]["bytes"]["kv_cache"] + 3 * block

@@ -10,14 +10,18 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from bench.serving.server import ranks_of
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_ranks import is_alive
 from tests.npu.backends.small import saved
+from tests.support.hybrids import random_hybrid
+from tests.support.models import saved as save
 from tests.support.real_models import model_folder, published
 
 pytestmark = [
@@ -27,6 +31,11 @@ pytestmark = [
 LIMITS = ("--dtype", "float32", "--max-num-batched-tokens", "8", "--max-num-seqs", "2", "--block-size", "16")
 PROMPTS = [[1, 43, 47, 61, 78, 44, 91], [1, 43, 47, 12, 9], [1, 30, 20, 4, 77, 8, 13, 5, 11, 61, 17, 33, 2, 90]]
 ANSWER = 6
+
+
+def hybrid() -> PreTrainedModel:
+    """Return a Qwen3.5 of one layer of each kind."""
+    return random_hybrid(0, num_hidden_layers=2, full_attention_interval=2, linear_num_key_heads=1)
 
 
 def tokens(server: Server, number: int = 4) -> Iterator[list[int]]:
@@ -52,11 +61,13 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[li
     return folder, served_by_cpu(folder)
 
 
-@pytest.mark.parametrize("name", ["random", *published("stories260K-qwen3", full=True)])
-def test_tokens_are_those_of_the_cpu_in_float32(random_model: tuple[str, list[list[int]]], name: str) -> None:
+@pytest.mark.parametrize("name", ["random", "hybrid", *published("stories260K-qwen3", full=True)])
+def test_tokens_are_those_of_the_cpu_in_float32(
+    random_model: tuple[str, list[list[int]]], name: str, tmp_path: Path
+) -> None:
     folder, expected = random_model
     if name != "random":
-        folder = str(model_folder(name))
+        folder = str(save(hybrid(), tmp_path) if name == "hybrid" else model_folder(name))
         expected = served_by_cpu(folder)
     with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS) as cuda:
         got = list(tokens(cuda))
@@ -67,6 +78,20 @@ def test_tokens_are_those_of_the_cpu_in_float32(random_model: tuple[str, list[li
         assert captured + decoder >= 4 * (ANSWER - 1)  # the sampler is not captured on CUDA
         assert cuda.stop() == 0
     assert got == expected
+
+
+@pytest.mark.full
+def test_hybrid_continues_after_its_engine_is_killed(tmp_path: Path) -> None:
+    """States are computed again. By default the CPU's server has such a death (test_hybrid.py)."""
+    folder = str(save(hybrid(), tmp_path))
+    expected = served_by_cpu(folder)[:2]
+    with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS) as cuda:
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(lambda: list(tokens(cuda, 2)))
+            until(lambda: cuda.metric("npuserve_generated_tokens_total") > 0, cuda)
+            os.kill(engine_of(cuda), signal.SIGKILL)
+            assert answers.result() == expected
+        assert cuda.metric("npuserve_engine_restarts_total") == 1
 
 
 RANKS = ("--device", "cuda", "--emulate", "--decode-buckets", "2", "--tensor-parallel-size", "2", *LIMITS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from transformers import PreTrainedModel
@@ -22,27 +23,42 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_hea
 """Sizes that two ranks can divide."""
 
 
+class Served(NamedTuple):
+    server: Server
+    model: PreTrainedModel
+    has_drafts: bool
+
+
 @pytest.fixture(scope="module", params=[
-    pytest.param(1, id="alone", marks=pytest.mark.full),  # test_families.py kills the engine of another such model
-    pytest.param(2, id="two ranks")])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
-        tuple[Server, PreTrainedModel]]:
+    pytest.param((1, "off"), id="alone", marks=pytest.mark.full),  # test_families.py kills the engine of another one
+    pytest.param((1, "suffix"), id="drafts"),
+    pytest.param((2, "off"), id="two ranks"),
+    pytest.param((2, "suffix"), id="two ranks, drafts", marks=pytest.mark.full)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    ranks, speculate = request.param
     model = random_hybrid(0, **HEADS)
     folder: Path = saved(model, tmp_path_factory.mktemp("model"))
     with serving(str(folder), "--dtype", "float32", "--kv-cache-memory", "16MiB", "--block-size", "16",
-                 "--max-num-batched-tokens", "32", "--tensor-parallel-size", str(request.param)) as server:
-        yield server, model
+                 "--max-num-batched-tokens", "32", "--max-num-seqs", "16", "--tensor-parallel-size", str(ranks),
+                 "--speculate", speculate) as server:
+        yield Served(server, model, has_drafts=speculate != "off")
 
 
-def test_tokens_equal_transformers_while_the_engine_is_killed(served: tuple[Server, PreTrainedModel]) -> None:
-    server, model = served
+def test_tokens_equal_transformers_while_the_engine_is_killed(served: Served) -> None:
+    server, model, has_drafts = served
     asks = prompts(6, 3)
     received = ids_while_the_engine_is_killed(server, asks, 120)
-    assert received == [greedy(model, prompt, 120) for prompt in asks]
+    expected = [greedy(model, prompt, 120) for prompt in asks]
+    assert received == expected
+    if has_drafts:  # the answers of the first time are the drafts of the second
+        for prompt, answer in zip(2 * asks[:3], 2 * expected[:3], strict=True):
+            again = server.stub.Generate(request(prompt, 120, ignore_eos=True), timeout=60)
+            assert list(again.token_ids) == answer
+        assert again.finish.usage.drafted_tokens >= again.finish.usage.accepted_draft_tokens > 60
 
 
-def test_samples_and_prefix_hits_continue_a_state(served: tuple[Server, PreTrainedModel]) -> None:
-    server, model = served
+def test_samples_and_prefix_hits_continue_a_state(served: Served) -> None:
+    server, model, _ = served
     prompt = random.Random(2).choices(range(3, VOCABULARY), k=75)
     expected = greedy(model, prompt, 20)
     several, one = (server.stub.Generate(request(prompt, 20, ignore_eos=True, n=n), timeout=60) for n in (3, 1))

@@ -1,4 +1,5 @@
-"""Exactness of a hybrid (Qwen3.5) through gRPC: ids and log-probabilities as alone, bit for bit, in any company.
+"""Exactness of hybrids (Qwen3.5, dense and with experts) through gRPC: ids and log-probabilities as alone, bit for bit,
+in any company.
 
 The answers alone are computed by one server for each kind of model, without prefix hits. Each other server has another
 token budget, and a cache that is too small for all requests at once.
@@ -26,6 +27,7 @@ from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving
 from tests.support.hybrids import VOCABULARY, random_hybrid
+from tests.support.mixtures import random_mixture
 from tests.support.models import greedy, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not native.available(), reason="the native kernels are not built")]
@@ -33,6 +35,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not native.available(), reaso
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "intermediate_size": 64}
 """Sizes that two ranks can divide."""
+EXPERTS_SEED = 2
+EXPERTS = {**HEADS, "hidden_size": 48, "head_dim": 32, "num_hidden_layers": 4, "num_experts": 8,
+           "num_experts_per_tok": 3,
+           "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"]}
+"""Sizes of a mixture of experts of Qwen3.5, as HEADS."""
 TOKENS = 32
 MESSAGE_END = 2
 """eos_token_id of the model."""
@@ -60,7 +67,8 @@ def chats() -> list[list[int]]:
 PROMPTS = chats()
 
 in_any_company = pytest.mark.parametrize(("kind", "budget"), [
-    *(("one rank", budget) for budget in (1, 7, 32, 512)), ("two ranks", 32), ("w8a8", 32)],
+    *(("one rank", budget) for budget in (1, 7, 32, 512)), ("two ranks", 32), ("w8a8", 32), ("experts", 7),
+    ("experts", 512), ("experts two ranks", 32)],
     indirect=True, scope="module")
 """Kinds of models, and tokens of a step of the server."""
 
@@ -95,13 +103,14 @@ def together(server: Server) -> list[Numbers]:
 
 @pytest.fixture(scope="module")
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
-    model = random_hybrid(0, **HEADS)
+    experts = request.param.startswith("experts")
+    model = random_mixture(EXPERTS_SEED, **EXPERTS) if experts else random_hybrid(0, **HEADS)
     folder = saved(model, tmp_path_factory.mktemp("model"))
     if request.param == "w8a8":
         target = tmp_path_factory.mktemp("w8a8") / "model"
         quantize_checkpoint(folder, target)
         folder = target
-    made = Kind(folder, 1 + (request.param == "two ranks"), None if request.param == "w8a8" else model)
+    made = Kind(folder, 1 + request.param.endswith("two ranks"), None if request.param == "w8a8" else model)
     flags = "--tensor-parallel-size", str(made.ranks), "--kv-cache-memory", "16MiB"
     with serving(str(folder), *FLAGS, *flags) as server:
         made.alone.extend(answered(server, prompt, bypass_prefix_cache=True) for prompt in PROMPTS)
@@ -122,7 +131,8 @@ def served(kind: Kind, budget: int) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("kind", ["one rank", "two ranks"], indirect=True, scope="module")
+@pytest.mark.parametrize("kind", ["one rank", "two ranks", "experts", "experts two ranks"], indirect=True,
+                         scope="module")
 def test_greedy_ids_alone_equal_transformers(kind: Kind) -> None:
     assert kind.model
     for prompt, alone in zip(PROMPTS, kind.alone, strict=True):

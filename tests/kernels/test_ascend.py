@@ -29,7 +29,8 @@ def implementation(name: str) -> Implementation[..., Any]:
 
 
 def taken(case: Case) -> bool:
-    return not (case.benchmark or case.zeros or case.float8 or case.int4 % 8) and case.cache in (None, torch.int8)
+    lacking = case.zeros or case.float8 or case.int4 % 8 or case.w4a8
+    return not (case.benchmark or lacking) and case.cache in (None, torch.int8)
 
 
 def cases() -> Iterator[Any]:
@@ -112,7 +113,7 @@ def test_padding_tokens_are_never_chosen(name: str) -> None:
     """With any numbers in the padding columns."""
     made = implementation(name)
     for case in KERNELS[name].cases:
-        if not (case.benchmark or case.float8 or case.int4 % 8):
+        if not (case.benchmark or case.float8 or case.int4 % 8 or case.w4a8):
             case = with_levels(case, ascend.LEVELS)
             args = made.adapt(case.make(torch.Generator().manual_seed(1), torch.bfloat16))
             vocabulary = args[1] if name == "greedy" else args[3]

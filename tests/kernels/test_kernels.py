@@ -40,7 +40,7 @@ def cases() -> Iterator[Any]:
                     continue  # zero points are not supported: see tests/kernels/triton/test_linear.py
                 if case.float8 and variant not in (GOLDEN, "cuda"):
                     continue
-                if case.int4 and variant.partition("/")[0] not in (GOLDEN, "cpu", "cuda"):
+                if case.int4 and variant.partition("/")[0] not in (GOLDEN, "cpu", *(() if case.w4a8 else ("cuda",))):
                     continue
                 caches = {GOLDEN: QUANTIZED.values(), "cpu": (torch.int8,), "cuda": QUANTIZED.values()}.get(
                     variant.partition("/")[0], ())

@@ -214,8 +214,12 @@ static void part() {
     Program call(size.rows);
     Array<int32_t> experts = call.integers<int32_t>(size.rows * size.chosen, size.chosen, 0, size.experts - 1);
     Array<int32_t> places = call.read<int32_t>(experts.size), begins = call.read<int32_t>(4);
-    call.add("group_experts/int32", {experts, places, begins}, {size.rows, size.chosen, 2, 3});
+    Array<int64_t> tokens = call.read<int64_t>(3);
+    tokens[0] = 1000, tokens[1] = tokens[2] = 0;
+    call.add("group_experts/int32", {experts, places, begins, tokens}, {size.rows, size.chosen, 2, 3});
     call.run();
+    for (int64_t i = 0; i < 3; i++)
+        near("tokens", i, double(tokens[i]), (i ? 0 : 1000) + begins[i + 1] - begins[i], 0);
     int32_t next = 0;
     for (int64_t expert = 2; expert < 5; expert++) {
         near("begin", expert, begins[expert - 2], next, 0);

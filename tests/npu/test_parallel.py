@@ -17,6 +17,13 @@ GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * len(PROMPTS)
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1}, {"temperature": 1.0, "seed": 3, "top_p": 0.9},
     {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.3}, {"temperature": 0.0, "allowed_token_ids": [3, 70, 99]}]
+MIXTURES: list[dict[str, Any]] = [
+    {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "linear_num_key_heads": 2,
+     "linear_num_value_heads": 4},
+    {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}]
+"""Sizes of mixtures of experts that two ranks can divide, by seed."""
+
 SHARED = pytest.param(True, marks=pytest.mark.skipif(not available(), reason="the native kernels are not built"))
 
 
@@ -54,6 +61,25 @@ def test_greedy_tokens_equal_those_of_transformers(
     reference = AutoModelForCausalLM.from_pretrained(folder)
     wanted = [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
     assert [tokens for tokens, *_ in answers(folder, size, GREEDY, shared=shared)] == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [SHARED, False])
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_divide_experts(tmp_path: Path, seed: int, whole: bool, shared: bool) -> None:
+    """Each rank has a part of the rows of all experts, or whole ones: tokens as those of transformers, and of one
+    process."""
+    from tests.support.mixtures import random_mixture, restack
+    from tests.support.models import greedy, saved
+
+    reference = random_mixture(seed, **MIXTURES[seed])
+    folder = saved(reference, tmp_path)
+    restack(folder, stacked=seed == 1)
+    divided = answers(folder, 2, GREEDY, shared=shared, expert_parallel=whole)
+    alone = answers(folder, 1, GREEDY, shared=shared)
+    assert [tokens for tokens, *_ in divided] == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+    assert [tokens for tokens, *_ in divided] == [tokens for tokens, *_ in alone]
 
 
 @pytest.mark.slow

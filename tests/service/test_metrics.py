@@ -51,7 +51,8 @@ def test_metric_names_end_in_unit() -> None:
              "_slots": "slots",
              "_ratio": "0 to 1", "_timestamp_seconds": "Unix time", "_blocks": "blocks", "_running": "requests",
              "_compiling": "requests", "_preparing": "requests", "_waiting": "requests", "_paused": "requests",
-             "_info": "1", "_limit": "requests", "_flops": "operations/s", "_bytes": "bytes", "_ready": "0 or 1"}
+             "_info": "1", "_limit": "requests", "_flops": "operations/s", "_bytes": "bytes", "_ready": "0 or 1",
+             "_imbalance": "1 or more"}
     for name, (unit, meaning) in meanings().items():
         assert name.endswith(("_total", *units)), name
         assert unit, name

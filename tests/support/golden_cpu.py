@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 
 
@@ -10,5 +11,5 @@ class GoldenCpu(CpuBackend):
 
     float8 = True
 
-    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
-        super().__init__(native=False, place=place)
+    def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
+        super().__init__(native=False, settings=settings)

@@ -52,6 +52,14 @@ def scheme(name: str, targets: Iterable[str] = ("Linear",), *, float8: bool = Fa
     return QuantizationScheme(targets=list(targets), **parts)
 
 
+def w4a8(group: int | None) -> QuantizationScheme:
+    """Return a scheme of weights of 4 bits and int8 inputs by token. group: None for a scale a row."""
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
+    return QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=4, type="int", **strategy),
+        input_activations=QuantizationArgs(num_bits=8, type="int", strategy="token", dynamic=True))
+
+
 @torch.no_grad()
 def save_quantized(
     model: PreTrainedModel, folder: Path, *schemes: QuantizationScheme, ignore: Iterable[str] = ("lm_head",),
@@ -69,9 +77,12 @@ def save_quantized(
     for name, module in model.named_modules():
         if (found := getattr(module, "quantization_scheme", None)) is None:
             continue
-        dims = None if found.weights.strategy == "tensor" else (1,)
-        low, high = (getattr(module.weight, f)(dim=dims, keepdim=True) if dims else getattr(module.weight, f)()
-                     for f in ("amin", "amax"))
+        weight = module.weight
+        if found.weights.strategy == "tensor":
+            weight = weight.flatten()
+        elif found.weights.strategy == "group":
+            weight = weight.unflatten(1, (-1, found.weights.group_size))
+        low, high = weight.amin(dim=-1), weight.amax(dim=-1)
         _set(module, "weight", *calculate_qparams(low, high, found.weights))
         if not found.input_activations.dynamic:
             shared = name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))

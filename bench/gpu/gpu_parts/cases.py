@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from gpu_parts.shapes import SHAPES
 from gpu_parts.worker import Context
 from npuserve.kernels import (
     attention,
+    causal_conv_silu,
     embedding,
+    gated_delta_rule,
+    gated_rms_norm,
     greedy,
     linear,
     norm,
@@ -20,6 +24,7 @@ from npuserve.kernels import (
     quantize,
     quantized,
     sample,
+    sigmoid_gate,
     swiglu,
 )
 from npuserve.kernels.kv_cache import QUANTIZED
@@ -36,7 +41,10 @@ def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]
     rows = (1, 5) if context.toy else (1, 64) if context.quick else rows
     many = 9 if context.toy else 2048
     found: dict[str, list[Case]] = {}
-    for name, case in _cases(shape, rows, many, context.toy):
+    cases = _cases(shape, rows, many, context.toy)
+    if "linear_num_key_heads" in shape:
+        cases = chain(_hybrid_cases(shape, rows, many), cases)
+    for name, case in cases:
         case = quantized.with_levels(replace(case, benchmark=True), context.backend.int8_levels)
         if takes_case(context.backend, case):
             found.setdefault(name, []).append(made_on(case, context.backend.device))
@@ -73,6 +81,27 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
                       [(short, long)], [(1, short)] * rows[1] + [(short, long)]):
             yield "paged_attention", attention._case(steps, heads, kv_heads, head, 32, cached=cached)
     yield from (("embedding", embedding._case(tokens, vocabulary, hidden)) for tokens in (rows[0], many))
+
+
+def _hybrid_cases(shape: dict[str, Any], rows: tuple[int, ...], many: int) -> Iterator[tuple[str, Case]]:
+    """Yield the cases of a gated delta net, and of what is different in its model's attention."""
+    hidden, head, kv_heads = shape["hidden_size"], shape["head_dim"], shape["num_key_value_heads"]
+    heads, rotary = shape["num_attention_heads"], int(shape["head_dim"] * shape["partial_rotary_factor"])
+    sizes = shape["linear_num_key_heads"], shape["linear_num_value_heads"]
+    dims = shape["linear_key_head_dim"], shape["linear_value_head_dim"]
+    channels = 2 * sizes[0] * dims[0] + sizes[1] * dims[1]
+    half = [(many // 2, many // 2), *[(1, 512)] * rows[-1], (many // 4, many)]
+    for steps in (*([(1, 512)] * n for n in rows), [(4, 512)] * rows[0], [(many, many)], half):
+        yield "causal_conv_silu", causal_conv_silu._case(steps, channels)
+        yield "gated_delta_rule", gated_delta_rule._case(steps, *sizes, *dims)
+    for tokens in (*rows, many):
+        yield "gated_rms_norm", gated_rms_norm._case(tokens, sizes[1], dims[1])
+        yield "sigmoid_gate", sigmoid_gate._case(tokens, heads * head)
+        yield "rms_norm", norm._case(1, tokens, hidden, "", wide_gamma=True)
+        yield "add_rms_norm", norm._case(2, tokens, hidden, "", wide_gamma=True)
+        yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(
+            tokens, heads, kv_heads, head, cached=cached, rotary_dim=rotary, wide_gamma=True))
+            for cached in ("", *QUANTIZED))
 
 
 def made_on(case: Case, device: torch.device) -> Case:

@@ -26,6 +26,9 @@ class BenchRequest:
     blocks: its KV-cache blocks.
     computed: number of tokens whose keys and values are cached.
     tokens: the prompt and the tokens sampled so far; PENDING for tokens in flight.
+    number: of its pair of slots, if the model has a fixed state.
+    continues: it continues the state in the first of these slots, which is kept, and advances the second. False: it
+        begins with its prompt, and advances the first.
     """
 
     prompt: list[int]
@@ -34,6 +37,8 @@ class BenchRequest:
     computed: int = 0
     id: int = field(default_factory=lambda: next(_ids))
     tokens: list[int] = field(default_factory=list)
+    number: int = 0
+    continues: bool = False
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
@@ -79,7 +84,7 @@ class Driver:
             result = self._runner.collect(launched)
             at = time.perf_counter()
             for request in self._requests:
-                if (token := result.token_ids.get(request.id)) is not None:
+                for token in result.token_ids.get(request.id, ()):
                     request.tokens[request.tokens.index(PENDING, len(request.prompt))] = token
             yield Collected(at, len(rows), result)
         self._runner.collect(self._runner.launch(Step([], ended=sorted(self._sent))))
@@ -93,11 +98,20 @@ class Driver:
                 break
             end = request.computed + len(tokens)
             samples = end == len(request.tokens)
-            rows.append(Row(request.id, tokens, request.computed, request.blocks, samples))
+            rows.append(Row(request.id, tokens, request.computed, request.blocks, samples,
+                            **self._slots_of(request) if self._runner.num_slots else {}))
             request.computed, left = end, left - len(tokens)
             if samples:
                 request.tokens.append(PENDING)
         return rows
+
+    @staticmethod
+    def _slots_of(request: BenchRequest) -> dict[str, int]:
+        kept = 2 * request.number
+        begins = request.computed == len(request.prompt) - 1 and not request.answer
+        if not request.continues:
+            return {"state_slot": kept}
+        return {"state_slot": kept + 1, "state_source": kept if begins else -1}
 
 
 def blocks_of(rows: int, length: int, block_size: int) -> list[list[int]]:
@@ -114,11 +128,12 @@ def runner_of(
     size = backend.block_size
     longest = max(longest, length)
     blocks = max(rows * -(-length // size), -(-longest // size))
-    backend.decode_buckets = tuple(buckets)
+    backend = type(backend)(replace(backend.settings, decode_buckets=tuple(buckets)))
     return Runner(backend, weights, config, blocks, size, max_model_len=longest, max_num_seqs=rows,
-                  max_num_batched_tokens=budget)
+                  max_num_batched_tokens=budget, num_slots=config.slots_of(2 * rows))
 
 
 def again(requests: Sequence[BenchRequest], want: int) -> list[BenchRequest]:
     """Return the same requests before their first token; only the prompt's last token is not computed."""
-    return [replace(one, want=want, computed=len(one.prompt) - 1, id=next(_ids), tokens=[]) for one in requests]
+    return [replace(one, want=want, computed=len(one.prompt) - 1, id=next(_ids), tokens=[], continues=True)
+            for one in requests]

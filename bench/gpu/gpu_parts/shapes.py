@@ -29,9 +29,24 @@ SHAPES: dict[str, dict[str, Any]] = {
                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen3.5-27b": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 5120,
+        "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+        "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 1e7, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "vocab_size": 248320, "tie_word_embeddings": False},
+    "toy-hybrid": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.25, "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4, "vocab_size": 300, "tie_word_embeddings": False},
     "toy": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": False},
 }
+FLOATS = "lm_head", "re:.*in_proj_[ab]"
+"""Layers that the published checkpoints do not quantize."""
+
 PIECE = 1 << 26
 """Random numbers generated at a time."""
 
@@ -52,7 +67,7 @@ def json_of(shape: str, scheme: W8A8 | None = None) -> dict[str, Any]:
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
         "bos_token_id": None, "eos_token_id": SHAPES[shape]["vocab_size"] - 1, **SHAPES[shape]}
     if scheme:
-        found["quantization_config"] = Quantization((((LINEAR,), scheme),), ("lm_head",)).to_json()
+        found["quantization_config"] = Quantization((((LINEAR,), scheme),), FLOATS).to_json()
     return found
 
 

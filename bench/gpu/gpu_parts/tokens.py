@@ -68,7 +68,8 @@ def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[lis
     blocks = blocks_of(len(prompts), length, backend.block_size)
     budget = 8 if context.toy else BUDGET
     runner = runner_of(backend, weights, config, len(prompts), length, budget, (1, len(prompts)))
-    requests = [BenchRequest(prompt, count, own) for prompt, own in zip(prompts, blocks, strict=True)]
+    requests = [BenchRequest(prompt, count, own, number=number)
+                for number, (prompt, own) in enumerate(zip(prompts, blocks, strict=True))]
     steps = [step.result for step in Driver(runner, requests, budget).run()]
     captured = sum(result.captured_decodes + result.decoder_decodes for result in steps)
     return [request.answer for request in requests], captured

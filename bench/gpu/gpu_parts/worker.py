@@ -48,7 +48,7 @@ class Context:
 
     @property
     def toy(self) -> bool:
-        return bool(self.args.shape == "toy")
+        return self.args.shape in ("toy", "toy-hybrid")
 
     @property
     def quick(self) -> bool:

@@ -5,56 +5,12 @@
 //                take n[5]: numbers of a group, 32 or more, which divide 128; n[6]: dtype of the scales (ScaleType), plus 4
 //                with zero points
 //
-// Packed: [N / 16] panels of [K / group] groups, of which the last may be shorter. K is a multiple of 8. A group is
-//
-//   scales   of 16 columns, 16 or 32 bits each
-//   zeros    of 16 columns, int8, -16 .. 16 less 8; only with zero points
-//   lines    64 bytes for every 8 numbers of K: 32 bits of each column, in which number i is at bit 16 (i % 2) + 4 (i / 2)
-//
-// A number n of 0 .. 15 stands for (n - 8 - zero) * scale. The products of a group are added up before they are
-// multiplied by its scale, in ascending order along K, so that a row's results do not depend on other rows.
-#include <algorithm>
-
-#include "gemm/epilogue.h"
+// int4.h has the form of packed weights.
+#include "gemm/int4.h"
 #include "gemm/experts.h"
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
-
-constexpr int64_t LINE_NUMBERS = 8;
-
-enum ScaleType { SCALE_BFLOAT16 = 0, SCALE_FLOAT16 = 1, SCALE_FLOAT32 = 2 };
-
-// Form of the groups of a weight.
-struct Groups {
-    int64_t group, header;  // numbers of a group, bytes before its lines
-    bool wide, has_zeros;
-    int shift;  // a scale of 16 bits is its bits, moved by `shift` into a float32, times `factor`
-    float factor;
-
-    explicit Groups(const Op &op) : group(op.n[5]), has_zeros(op.n[6] & 4) {
-        int64_t type = op.n[6] & 3;
-        wide = type == SCALE_FLOAT32;
-        shift = type == SCALE_FLOAT16 ? 13 : 16;
-        factor = type == SCALE_FLOAT16 ? 0x1p112f : 1.0f;
-        header = LANES * (wide ? 4 : 2) + (has_zeros ? LANES : 0);
-    }
-    INLINE F scale(const char *group) const {
-        if (wide) return load(reinterpret_cast<const float *>(group));
-        F r;
-        EACH(i) {
-            hvec bits = reinterpret_cast<const hvec_u *>(group)[i];
-            r.v[i] = (fvec)((ivec)widen(bits) >> (16 - shift)) * factor;
-        }
-        return r;
-    }
-    INLINE ivec zero(const char *group, int part) const {
-        typedef int8_t bvec __attribute__((vector_size(WIDTH)));
-        bvec bytes;
-        std::memcpy(&bytes, group + header - LANES + part * WIDTH, WIDTH);
-        return __builtin_convertvector(bytes, ivec);
-    }
-};
 
 // Numbers of a line in steps, as words of Steps<Dot>: a step is one number, or a pair with an instruction for bfloat16.
 template <class Dot>
@@ -134,12 +90,6 @@ INLINE void start_sums(F (&sums)[R][P]) {
     _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) sums[r][p] = Dot::start();
 }
-template <int R, int P>
-INLINE void clear(F *acc, int stride) {
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) acc[r * stride + p] = zero();
-}
-
 // Tile of packed panels that are multiplied by no other rows: each line is unpacked in registers.
 template <class Dot>
 struct Int4OnceTile : Tile<Dot> {
@@ -233,35 +183,18 @@ struct Int4BlockTile : Tile<Dot> {
 
 // Panels of weights of four bits; the interface is described at Plain (product.h).
 template <class D>
-struct Int4 {
+struct Int4 : Int4Panels<D> {
     typedef D Dot;
-    static constexpr bool EXPANDS = true, TILES = false;
-    static constexpr int64_t MAX_GROUP = 128, MIN_GROUP = 32;
-    Groups groups;
+    using Int4Panels<D>::Int4Panels;
+    using Int4Panels<D>::groups;
 
-    explicit Int4(const Op &op) : groups(op) {}
     INLINE Int4OnceTile<Dot> once(const Tile<Dot> &tile, const char *const *next) const { return {tile, groups, next}; }
     template <class TileDot, bool>
     INLINE Int4BlockTile<TileDot> in_block(const Tile<TileDot> &tile, const SpreadPrefetch &ahead) const {
         return {tile, groups.group / TileDot::PER_WORD, ahead};
     }
-    static bool unpacks(int64_t) { return false; }
-    static bool expands(int64_t) { return true; }
     // Expanded panels stay in the second-level cache.
-    static int64_t block(int64_t, int64_t words) {
-        constexpr int64_t NUMBERS = LineSteps<Dot>::PAIRS ? 3072 : 256;
-        int64_t numbers = words * Dot::PER_WORD, blocks = ceil_div(numbers, NUMBERS);
-        return ceil_div(numbers, blocks * MAX_GROUP) * MAX_GROUP / Dot::PER_WORD;
-    }
-    static int64_t expanded_bytes(int64_t words) {
-        return (words * Inner<Dot>::WORDS + ceil_div(words * Dot::PER_WORD, MIN_GROUP)) * PANEL_WORD_BYTES;
-    }
-    INLINE int64_t bytes(int64_t words) const {
-        int64_t numbers = words * Dot::PER_WORD;
-        return ceil_div(numbers, groups.group) * groups.header + numbers / LINE_NUMBERS * 64;
-    }
-    int64_t panel_bytes(int64_t k) const { return bytes(k / Dot::PER_WORD); }
-    INLINE const char *at(const char *panel, int64_t first) const { return panel + bytes(first); }
+    static int64_t block(int64_t, int64_t words) { return Int4::block_of(words, LineSteps<Dot>::PAIRS ? 3072 : 256); }
     void expand(const char *block, int64_t words, char *out) const {
         if (groups.has_zeros)
             expand_groups<true>(block, words * Dot::PER_WORD, out);

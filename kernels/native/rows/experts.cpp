@@ -4,8 +4,9 @@
 //   choose_experts    p: logits [T, E] float32, experts [T, k] int32: those of the largest logits, in descending order and
 //                        the first of equal ones; weights [T, k] float32: their softmax over all experts, or over the k
 //                     n: T, E, k, 1 for a softmax over the k
-//   group_experts     p: experts [T, k], places [T, k] int32, begins [E + 1] int32: the rows of each of E experts follow
-//                        each other, in the order of T; a place is the number of a row, or -1 for other experts
+//   group_experts     p: experts [T, k], places [T, k] int32, begins [E + 1] int32, tokens [E] int64 or null: the rows of
+//                        each of E experts follow each other, in the order of T; a place is the number of a row, or -1 for
+//                        other experts; the rows of each expert are added to its tokens
 //                     n: T, k, first expert, E
 //   gather_experts    p: x [T, K], places, out [R, K]: copies a row of x to each of its places
 //                     n: T, K, k
@@ -107,6 +108,8 @@ struct GroupExperts {
         auto is_ours = [&](int64_t e) { return e >= 0 && e < count; };
         for (int64_t i = 0; i < pairs; i++)
             if (int64_t e = experts[i] - begin; is_ours(e)) begins[e + 1]++;
+        if (int64_t *tokens = op.at<int64_t>(3))
+            for (int64_t e = 0; e < count; e++) tokens[e] += begins[e + 1];
         for (int64_t e = 0; e < count; e++) begins[e + 1] += begins[e];
         // begins[e] counts up to begins[e + 1], and is moved back afterwards.
         for (int64_t i = 0; i < pairs; i++) {

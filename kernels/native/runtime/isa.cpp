@@ -42,6 +42,7 @@ using namespace REST;
 extern const Kernel ROWWISE[];  // its swiglu rounds as the epilogue of linear_swiglu does
 #endif
 extern const Kernel LINEAR[];
+extern const Kernel INT4_INT8[];
 extern const Kernel CEILINGS[];
 #if !defined(__AVXVNNI__)
 extern const Kernel COMPACT[];
@@ -49,8 +50,9 @@ extern const Kernel INT4[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION, DELTA, EXPERTS, ROPE,
-                                      ROWWISE, RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS, nullptr};
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, INT4_INT8, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION,
+                                      DELTA, EXPERTS, ROPE, ROWWISE, RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS,
+                                      nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};
 

@@ -31,7 +31,15 @@ from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall
 from npuserve.npu.backends.ascend.profiler import ascend_profiler
-from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Event, Fault
+from npuserve.npu.backends.base import (
+    DEFAULT_SETTINGS,
+    BackendError,
+    Captured,
+    CaptureError,
+    DeviceSettings,
+    Event,
+    Fault,
+)
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import MAX_TOKENS, row_buckets
 from npuserve.npu.backends.streams import StreamBackend
@@ -95,7 +103,8 @@ class AscendBackend(StreamBackend):
     collectives = "hccl"
     reduces = True
 
-    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
+        place = settings.place
         self.kernels = ascend.LABEL
         _matching_versions()
         preflight.set_variables()
@@ -109,7 +118,7 @@ class AscendBackend(StreamBackend):
             self.check_count(place, count, VISIBLE)
             torch.npu.set_device(device)
             torch.npu.config.allow_internal_format = True
-            super().__init__(torch.npu, device, place)
+            super().__init__(torch.npu, device, settings)
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {fault_codes.advice(error)}") from error
         if lacking := functions.missing():
@@ -152,11 +161,12 @@ class AscendBackend(StreamBackend):
 
         The default buckets, of rows and of tokens, leave less than one block of padding.
         """
-        largest_padding = max((high - low - 1 for low, high in pairwise([0, *sorted(self.decode_buckets)])), default=0)
+        buckets = [0, *sorted(self.settings.decode_buckets)]
+        largest_padding = max((high - low - 1 for low, high in pairwise(buckets)), default=0)
         return max(1, -(-largest_padding // self.block_size))
 
     def bind_threads(self) -> str:
-        return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.place[0])
+        return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.settings.place[0])
 
     def fused_heads(self) -> ascend.FusedHeads | None:
         """Return the launch of the Triton kernel for norm, rotation and cache write.
@@ -248,7 +258,7 @@ class AscendBackend(StreamBackend):
         Fused attention reads it in blocks for rows of one query alone. The blocks of a chunk's context are dequantized
         first, and their number differs from step to step.
         """
-        return self.capture_chunks and cache_dtype != torch.int8
+        return self.settings.capture_chunks and cache_dtype != torch.int8
 
     def dequantized_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
         return gathered_bytes(context, block_size, kv_heads * ascend.stored_head_dim(head_dim))
@@ -348,15 +358,17 @@ class AscendBackend(StreamBackend):
         if not self._takes_lengths:
             raise CaptureError(f"device: {TOO_OLD}")
 
-    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+    def capture(
+        self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
+    ) -> Captured | None:
         if decode:
-            buckets = row_buckets(self.decode_buckets, largest)
+            chosen = row_buckets(buckets or self.settings.decode_buckets, largest)
         else:
             max_tokens = min(largest, MAX_TOKENS)
-            buckets = [*range(TOKEN_BUCKET, max_tokens, TOKEN_BUCKET), max_tokens]
+            chosen = [*range(TOKEN_BUCKET, max_tokens, TOKEN_BUCKET), max_tokens]
         try:
             self._check_lengths()
-            graphs = self._graphs(step, buckets, decode)
+            graphs = self._graphs(step, chosen, decode)
             self.synchronize()
         except RuntimeError as error:
             if (reason := fault_codes.capture_advice(error)) is None:

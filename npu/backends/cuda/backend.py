@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 from npuserve.kernels import triton
 from npuserve.kernels.decoder_layers import register_cuda
 from npuserve.kernels.kv_cache import QUANTIZED
-from npuserve.npu.backends.base import BackendError, Captured, CaptureError, Fault
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, BackendError, Captured, CaptureError, DeviceSettings, Fault
 from npuserve.npu.backends.cuda import fault_codes
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import row_buckets
-from npuserve.npu.backends.streams import StreamBackend
+from npuserve.npu.backends.streams import StreamBackend, taken_bytes
 from npuserve.npu.backends.trace_profiler import TraceProfiler
 
 MIN_CAPABILITY = (8, 0)
@@ -42,6 +43,9 @@ KERNEL_NAMES = {
     "^decoder_layers": "decoder_layers", "paged_attention_kernel": "paged_attention",
     "^rms_norm_kernel": "rms_norm,add_rms_norm",
     "kv_write_kernel": "qk_norm_rope_kv_write", "embedding_kernel": "embedding",
+    "causal_conv_silu_kernel": "causal_conv_silu", "gated_rms_norm_kernel": "gated_rms_norm",
+    "recurrent_kernel|chunk_products_kernel|chunk_states_kernel": "gated_delta_rule",
+    "sigmoid_gate_kernel": "sigmoid_gate",
     "product_kernel|finish_kernel|argmax_merge_kernel|gemm|gemv|nvjet|cutlass|cublas|splitk":
         "linear,linear_swiglu,linear_argmax",
 }
@@ -65,10 +69,7 @@ def build_driver_module() -> None:
 
 
 class CudaBackend(StreamBackend):
-    """Backend for a GPU.
-
-    decode_buckets: rows of the captured decode steps; () for `graphs.default_buckets`.
-    """
+    """Backend for a GPU. Its own choice of row counts of decode steps is `graphs.default_buckets`."""
 
     name = "cuda"
     dtypes = ("bfloat16", "float16")
@@ -81,15 +82,17 @@ class CudaBackend(StreamBackend):
     float8 = True
     int4 = True
     sampling_bytes = 8
+    fixed_state = True
+    state_dtypes = ("float32", "bfloat16")
     compiles = True
     measures_memory = True
     collectives = "nccl"
 
-    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
         self.kernels = triton.LABEL
         self._record: cuda_graphs.Record = cuda_graphs.record
         try:
-            super().__init__(*self.open_device(place), place)
+            super().__init__(*self.open_device(settings.place), settings)
             self.chip: str = self._streams.get_device_name(self.device)
             register_cuda(self.device)
         except RuntimeError as error:
@@ -144,6 +147,18 @@ class CudaBackend(StreamBackend):
     def is_capture_error(cls, error: BaseException) -> bool:
         return fault_codes.is_capture_error(error)
 
+    def excess_bytes(self, work: Callable[[], None]) -> int:
+        """Return the excess by the peak of torch's pools; what others allocate, such as libraries, is as at the end."""
+        streams = self._streams
+        streams.reset_peak_memory_stats(self.device)
+        work()
+        self.synchronize()
+        beside_pools = taken_bytes(streams, self.device) - streams.memory_reserved(self.device)
+        peak = beside_pools + streams.max_memory_reserved(self.device)
+        gc.collect()  # captured steps refer to each other
+        streams.empty_cache()
+        return int(peak - taken_bytes(streams, self.device))
+
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -166,10 +181,12 @@ class CudaBackend(StreamBackend):
                 f"device: the model's attention heads have {head_dim} dimensions; {self.name} takes even numbers from "
                 "8 to 256")
 
-    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
-        buckets = row_buckets(self.decode_buckets, largest) if decode else token_buckets(largest)
+    def capture(
+        self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
+    ) -> Captured | None:
+        chosen = row_buckets(buckets or self.settings.decode_buckets, largest) if decode else token_buckets(largest)
         try:
-            graphs = CudaGraphs(self._streams, step, buckets, self._record, self._stream, self._pool)
+            graphs = CudaGraphs(self._streams, step, chosen, self._record, self._stream, self._pool)
             self.synchronize()
         except torch.OutOfMemoryError as error:
             raise CaptureError(

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from npuserve.kernels import triton
 from npuserve.npu.backends import backend_class, register_emulated
-from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, BackendError, DeviceSettings
 from npuserve.npu.backends.cuda import emulated
 from npuserve.npu.backends.cuda.backend import VISIBLE, CudaBackend
 from npuserve.npu.backends.device_profiler import DeviceProfiler
@@ -29,8 +29,8 @@ class EmulatedCuda(CudaBackend):
     pinned = False
     collectives = "gloo"
 
-    def __init__(self, place: tuple[int, int] = (0, 1)) -> None:
-        super().__init__(place)
+    def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
+        super().__init__(settings)
         self._record = emulated.record
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from npuserve.npu.model.layers.layer import Array, Inputs, Layer, Matrix, Parameters
+from npuserve.npu.model.layers.layer import Array, Counts, Inputs, Layer, Matrix, Parameters
 from npuserve.npu.model.layers.shard import DivisionError, Rows, Shard, Span
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Experts(Layer):
     renormalize: the weights of the chosen experts are divided by their sum.
     shared_width: intermediate size of an expert that computes every token; 0 without. A gate weighs its output.
     stacked: the checkpoint has the experts' weights in one tensor.
+    held: experts whose weights a rank has; None for all.
     """
 
     count: int
@@ -55,20 +56,22 @@ class Experts(Layer):
     renormalize: bool
     shared_width: int = 0
     stacked: bool = False
+    held: Span | None = None
 
     weights: ClassVar[type] = ExpertsWeights
 
     def parameters(self, hidden: int, shard: Shard) -> Parameters:
         everything = Span.all(hidden)
-        rows = shard.part(self.width)
-        experts = range(self.count)
+        rows = Span.all(self.width) if shard.whole_experts else shard.part(self.width)
+        held = shard.part(self.count) if shard.whole_experts else Span.all(self.count)
+        experts = range(held.first, held.first + held.size)
         parameters: Parameters = {"router": Array("gate.weight", Span.all(self.count), (hidden,))}
         if self.stacked:
             halves = ((part * self.width + rows.first, rows.size) for part in range(2))
-            gate_up = Rows.of_units(Span.all(self.count), 2 * self.width, *halves, by_unit=True)
+            gate_up = Rows.of_units(held, 2 * self.width, *halves, by_unit=True)
             parameters |= {
                 "gate_up": Matrix({"experts.gate_up_proj": gate_up}, everything, stacked=self.count),
-                "down": Matrix({"experts.down_proj": Span.all(self.count * hidden)}, rows, stacked=self.count)}
+                "down": Matrix({"experts.down_proj": held.times(hidden)}, rows, stacked=self.count)}
         else:
             parameters |= {
                 "gate_up": Matrix({f"experts.{expert}.{name}_proj": rows for expert in experts
@@ -85,9 +88,13 @@ class Experts(Layer):
 
     def local(self, shard: Shard) -> Experts:
         ranks = shard.size
+        if shard.whole_experts and self.count % ranks:
+            raise DivisionError(f"expert_parallel: {ranks} ranks do not divide the model's {self.count} experts")
         for what, width in (("columns of an expert", self.width), ("columns of the shared expert", self.shared_width)):
-            if width % ranks:
+            if width % ranks and not (shard.whole_experts and width == self.width):
                 raise DivisionError(f"tensor_parallel_size: {ranks} does not divide the model's {width} {what}")
+        if shard.whole_experts:
+            return replace(self, held=shard.part(self.count), shared_width=self.shared_width // ranks)
         if self.width // ranks % PANEL:
             raise DivisionError(f"tensor_parallel_size: {ranks} leaves a rank {self.width // ranks} of the model's "
                                 f"{self.width} columns of an expert; supported: a multiple of {PANEL}")
@@ -107,9 +114,15 @@ class Experts(Layer):
     def kernels(self) -> tuple[str, ...]:
         return "route_experts", "experts_swiglu", "experts_sum"
 
-    def forward(self, x: Tensor, weights: ExpertsWeights, state: None, inputs: Inputs) -> Tensor:
+    @property
+    def state(self) -> Counts:
+        return Counts(self.held.size if self.held else self.count)
+
+    def forward(self, x: Tensor, weights: ExpertsWeights, state: Tensor | None, inputs: Inputs) -> Tensor:
+        """Compute the layer, and add the tokens of each expert to `state` [E]."""
         k, w = inputs.kernels, weights
-        routing = k.route_experts(x, w.router, self.top_k, self.renormalize, 0, self.count)
+        held = self.held or Span.all(self.count)
+        routing = k.route_experts(x, w.router, self.top_k, self.renormalize, held.first, held.size, state)
         gated = k.experts_swiglu(x, w.gate_up.weight, routing, w.down.inputs)
         shared = gate = None
         if w.shared_gate_up is not None and w.shared_down is not None and w.shared_gate is not None:

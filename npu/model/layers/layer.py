@@ -112,7 +112,14 @@ class Fixed:
     dtypes: tuple[Literal["model", "state"], ...]
 
 
-State = Paged | Fixed | None
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """State of constant size of all requests together: counters [size] int64 that only grow."""
+
+    size: int
+
+
+State = Paged | Fixed | Counts | None
 
 
 # Layers
@@ -180,7 +187,8 @@ class Layer(ABC):
         """Return the output [T, H] for x [T, H], before the sum over ranks.
 
         x: normed, and quantized by `input_scheme`.
-        state: tensors of the layer in the store: (keys, values) of `Paged`, a tuple of [slots, ...] of `Fixed`.
+        state: tensors of the layer in the store: (keys, values) of `Paged`, a tuple of [slots, ...] of `Fixed`, the
+            counters of `Counts`, which may be None.
 
         A row that begins at position 0 begins with a state of zeros, whatever its slot holds.
         """

@@ -80,10 +80,15 @@ class DivisionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of a model. rank, size: number of the rank, from 0, and of all ranks."""
+    """Part of a model.
+
+    rank, size: number of the rank, from 0, and of all ranks.
+    whole_experts: each rank has whole experts. Otherwise it has a part of the rows of each.
+    """
 
     rank: int = 0
     size: int = 1
+    whole_experts: bool = False
 
     def part(self, whole: int) -> Span:
         """Return this rank's part of `whole` units, which the number of ranks divides."""

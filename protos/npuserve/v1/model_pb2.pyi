@@ -91,6 +91,8 @@ class _QuantizationSchemeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Qu
     """float8 (e4m3) weights, and activations quantized to float8."""
     QUANTIZATION_SCHEME_W4A16: _QuantizationScheme.ValueType  # 4
     """Weights of 4 bits in groups, activations of floats."""
+    QUANTIZATION_SCHEME_W4A8: _QuantizationScheme.ValueType  # 5
+    """Weights of 4 bits in groups, activations quantized to int8."""
 
 class QuantizationScheme(_QuantizationScheme, metaclass=_QuantizationSchemeEnumTypeWrapper): ...
 
@@ -103,6 +105,8 @@ QUANTIZATION_SCHEME_W8A8_FP8: QuantizationScheme.ValueType  # 3
 """float8 (e4m3) weights, and activations quantized to float8."""
 QUANTIZATION_SCHEME_W4A16: QuantizationScheme.ValueType  # 4
 """Weights of 4 bits in groups, activations of floats."""
+QUANTIZATION_SCHEME_W4A8: QuantizationScheme.ValueType  # 5
+"""Weights of 4 bits in groups, activations quantized to int8."""
 Global___QuantizationScheme: _TypeAlias = QuantizationScheme  # noqa: Y015
 
 class _DeviceBackend:

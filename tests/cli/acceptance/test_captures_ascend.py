@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 from npuserve.cli.acceptance import captures, latency, reference
 from npuserve.cli.acceptance.captures import chunk_buckets
 from npuserve.npu import storyteller
 from npuserve.npu.backends import select
+from npuserve.npu.backends.base import DeviceSettings
 from tests.npu.emulator.child import emulated
 
 RELAX = ("fp32", "small_heads")
@@ -18,8 +20,7 @@ def test_buckets_on_ascend_report_wrong_lengths() -> None:
     from npuserve.npu.backends.ascend.captured_graph import Lengths
     from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 
-    backend, put = select("npu", RELAX), NativeLengths.put
-    backend.decode_buckets = (2, 4)
+    backend, put = select("npu", RELAX, DeviceSettings(decode_buckets=(2, 4))), NativeLengths.put
     loaded = reference.load(storyteller.FOLDER, backend, "bfloat16", max_model_len=64, max_num_seqs=4,
                              max_num_batched_tokens=16)
     right = list(captures.buckets(loaded, 4))
@@ -63,7 +64,7 @@ def test_chunk_buckets_on_ascend_report_wrong_lengths_and_ends() -> None:
         finally:
             NativeLengths.put = put  # type: ignore[method-assign]
         assert all(x.difference > 0.2 for x in wrong), wrong
-    backend.capture_chunks = False
+    backend.settings = replace(backend.settings, capture_chunks=False)
     assert list(chunk_buckets(loaded)) == []
 
 

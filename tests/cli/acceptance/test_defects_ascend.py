@@ -22,7 +22,7 @@ from npuserve.cli.acceptance.sampling import check_sampling
 from npuserve.cli.acceptance.variants import check_variants
 from npuserve.npu import emulator, storyteller
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, DeviceSettings
 from tests.cli.acceptance.running import few_tokens, narrow_lm_heads
 from tests.npu.emulator.child import emulated
 
@@ -30,9 +30,7 @@ RELAX = ("fp32", "small_heads")
 
 
 def started() -> Backend:
-    backend = select("npu", RELAX)
-    backend.decode_buckets = (8,)
-    return backend
+    return select("npu", RELAX, DeviceSettings(decode_buckets=(8,)))
 
 
 def story(backend: Backend, dtype: str = "bfloat16") -> Loaded:
@@ -128,8 +126,7 @@ def test_sampling_fails_where_the_device_ignores_top_k() -> None:
 
 @emulated(relax=RELAX)
 def test_sampling_fails_if_the_sampler_is_not_captured() -> None:
-    backend = started()
-    backend.decode_buckets, backend.capture_chunks = (1,), False
+    backend = select("npu", RELAX, DeviceSettings(decode_buckets=(1,), capture_chunks=False))
     loaded = story(backend, "float32")
     golden = reference.load_reference(storyteller.FOLDER, backend, "float32", 384, 1)
     prompts = accept_tokens.prompts_of(storyteller.FOLDER, loaded.runner.config.vocab_size, 64)

@@ -19,7 +19,7 @@ from npuserve.kernels import linear, native, norm
 from npuserve.kernels.quantize import quantize
 from npuserve.kernels.quantized import Quantized, Scheme
 from npuserve.npu import storyteller
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
@@ -61,8 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def golden(folder: Path) -> tuple[Model, Backend]:
     """The model with an int8 LM head, on golden functions."""
-    backend = CpuBackend(native=False)
-    backend.int8_levels = 127
+    backend = CpuBackend(native=False, settings=DeviceSettings(int8_levels=127))
     return load_reference(folder, backend, "float32", 256, 1, "int8")
 
 

@@ -15,6 +15,7 @@ from npuserve.cli import main as cli
 from npuserve.cli.acceptance.reference import forced_logits, load_reference
 from npuserve.cli.acceptance.tokens import agreement, prompts_of
 from npuserve.kernels.ascend import LEVELS
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelConfig
 from npuserve.v1 import model_pb2
@@ -46,8 +47,7 @@ def test_tokens_are_those_of_the_cpu_in_w8a8(tmp_path: Path) -> None:
     assert info.quantization == "w8a8"
     assert all(len(ids) == ANSWER for ids in made)
     sequences = [prompt + ids for prompt, ids in zip(prompts, made, strict=True)]
-    device = CpuBackend()
-    device.int8_levels = LEVELS
+    device = CpuBackend(settings=DeviceSettings(int8_levels=LEVELS))
     logits = list(forced_logits(*load_reference(folder, device, "float32", 128, 0), sequences, 64))
     found = agreement(logits, logits, prompts, made)
     assert found.tokens == len(prompts) * ANSWER

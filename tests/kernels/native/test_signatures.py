@@ -12,6 +12,7 @@ from torch import Tensor
 
 from npuserve.kernels import native
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
+from npuserve.kernels.experts import route_experts
 from npuserve.kernels.mask_logits import random_masks
 from npuserve.kernels.native import layout
 from npuserve.kernels.native.packed import PackedWeight
@@ -51,6 +52,11 @@ def calls() -> dict[str, native.Call]:
                     torch.ones(2, 16, dtype=torch.bfloat16), weight, torch.ones(32, dtype=torch.bfloat16),
                     *([32, *random_masks(torch.Generator(), 2, 32)] if name == "linear_argmax" else []))
             weight.rows(torch.arange(3))
+            rows = torch.ones(2, 16, dtype=torch.bfloat16)
+            routing = route_experts(rows, torch.ones(2, 16, dtype=torch.bfloat16), 1, False, 0, 2)
+            for name in ("experts_swiglu", "experts_sum"):
+                weight = PackedWeight.pack(torch.ones(64, 16, dtype=torch.bfloat16), compact)
+                KERNELS[name].implementations["cpu"].function(rows, weight, routing)
         uniform(np.arange(3), np.arange(3))
         memory = torch.zeros(2, 512, dtype=torch.uint8)
         call("read", ("read", torch.int8, [memory, torch.zeros(2, dtype=torch.int32)], [2, 512]))

@@ -23,6 +23,7 @@ from npuserve.kernels.registry import GOLDEN, KERNELS
 from npuserve.npu import backends, control_group
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends import cpu as cpu_module
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 
 needs_native = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -277,7 +278,7 @@ def test_cpu_ranks_pin_their_threads_to_cores_of_their_own_if_they_take_all(monk
     monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
         set_threads=lambda count, cores: found.append(cores)))
     for rank in range(size):
-        CpuBackend(place=(rank, size)).set_threads(threads)
+        CpuBackend(settings=DeviceSettings((rank, size))).set_threads(threads)
     assert found == cores
 
 

@@ -47,14 +47,15 @@ class Capturing(CpuBackend):
 
     def __init__(self, able: bool = True) -> None:
         super().__init__(native=False)
-        self.decode_buckets = (4, 8)
         self.captures: list[tuple[Graph, tuple[int, ...]]] = []
         self._able = able
 
-    def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
+    def capture(
+        self, step: Callable[[int], Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
+    ) -> Captured | None:
         assert decode
         made = Graph(step)
-        self.captures.append((made, self.decode_buckets))
+        self.captures.append((made, tuple(buckets)))
         return made if self._able else None
 
     def check_heads(self, head_dim: int) -> None:
@@ -66,14 +67,14 @@ def test_machine_of_cpu_is_host() -> None:
     assert machine_of(CpuBackend(native=False)) is HOST
 
 
-def test_device_record_is_one_dispatch_and_keeps_buckets() -> None:
+def test_device_record_is_one_dispatch_of_one_bucket() -> None:
     backend, calls = Capturing(), []
     replay = Device(backend).record(lambda: calls.append(1) or torch.empty(0))  # type: ignore[func-returns-value]
     assert replay
     replay()
     replay()
     (graph, buckets), = backend.captures
-    assert (graph.replays, len(calls), buckets, backend.decode_buckets) == (2, 2, (1,), (4, 8))
+    assert (graph.replays, len(calls), buckets) == (2, 2, (1,))
     assert Device(Capturing(able=False)).record(lambda: torch.empty(0)) is None
 
 

@@ -54,7 +54,7 @@ class Graph:
 class Bucketed(CpuBackend):
     padding_blocks = 1
 
-    def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
+    def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool, **_: object) -> Captured | None:
         return Graph(step) if decode else None
 
 
@@ -191,7 +191,7 @@ def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
     """A process without other ranks runs its steps kernel by kernel, and a rank would then pad other rows."""
 
     class Refusing(Bucketed):
-        def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool) -> Captured | None:
+        def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool, **_: object) -> Captured | None:
             raise CaptureError("device: steps cannot be captured")
 
     backend = Refusing()
@@ -200,4 +200,5 @@ def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
     assert runner._dispatch.decodes.argmax is None
     steps = CapturableSteps(runner._forward, runner._buffers, 2)
     with pytest.raises(CaptureError, match="cannot be captured"):
-        Dispatch(backend, runner._buffers, steps, 2, capture_chunks=True, may_drop=False)
+        Dispatch(
+            backend, runner._buffers, steps, 2, capture_mode="auto", capture_chunks=True, may_drop=False)

@@ -56,7 +56,9 @@ class Graph:
 
 
 class Bucketed(Device):
-    def capture(self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool) -> Captured | None:
+    def capture(
+        self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, **_: object
+    ) -> Captured | None:
         return Graph(step) if decode else None
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from npuserve.kernels.experts import distinct_experts
+from npuserve.kernels.native import available
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict
@@ -25,10 +26,11 @@ from npuserve.npu.model.storage import idle_bytes
 from npuserve.npu.step import Row, SamplingParams
 from tests.npu.execution.test_decoder import Bench, oracle
 from tests.npu.execution.test_runner import load
-from tests.support.hybrids import logprobs_of, prompts
+from tests.support.hybrids import VOCABULARY, logprobs_of, prompts
 from tests.support.loop import Ask, serve
 from tests.support.mixtures import random_mixture, restack, use_recurrent_rule
 from tests.support.models import greedy, saved
+from tests.support.oracle_drafts import Kind, drafting_of
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)
 
@@ -159,6 +161,17 @@ def test_experts_that_ranks_cannot_divide(ranks: int, message: str) -> None:
         ModelConfig.from_dict(config_of(0, **changes)).sharded(Shard(0, ranks))
 
 
+@pytest.mark.parametrize(("config", "shard", "message"), [
+    ({}, Shard(0, 1, True), "expert_parallel: needs a tensor_parallel_size of at least 2$"),
+    ({"num_experts": 9, "num_attention_heads": 4, "num_key_value_heads": 4}, Shard(0, 2, True),
+     "expert_parallel: 2 ranks do not divide the model's 9 experts$"),
+    ({"architectures": ["Qwen3ForCausalLM"]}, Shard(0, 2, True), "expert_parallel: the model has no experts$"),
+])
+def test_whole_experts_that_ranks_cannot_have(config: dict[str, Any], shard: Shard, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict(config_of(0, **config)).sharded(shard)
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_missing_experts_are_named(tmp_path: Path, stacked: bool) -> None:
     folder = saved(random_mixture(2), tmp_path)
@@ -187,3 +200,18 @@ def test_step_reads_the_experts_that_its_tokens_choose() -> None:
     assert one == 4 * (config.num_parameters - config.active_parameters)
     assert 0 < idle_bytes(config, torch.float32, backend, 8) < one < 4 * of_experts
     assert distinct_experts(1, layer.top_k, layer.count) == pytest.approx(layer.top_k)
+
+
+@pytest.mark.skipif(not available(), reason="the native kernels are not built")
+@pytest.mark.parametrize("kind", ["right", "mixed"])
+def test_answers_with_drafts_equal_those_without(tmp_path: Path, kind: Kind) -> None:
+    runner = load(saved(random_mixture(0), tmp_path), dtype="float32", max_num_batched_tokens=48, max_drafts=24)
+    asks = [ask(prompt, 30, index) for index, prompt in enumerate(prompts(6, 3))]
+    plain, _ = serve(runner, asks, 1, 40, 4, 48)
+    known = {tuple(each.fields["prompt_ids"]): answer.tokens for each, answer in zip(asks, plain, strict=True)}
+    drafting = drafting_of(
+        kind, lambda sequence: known[tuple(sequence.request.prompt_ids)], VOCABULARY, runner.max_drafts)
+    drafted, _ = serve(runner, asks, 2, 40, 4, 48, drafting=drafting)
+    assert [(answer.tokens, answer.logprobs) for answer in drafted] == [
+        (answer.tokens, answer.logprobs) for answer in plain]
+    assert drafting.accepted > 0

@@ -37,7 +37,8 @@ def test_names_of_one_group_share_its_floor_by_time_or_else_by_calls() -> None:
 @pytest.mark.parametrize(("name", "kernels"), [
     ("rms_norm_kernel", "rms_norm,add_rms_norm"), ("qk_norm_rope_kv_write_kernel", "qk_norm_rope_kv_write"),
     ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "linear,linear_swiglu,linear_argmax"),
-    ("product_kernel", "linear,linear_swiglu,linear_argmax"), ("sample_embed_kernel", None)])
+    ("product_kernel", "linear,linear_swiglu,linear_argmax"), ("sample_embed_kernel", None),
+    ("chunk_products_kernel", "gated_delta_rule"), ("gated_rms_norm_kernel", "gated_rms_norm")])
 def test_cuda_names_are_kernels(name: str, kernels: str | None) -> None:
     floor = dict.fromkeys((kernels or "").split(","), 2.0)
     (row,) = kernel_table([(name, 1.0)], floor, KERNEL_NAMES)

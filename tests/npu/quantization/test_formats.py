@@ -250,7 +250,7 @@ def test_scheme_refusal_names_what_a_device_supports():
     (changed("format", "mixed-precision"), "format: 'mixed-precision'"),
     (changed("g.format", "pack-quantized"), "config_groups.group_0: format: 'pack-quantized'"),
     (changed("quantization_status", "calibration"), "quantization_status: 'calibration' is not supported"),
-    (changed("g.weights.num_bits", 4), r"group_0.input_activations: quantized inputs of weights of 4 bits \(W4A8\)"),
+    (changed("g.weights.num_bits", 3), "num_bits: 3 is not supported; supported: 8"),
     (changed("g.weights.num_bits", True), "num_bits: True"),
     (changed("g.weights.type", "float"), "group_0: format: 'int-quantized' is not supported; .*: None, float-quant"),
     (changed("g.input_activations.type", "float"), "group_0.input_activations: type: 'float' .*; supported: int"),

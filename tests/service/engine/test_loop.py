@@ -287,6 +287,14 @@ def test_idle_engine_sends_heartbeats(tmp_path: Path) -> None:
         assert beat.load.free_kv_ratio == 1.0
 
 
+def test_stop_ends_the_wait_of_an_idle_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "HEARTBEAT_SECONDS", 600.0)
+    with running(tmp_path) as engine:  # its end waits for the thread
+        peer = Peer(engine.address)
+        peer.submit(1, [5], 1)
+        peer.until_end(1)
+
+
 def test_error_of_on_idle_ends_an_idle_engine(tmp_path: Path) -> None:
     """As when a rank of another host is lost."""
     def fail() -> None:

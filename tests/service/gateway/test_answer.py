@@ -83,6 +83,15 @@ def test_translate_reports_what_stopped_the_answer(end: pb.Finish, matched: obje
     assert (getattr(answer.complete, kind) if kind else None) == matched
 
 
+def test_translate_counts_drafts() -> None:
+    end = finish(pb.FINISH_REASON_LENGTH)
+    end.usage.drafted_tokens = 7
+    end.usage.accepted_draft_tokens = 4
+    (answer,) = translated(request(), True, part(4, 5, 6, finish=end)).values()
+    assert answer.complete
+    assert (answer.complete.spec_draft_tokens, answer.complete.spec_accepted_tokens) == (7, 4)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("top", [0, 2])
 def test_translate_logprobs_belong_to_the_tokens(stream: bool, top: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf import struct_pb2
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
@@ -74,6 +75,22 @@ def test_limit_of_other_messages_of_vllm_engine_is_small(kind: type[vllm.AbortRe
 
 def test_max_message_bytes_is_at_most_the_fixed_limit() -> None:
     assert message_limits.max_message_bytes(1 << 24) == 64 << 20
+
+
+@pytest.mark.parametrize(("message", "elements"), [
+    (pb.SamplingParams(temperature=0.5, top_k=3, top_p=0.25, seed=7), 4),
+    (struct_pb2.Value(number_value=0.5), 1),
+    (struct_pb2.Struct(fields={"a": struct_pb2.Value(number_value=0.5)}), 4),
+])
+def test_check_structure_counts_the_fields_after_numbers_of_each_width(
+    message: Message, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = message.SerializeToString()
+    monkeypatch.setattr(message_limits, "MAX_ELEMENTS", elements)
+    message_limits.check_structure(message.DESCRIPTOR, data)
+    monkeypatch.setattr(message_limits, "MAX_ELEMENTS", elements - 1)
+    with pytest.raises(MessageTooLarge):
+        message_limits.check_structure(message.DESCRIPTOR, data)
 
 
 @pytest.mark.parametrize(("field", "max_items"), [("messages", 10_000), ("tools", 1024)])

@@ -89,7 +89,8 @@ class FakeDevice:
         assert handle is result, "another step is sampled"
         assert masks.keys() <= contexts.keys()
         for request_id, each_context in contexts.items():
-            each_mask = np.atleast_2d(masks[request_id]) if request_id in masks else [None] * len(each_context)
+            each_mask = list(np.atleast_2d(masks[request_id])) if request_id in masks else [None]
+            each_mask += each_mask[-1:] * (len(each_context) - len(each_mask))  # samples that are not valid
             for context, mask in zip(each_context, each_mask, strict=True):
                 self._sample(request_id, context, result, mask)
         self.unsampled = None

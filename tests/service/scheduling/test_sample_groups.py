@@ -339,6 +339,14 @@ def test_audit_finds_a_follower_without_a_leader() -> None:
         harness.scheduler.check_integrity()
 
 
+def test_audit_finds_a_wrong_count_of_live_samples() -> None:
+    harness = SchedulerHarness()
+    samples = harness.add_samples(PROMPT, 2)
+    harness.scheduler._samples.leaders[samples[0].id].live = 3
+    with pytest.raises(IntegrityError, match=r"2 samples are live, but the groups count \[3\]"):
+        harness.scheduler.check_integrity()
+
+
 def test_audit_finds_a_follower_in_a_wrong_state() -> None:
     harness = SchedulerHarness()
     samples = harness.add_samples(PROMPT, 2)

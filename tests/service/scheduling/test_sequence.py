@@ -46,6 +46,14 @@ def test_cached_tokens_are_of_the_prompt() -> None:
     assert sequence.cached_tokens == 3
 
 
+def test_sequence_is_prefilling_until_the_tokens_known_at_its_admission_are_computed() -> None:
+    sequence = make()
+    sequence.admit(0, 11.0)
+    for computed, is_prefilling in ((2, True), (3, False)):
+        sequence.num_computed_tokens = computed
+        assert sequence.is_prefilling is is_prefilling
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [

@@ -9,11 +9,17 @@ import pytest
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.drafter import Drafter
-from npuserve.service.speculation.speculator import MAX_ROW_DRAFTS, MAX_STEP_DRAFTS, Candidate, Speculator
+from npuserve.service.speculation.speculator import (
+    MAX_ROW_DRAFTS,
+    MAX_STEP_DRAFTS,
+    Candidate,
+    Speculator,
+    StepTokens,
+)
 from npuserve.service.speculation.step_costs import StepCosts
 
 OVERLAP = 0.05
-"""Share of a step that the overlap saves."""
+"""Share of a step of decode rows that the overlap saves."""
 
 
 class KnownDrafter(Drafter):
@@ -41,45 +47,87 @@ class KnownDrafter(Drafter):
 
 
 def simulate(
-    rows: int, seconds_of: Callable[[int], float], is_right: Callable[[int], bool], tokens: int, noise: float = 0.0
+    rows: int, seconds_of: Callable[[int], float], is_right: Callable[[int], bool], tokens: int, noise: float = 0.0,
+    *, recomputes: bool = False, prompt_tokens: int = 0,
 ) -> tuple[float, Speculator]:
-    """Return the seconds that `rows` answers of about `tokens` tokens take, relative to overlapped steps."""
-    speculator = Speculator("auto")
+    """Return the seconds that `rows` answers of about `tokens` tokens take, relative to overlapped steps.
+
+    recomputes: a row with a rejected draft is computed again.
+    prompt_tokens: tokens of prompts that are computed beside the answers; each step computes at most 64 of them.
+    """
+    speculator = Speculator("auto", recomputes=recomputes)
     drafters = [KnownDrafter(speculator.rates, is_right) for _ in range(rows)]
-    candidates = [Candidate(drafter, 1000) for drafter in drafters]
+    known = [1] * rows
     chance = random.Random(0)
-    seconds = 0.0
+    seconds = baseline = 0.0
     made = 0
-    while made < rows * tokens:
+    left = prompt_tokens
+    while made < rows * tokens or left > 0:
         counts = [0] * rows
         waits = speculator.waits
+        chunk = min(64, left) if made > rows * tokens // 4 else 0
+        load = StepTokens(rows, sum(known))
+        candidates = [Candidate(drafter, 1000, tokens) for drafter, tokens in zip(drafters, known, strict=True)]
         if waits:
-            counts = speculator.choose(candidates, rows, 512)
+            counts = speculator.choose(candidates, load, 512, is_beside_prompts=chunk > 0)
             waits = speculator.waits
         drafts = sum(counts)
         assert drafts <= MAX_STEP_DRAFTS
         assert max(counts) <= MAX_ROW_DRAFTS
-        took = seconds_of(rows + drafts) * (1 + OVERLAP if waits else 1) * chance.uniform(1 - noise, 1 + noise)
-        taken = sum(drafter.take(count) for drafter, count in zip(drafters, counts, strict=True))
+        computed = load.tokens + drafts + chunk
+        gap = OVERLAP * seconds_of(computed - chunk) if waits else 0.0
+        took = (seconds_of(computed) + gap) * chance.uniform(1 - noise, 1 + noise)
+        taken = [drafter.take(count) for drafter, count in zip(drafters, counts, strict=True)]
+        known = [before + got if recomputes and got <= count else 1
+                 for before, got, count in zip(known, taken, counts, strict=True)]
         seconds += took
-        made += taken
-        speculator.step_applied(rows, drafts, taken, took, is_overlapped=not waits)
+        made += sum(taken)
+        baseline += seconds_of(rows + chunk) - seconds_of(rows) if chunk else 0.0
+        left -= chunk
+        if chunk:
+            speculator.mixed_step_applied(StepTokens(rows + 1, computed, drafts), sum(taken) - rows, took)
+        else:
+            speculator.step_applied(StepTokens(rows, computed, drafts), sum(taken), took, is_overlapped=not waits)
         if not waits:
-            speculator.review(candidates, rows, 512)
-    return seconds * rows / made / seconds_of(rows), speculator
+            speculator.review(candidates, load, 512, is_beside_prompts=chunk > 0)
+    return seconds / (baseline + made / rows * seconds_of(rows)), speculator
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("turn", [0, 3, 24, 100])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_wrong_and_adverse_drafts_cost_less_than_two_percent(
-    rows: int, noise: float, slope: float, turn: int
+    rows: int, noise: float, slope: float, turn: int, recomputes: bool
 ) -> None:
     """turn: predictions are right and wrong for so many tokens in turn; 0: all are wrong."""
     relative, _ = simulate(
-        rows, lambda tokens: 1 + slope * tokens, lambda place: bool(turn) and place // turn % 2 == 0, 2000, noise)
+        rows, lambda tokens: 1 + slope * tokens, lambda place: bool(turn) and place // turn % 2 == 0, 2000, noise,
+        recomputes=recomputes)
     assert relative < 1 / 0.98
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("slope", [0.02, 0.3])
+@pytest.mark.parametrize("turn", [0, 24])
+def test_wrong_drafts_beside_prompts_cost_less_than_two_percent(rows: int, slope: float, turn: int) -> None:
+    relative, _ = simulate(
+        rows, lambda tokens: 1 + slope * tokens, lambda place: bool(turn) and place // turn % 2 == 0, 2000, 0.1,
+        prompt_tokens=40_000)
+    assert relative < 1 / 0.98
+
+
+def test_right_drafts_beside_prompts_save_time() -> None:
+    with_drafts, speculator = simulate(
+        8, lambda tokens: 1 + 0.02 * tokens, lambda place: True, 2000, 0.1, prompt_tokens=40_000)
+    assert speculator.waits
+    assert with_drafts < 0.8
+
+
+def test_right_drafts_save_time_with_a_fixed_state() -> None:
+    relative, _ = simulate(1, lambda tokens: 1 + 0.05 * tokens, lambda place: place % 6 > 0, 1000, 0.1, recomputes=True)
+    assert relative < 0.8
 
 
 @pytest.mark.parametrize(("rows", "slope", "most"), [(1, 0.02, 0.2), (1, 0.3, 0.7), (8, 0.02, 0.5), (32, 0.01, 0.6)])
@@ -114,6 +162,8 @@ def test_suffix_drafts_twice_the_match_within_the_limits() -> None:
     drafters = [KnownDrafter(speculator.rates, lambda place: True) for _ in range(3)]
     for drafter, length in zip(drafters, (1, 3, 25), strict=True):
         drafter._length = length
-    assert speculator.choose([Candidate(drafter, 99) for drafter in drafters], 3, 512) == [0, 6, MAX_ROW_DRAFTS]
-    assert speculator.choose([Candidate(drafter, 2) for drafter in drafters], 3, 512) == [0, 2, 2]
-    assert sum(speculator.choose([Candidate(drafter, 99) for drafter in drafters], 3, 9)) <= 9
+    load = StepTokens(3, 3)
+    candidates = [Candidate(drafter, 99) for drafter in drafters]
+    assert speculator.choose(candidates, load, 512) == [0, 6, MAX_ROW_DRAFTS]
+    assert speculator.choose([Candidate(drafter, 2) for drafter in drafters], load, 512) == [0, 2, 2]
+    assert sum(speculator.choose(candidates, load, 9)) <= 9

@@ -19,7 +19,7 @@ from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.native_lengths import NativeLengths
-from npuserve.npu.backends.base import CaptureError
+from npuserve.npu.backends.base import CaptureError, DeviceSettings
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.execution.load import load_runner
 from npuserve.npu.execution.runner import Runner
@@ -377,8 +377,7 @@ def test_ascend_properties(tmp_path: Path) -> None:
     assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (128, 128, 1)
     assert backend.max_block_size == 128
     for buckets, blocks in (((1, 130), 1), ((4, 134), 2), ((512,), 4), ((1, 4, 16, 64, 256), 2)):
-        backend.decode_buckets = buckets
-        assert backend.padding_blocks == blocks
+        assert select(backend.name, settings=DeviceSettings(decode_buckets=buckets)).padding_blocks == blocks
     assert backend.cache_shapes(5, 128, 2, 64, torch.bfloat16) == ((5, 128, 2, 128),) * 2
     free = backend.memory_available()
     held = backend.empty((32 << 20,), torch.uint8)

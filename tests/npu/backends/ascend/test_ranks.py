@@ -13,7 +13,7 @@ import pytest
 
 from npuserve.npu import backends, emulator
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import BackendError, CaptureError, Fault
+from npuserve.npu.backends.base import BackendError, CaptureError, DeviceSettings, Fault
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig
@@ -206,7 +206,7 @@ def test_a_steady_step_has_the_calls_of_one_device(place: Place, tmp_path: Path,
 
 @on_ranks(joined=False, relax=("fp32",), environment={"HCCL_BUFFSIZE": "30"})
 def test_memory_of_the_communicator_is_planned(place: Place, tmp_path: Path) -> None:
-    backend = select("npu", place=(place.rank, place.size))
+    backend = select("npu", settings=DeviceSettings((place.rank, place.size)))
     planned, before = backend.communicator_bytes(2), emulator.memory().used
     assert planned == 60 << 20
     Group(place.rank, place.size, place.store).ranks(
@@ -221,7 +221,7 @@ def test_sums_in_place_take_no_planned_memory(tmp_path: Path) -> None:
     """The logits of all rows are gathered, the hidden states are not."""
     config = ModelConfig.from_folder(saved(tmp_path)).sharded(Shard(0, 2))
     settings: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}
-    backend = select("npu", place=(0, 1))
+    backend = select("npu", settings=DeviceSettings((0, 1)))
     found = predict(config, backend, **settings)
     backend.reduces = False
     gathering = predict(config, backend, **settings)
@@ -285,4 +285,4 @@ def test_more_ranks_than_visible_devices_are_refused() -> None:
     os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "3"
     with pytest.raises(BackendError, match=r"2 ranks of this host need as many devices, and 1 is visible here "
                        r"\(ASCEND_RT_VISIBLE_DEVICES\)"):
-        select("npu", place=(0, 2))
+        select("npu", settings=DeviceSettings((0, 2)))

@@ -97,18 +97,19 @@ def test_ascend_prompt_token_is_selected_by_its_dispatch(tmp_path: Path) -> None
     assert second.token_ids == decode(cpu, 3, 3).token_ids
 
 
+@pytest.mark.parametrize("drafts", [1, 3, 7])
 @emulated(relax=RELAX)
-def test_ascend_row_with_drafts_is_one_dispatch(tmp_path: Path) -> None:
+def test_ascend_row_with_drafts_is_one_dispatch(tmp_path: Path, drafts: int) -> None:
     """Tokens after right drafts are those of single steps, and the captured step selects all of them."""
     saved(tmp_path)
     runner, cpu = load(tmp_path, max_drafts=16), load(tmp_path, "cpu", block_size=128, threads=1)
     first = prefill(runner, 2).token_ids
     assert first == prefill(cpu, 2).token_ids
-    single = [decode(cpu, 2, at).token_ids for at in range(3, 7)]
+    single = [decode(cpu, 2, at).token_ids for at in range(3, 4 + drafts)]
     answer = [token for each in single for token in each[0]]
     with counted(runner) as calls:
         result = runner.collect(runner.launch(Step([
-            Row(0, [*first[0], *answer[:3]], 3, [0], 4), Row(1, first[1], 3, [1], 1)])))
+            Row(0, [*first[0], *answer[:drafts]], 3, [0], 1 + drafts), Row(1, first[1], 3, [1], 1)])))
         assert (calls, result.captured) == ({}, True)
     assert result.token_ids == {0: answer, 1: single[0][1]}
 

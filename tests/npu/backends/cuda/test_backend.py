@@ -6,6 +6,8 @@ import gzip
 import json
 import math
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.profile import ProfileSummary
 from npuserve.npu.profiling.session import Profiler
 from npuserve.npu.profiling.trace_folder import TraceFolder
-from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult
 from npuserve.service import metrics
 from tests.kernels.triton import needs_triton
 from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved, saved_w8a8
@@ -92,6 +94,44 @@ def test_cuda_constrained_tokens_equal_cpu(tmp_path: Path) -> None:
         found.append(got)
         assert all(result.captured for result in results)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_cuda_row_with_drafts_is_one_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """Tokens after right drafts are those of single steps. One graph computes up to 8 tokens of a row, and a decode row
+    beside it."""
+    saved(tmp_path, layers=1)
+    prompt = ids_of(5)
+    sampling = SamplingParams(temperature=temperature, seed=3)
+    new = [NewRequest(request, prompt, [], sampling) for request in range(2)]
+    cuda = load(tmp_path, max_drafts=8)
+    cpu = load(tmp_path, "cpu")
+
+    def run(runner: Runner, *rows: Row, new: Sequence[NewRequest] = ()) -> StepResult:
+        return runner.collect(runner.launch(Step(list(rows), list(new))))
+
+    answer: list[int] = []
+    for start in range(5, 14):
+        token_ids = [answer[-1]] if answer else prompt
+        rows = [Row(request, token_ids, start - len(token_ids), [request], 1) for request in range(2)]
+        answer += run(cpu, *rows, new=[] if start > 5 else new).token_ids[0]
+    first = run(cuda, *(Row(request, prompt, 0, [request], 1) for request in range(2)), new=new)
+    assert first.token_ids == {0: answer[:1], 1: answer[:1]}
+    replays = Counter[int]()
+    replay = CudaGraphs.replay
+
+    def counting(graphs: CudaGraphs, rows: int, *lengths: Sequence[int]) -> torch.Tensor:
+        replays[rows] += 1
+        return replay(graphs, rows, *lengths)
+
+    monkeypatch.setattr(CudaGraphs, "replay", counting)
+    for drafts in (1, 3, 7):
+        result = run(cuda, Row(0, answer[: 1 + drafts], 5, [0], 1 + drafts), Row(1, answer[:1], 5, [1], 1))
+        assert result.token_ids == {0: answer[1 : 2 + drafts], 1: answer[1:2]}
+        assert result.decoder_decodes == 1  # LM head and sampler follow, for all tokens in one call
+    assert replays == {3: 1, 5: 1, 9: 1}
 
 
 def test_cuda_step_beyond_captured_tokens_is_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,8 +307,7 @@ def test_cuda_events_are_reused() -> None:
 def test_cuda_graph_output_is_valid_until_next_replay() -> None:
     backend = started()
     x = torch.ones(4)
-    backend.decode_buckets = (2, 4)
-    graphs = backend.capture(lambda rows: x[:rows] * 2, 4, decode=True)
+    graphs = backend.capture(lambda rows: x[:rows] * 2, 4, decode=True, buckets=(2, 4))
     other = backend.capture(lambda rows: x[:rows] * 3, 4, decode=False)
     assert isinstance(graphs, CudaGraphs)
     assert other is not None

@@ -13,7 +13,8 @@ from npuserve.cli.acceptance.model import check_tokens
 from npuserve.cli.acceptance.reference import load_reference
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu import backends
-from npuserve.npu.backends import BackendError
+from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cuda import emulated as cuda_emulated
 from npuserve.npu.backends.machine import takes_case
 from npuserve.npu.model.config import ModelConfig
@@ -57,8 +58,7 @@ def test_cuda_float8_tokens_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     """The CPU's golden functions judge the tokens part of `npuserve check --accept`."""
     folder = saved_w8a8(random_model("qwen3", num_hidden_layers=1), tmp_path, W8A8(float8=True))
     monkeypatch.setattr(accept_tokens, "BUDGET", 16)
-    backend = started()
-    backend.decode_buckets = (2,)
+    backend = select("cuda", settings=DeviceSettings(decode_buckets=(2,)))
     golden = load_reference(folder, backend, "float32", 64, 1)
     loaded = reference.load(folder, backend, "float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
                              block_size=16)

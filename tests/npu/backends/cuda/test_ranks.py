@@ -12,7 +12,7 @@ import torch
 from npuserve.kernels import collectives, triton
 from npuserve.kernels.collectives import Ranks, all_reduce, linear_argmax_shard
 from npuserve.kernels.linear import linear_argmax
-from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.base import BackendError, DeviceSettings
 from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.backends.cuda.emulated_backend import EmulatedCuda
 from npuserve.npu.execution.memory_plan import predict
@@ -148,10 +148,10 @@ def test_argmax_of_ranks_is_the_first_of_equal_values() -> None:
 
 def test_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert EmulatedCuda((1, 2)).place == (1, 2)
+    assert EmulatedCuda(DeviceSettings((1, 2))).settings.place == (1, 2)
     with pytest.raises(BackendError, match=r"^tensor_parallel_size: 3 ranks of this host need as many devices, and 2 "
                                            r"are visible here \(CUDA_VISIBLE_DEVICES\); possible is 1 to 2 a host$"):
-        EmulatedCuda((0, 3))
+        EmulatedCuda(DeviceSettings((0, 3)))
 
 
 def test_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_plan_counts_gathered_tensors(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(saved(tmp_path, layers=1, vocabulary=300)).sharded(Shard(0, 2))
     settings: dict[str, Any] = {
         "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}
-    backend = EmulatedCuda((0, 2))
+    backend = EmulatedCuda(DeviceSettings((0, 2)))
     found = predict(config, backend, **settings)
     backend.shares_memory = True
     without = predict(config, backend, **settings)

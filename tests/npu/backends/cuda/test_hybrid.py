@@ -1,0 +1,177 @@
+"""Emulated CUDA backend with Qwen3.5: linear attention whose states lie in slots, beside the CPU's kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from npuserve.cli.acceptance import reference
+from npuserve.cli.acceptance import tokens as accept_tokens
+from npuserve.cli.acceptance.model import check_tokens
+from npuserve.cli.acceptance.reference import load_reference
+from npuserve.npu import backends
+from npuserve.npu.backends.cuda import backend as cuda_backend
+from npuserve.npu.backends.cuda import graphs as cuda_graphs
+from npuserve.npu.execution.memory_plan import predict
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.execution.state_store import slot_bytes
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.quantization.w8a8 import W8A8
+from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
+from tests.kernels.triton import needs_triton
+from tests.npu.backends.cuda.test_backend import emulated, load, started  # noqa: F401
+from tests.npu.backends.small import GREEDY, ids_of
+from tests.support.golden_cpu import GoldenCpu
+from tests.support.hybrids import random_hybrid
+from tests.support.loop import Ask, serve
+from tests.support.models import saved, saved_w8a8
+
+pytestmark = needs_triton
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32, "intermediate_size": 40,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}
+
+
+@pytest.fixture(autouse=True)
+def few_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture two sizes of steps of any rows, since each capture is interpreted."""
+
+    def token_buckets(largest: int) -> tuple[int, ...]:
+        largest = min(largest, cuda_graphs.MAX_TOKENS)
+        return min(8, largest), largest
+
+    monkeypatch.setattr(cuda_backend, "token_buckets", token_buckets)
+
+
+def hybrid(**changes: Any) -> PreTrainedModel:
+    return random_hybrid(0, **SIZES | changes)
+
+
+def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
+    return Ask(tick, None, {"prompt_ids": prompt, "max_tokens": count, "sampling": GREEDY, **fields})
+
+
+def both(folder: Path, **settings: Any) -> list[Runner]:
+    given = {"max_num_batched_tokens": 48, "max_num_seqs": 3, "kv_cache_memory": 1 << 20} | settings
+    return [load(folder, name, **given) for name in ("cuda", "cpu")]
+
+
+def test_chunks_and_decode_rows_are_captured_and_equal_the_cpu(tmp_path: Path) -> None:
+    """Mixed steps of rows of 1, few and many tokens, two steps in flight, slots used again, and all heads of 256."""
+    folder = saved(hybrid(head_dim=256, num_attention_heads=3), tmp_path)
+    found = []
+    asks = [ask(ids_of(length, length), 3, index) for index, length in enumerate((35, 4, 20))]
+    for runner in both(folder):
+        assert runner.fallbacks == []
+        answers, _ = serve(runner, asks, 2, 64, 3, 48)
+        found.append([answer.tokens for answer in answers])
+    assert found[0] == found[1]
+    assert [len(tokens) for tokens in found[0]] == [3] * 3
+
+
+def test_steps_are_one_launch_of_a_captured_graph(tmp_path: Path) -> None:
+    """A first chunk, a second one beside a decode row, and decode rows."""
+    prompt, other = ids_of(37), ids_of(9, 1)
+    steps = [
+        Step([Row(0, other, 0, [0], True, state_slot=1)], [NewRequest(0, other, [], GREEDY)]),
+        Step([Row(0, [PENDING], 9, [0], True, state_slot=1), Row(1, prompt[:30], 0, [1, 2], False, state_slot=0)],
+             [NewRequest(1, prompt, [], GREEDY)]),
+        Step([Row(0, [PENDING], 10, [0], True, state_slot=1), Row(1, prompt[30:], 30, [1, 2, 3], True, state_slot=0)]),
+        Step([Row(0, [PENDING], 11, [0], True, state_slot=1), Row(1, [PENDING], 37, [1, 2, 3], True, state_slot=0)])]
+    found = []
+    for runner in both(saved(hybrid(), tmp_path)):
+        results = [runner.collect(runner.launch(step)) for step in steps]
+        found.append([result.token_ids for result in results])
+        if runner.backend_name == "cuda":
+            assert all(result.captured for result in results)
+            assert [result.captured_decodes + result.decoder_decodes for result in results] == [0, 1, 1, 2]
+    assert found[0] == found[1]
+
+
+def test_step_beyond_captured_tokens_runs_kernel_by_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_TOKENS", 4)
+    prompt = ids_of(20)
+    found = []
+    for runner in both(saved(hybrid(), tmp_path)):
+        result = runner.collect(runner.launch(
+            Step([Row(0, prompt, 0, [0, 1], True, state_slot=0)], [NewRequest(0, prompt, [], GREEDY)])))
+        assert result.captured == (runner.backend_name == "cpu")
+        found.append(result.token_ids)
+    assert found[0] == found[1]
+
+
+def test_preempted_requests_and_prefix_hits_equal_the_cpu(tmp_path: Path) -> None:
+    """Few blocks preempt requests; a second turn continues a checkpoint of the first one's state."""
+    folder = saved(hybrid(), tmp_path)
+    first = [ids_of(14, 1), ids_of(47, 2)]
+    second = [*first[1], *ids_of(5)]
+    asks = [*(ask(prompt, 4) for prompt in first), ask(second, 2, 30)]
+    found = []
+    for runner in both(folder):
+        answers, scheduler = serve(runner, asks, 2, 5, 2, 48, num_slots=8)
+        found.append([answer.tokens for answer in answers])
+        assert scheduler.preemptions > 0
+        assert scheduler.prefix_hits > 0
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("quantized", ["blocks", "int8 cache and head"])
+def test_quantized_hybrid_is_near_golden(tmp_path: Path, quantized: str) -> None:
+    """Float8 in blocks as of the published -FP8, and an int8 KV cache and LM head: chunks, and a captured step."""
+    settings = {}
+    if quantized == "blocks":
+        model = hybrid(hidden_size=160, intermediate_size=200)
+        # The gates' inputs are not quantized in the published checkpoints.
+        folder = saved_w8a8(model, tmp_path, W8A8(per_channel=False, float8=True, blocks=True),
+                            ignore=("lm_head", "re:.*in_proj_[ab]"))
+        assert ModelConfig.from_folder(folder).quantization_name == "w8a8-fp8"
+        backends.register_emulated(GoldenCpu)
+    else:
+        folder = saved(hybrid(), tmp_path)
+        settings = {"kv_cache_dtype": "int8", "lm_head_dtype": "int8"}
+    prompt, found = ids_of(40), []
+    new = NewRequest(0, prompt, [], SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1))
+    steps = [Step([Row(0, prompt[:30], 0, [0, 1], False, state_slot=2)], [new]),
+             Step([Row(0, prompt[30:], 30, [0, 1, 2], True, state_slot=2)]),
+             Step([Row(0, [7], 40, [0, 1, 2], True, state_slot=2)])]
+    for runner in both(folder, **settings):
+        results = [runner.collect(runner.launch(step)) for step in steps]
+        reports = [report for result in results[:2] for report in result.prompt_logprobs[0]]
+        found.append([report.logprob for report in (*reports, *results[1].logprobs[0], *results[2].logprobs[0])])
+    assert len(found[0]) == 41
+    torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """The rule of `npuserve check --accept`: near the golden functions in float32, and equal with and without two steps
+    in flight."""
+    folder = saved(hybrid(), tmp_path)
+    monkeypatch.setattr(accept_tokens, "BUDGET", 24)
+    backend = started()
+    backend.decode_buckets = (2,)
+    backend.choose_state_dtype(state)
+    golden = load_reference(folder, backend, "float32", 64, 1)
+    loaded = reference.load(folder, backend, "bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=24,
+                            block_size=16)
+    checks = check_tokens(loaded, golden, [ids_of(30), ids_of(5, 1)], 3, folder)
+    assert checks
+    assert all(check.passed for check in checks), checks
+
+
+def test_memory_plan_has_the_states(tmp_path: Path) -> None:
+    """Slots, with one for padding, of states beside windows in the dtype of activations."""
+    config, backend = ModelConfig.from_folder(saved(hybrid(), tmp_path)), started()
+    for state, itemsize in (("auto", 4), ("bfloat16", 2)):
+        backend.choose_state_dtype(state)
+        plan = predict(config, backend, dtype="bfloat16", max_num_seqs=4, kv_cache_memory=4 << 20)
+        size = slot_bytes(config, torch.bfloat16, backend)
+        assert size == 2 * 16 * 16 * itemsize + (2 * 16 + 2 * 16) * 3 * 2
+        assert plan.num_slots >= 8
+        assert plan.fixed_state == (plan.num_slots + 1) * size
