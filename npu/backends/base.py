@@ -167,7 +167,8 @@ class Backend(ABC):
     sampler_filters: filters of the captured steps that contain the kernels `penalize` and `sample`, which then copy
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
-    state_dtypes: dtypes of the states of linear attention that the kernels support.
+    state_dtypes: dtypes of the states of linear attention that the kernels support, first the one for which they are
+        made.
     chosen_state_dtype: the setting, one of them or "auto".
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.

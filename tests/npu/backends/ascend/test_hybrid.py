@@ -16,10 +16,11 @@ from npuserve.npu import emulator
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
+from npuserve.npu.quantize.rounding import Int8Rounding
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.ascend.test_launches import EVENT, nodes
-from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, loaded, share
+from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, loaded, of_one_device, share
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, masked
 from tests.npu.emulator.child import emulated, needs_npu, run
@@ -193,14 +194,15 @@ INT8 = [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"},
         {"kv_cache_dtype": "int8", "lm_head_dtype": "int8"}]
 
 
-@pytest.mark.parametrize("settings", INT8, ids=str)
-@pytest.mark.parametrize("w8a8", [False, True], ids=["floats", "w8a8"])
+@pytest.mark.parametrize(("form", "settings"), [
+    *((form, settings) for form in ("floats", "W8A8") for settings in INT8), ("ModelSlim", {})], ids=str)
 @emulated()
-def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, w8a8: bool, settings: dict[str, Any]) -> None:
+def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, form: str, settings: dict[str, Any]) -> None:
     """Of a prompt, in the device's dtypes without relaxation. The CPU has float32 and the device's int8 levels."""
     folder = saved_hybrid(tmp_path / "floats")
+    w8a8 = form != "floats"
     if w8a8:
-        quantize_checkpoint(folder, tmp_path / "int8")
+        quantize_checkpoint(folder, tmp_path / "int8", rounding=Int8Rounding(modelslim=form == "ModelSlim"))
         folder = tmp_path / "int8"
     npu = load(folder, dtype="bfloat16", **MEMORY, **settings)
     assert npu.fallbacks == []
@@ -221,13 +223,13 @@ def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, w8a8: bool, 
 
 @pytest.mark.slow
 @on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
-def test_hybrid_tokens_of_two_ranks_equal_cpu(place: Place, tmp_path: Path) -> None:
+def test_hybrid_tokens_of_two_ranks_equal_those_of_one_device(place: Place, tmp_path: Path) -> None:
     """Each rank has the states of its heads."""
     folder = share(place, "model", lambda: saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4))
     runner, _ = loaded(place, folder, decode_buckets=(1, 4), **MEMORY)
     assert runner.fallbacks == []
-    got, results = answers(runner, asks(4, 6))
-    assert got == answers(on_cpu(folder), asks(4, 6))[0]
+    got, results = answers(runner, asks(4, 8))
+    assert got == of_one_device(place, folder, **MEMORY)
     assert all(result.captured for result in results)
 
 
