@@ -216,3 +216,30 @@ def test_hopper_chunks_use_tensor_cores_within_shared_memory(
         assert "mma" in products.ptx
         assert "wgmma.mma_async" in advanced.ptx
         assert shared == ADA or 2 * (advanced.shared + 1024) <= 228 << 10  # two programs of a multiprocessor
+
+
+@pytest.mark.parametrize("rows", [0, 256])
+def test_hopper_convolution_compiles_without_spills(launch: ModuleType, rows: int) -> None:
+    """At the channels of Qwen3.5-27B: a decode row, and tiles of rows of any lengths. Nothing is stored early."""
+    numbers = dict.fromkeys(("x", "weight", "state", "out"), "*bf16")
+    signature = numbers | LENGTHS | {"tokens": "i32", "channels": "i32/16", "x_stride": "i64/16"}
+    tile, block = (16, launch.CHANNELS // 2) if rows else (1, launch.CHANNELS)
+    (made,) = compiled([Launch(
+        "causal_conv_silu", "causal_conv_silu_kernel", signature,
+        {"TAPS": 4, "ROWS": rows, "TILE": tile, "BLOCK": block, "PDL": True}, {"num_warps": 4})])
+    assert made.local == 0
+    assert "st.global" not in made.ptx.partition("griddepcontrol.wait")[0]
+
+
+def test_hopper_gates_load_and_store_16_bytes_at_a_time(interpreted: ModuleType) -> None:
+    """At the sizes of Qwen3.5-27B: 48 groups of 128, and 24 heads of 256."""
+    norm = {**dict.fromkeys(("x", "z", "out"), "*bf16"), "gamma": "*fp32", "groups": "i32/16", "size": "i32/16",
+            "x_stride": "i64/16", "z_stride": "i64/16", "eps": "fp32"}
+    gate = {**dict.fromkeys(("x", "gate", "out"), "*bf16"), "width": "i32/16", "x_stride": "i64/16",
+            "gate_stride": "i64/16"}
+    for made in compiled([
+            Launch("rows", "gated_rms_norm_kernel", norm, {"GROUPS": 8, "BLOCK": 128, "PDL": True}, {"num_warps": 4}),
+            Launch("rows", "sigmoid_gate_kernel", gate, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4})]):
+        assert made.local == 0
+        assert "ld.global.v4.b32" in made.ptx
+        assert "st.global.v4.b32" in made.ptx
