@@ -51,12 +51,12 @@ def test_chunks_are_near_the_recurrence(launch: ModuleType, rows: Rows) -> None:
     """Token by token and in chunks, with rows of no tokens and a slot that held NaN."""
     tokens, slots = sum(n for n, _ in rows), torch.tensor([4, 1, 2, 0][: len(rows)])
     results = []
-    for few in (0, 1000):
+    for few, chunk in ((0, 32), (0, 64), (1000, 32)):
         state = states()
         fresh = [slot for slot, (n, context) in zip(slots.tolist(), rows, strict=True) if n == context and n]
         state[fresh] = torch.nan
         out = launch.gated_delta_rule(
-            *rule_inputs(tokens), state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS, few=few)
+            *rule_inputs(tokens), state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS, few=few, chunk=chunk)
         results.append((out, state))
     expected = states()
     golden = gated_delta_rule(*rule_inputs(tokens), expected, metadata_of(rows), slots, KEY_HEADS)
@@ -76,8 +76,9 @@ def test_state_in_bfloat16_is_rounded_once_a_call(launch: ModuleType) -> None:
     torch.testing.assert_close(state.float(), expected, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float) -> None:
+def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float, chunk: int) -> None:
     """All keys are nearly equal, rates nearly 1 and decays nearly none: powers of A reach 1e17 in a chunk of 64."""
     tokens, rows = 130, [(130, 131)]
     qkv, a, b, a_log, dt_bias = rule_inputs(tokens)
@@ -85,7 +86,7 @@ def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float) -> 
     inputs = qkv, a - 20, b + 20, a_log, dt_bias
     state, expected = states(), states()
     slots = torch.tensor([3])
-    out = launch.gated_delta_rule(*inputs, state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS)
+    out = launch.gated_delta_rule(*inputs, state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS, chunk=chunk)
     golden = gated_delta_rule(*inputs, expected, metadata_of(rows), slots, KEY_HEADS)
     torch.testing.assert_close(out, golden, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
