@@ -479,6 +479,11 @@ class Backend(ABC):
     def deliver(self) -> None:  # noqa: B027 - a device whose work is queued at once has delivered it
         """Let threads that wait for earlier work continue. Enqueued work calls it right before its kernels."""
 
+    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source to its target on the device. Call it within enqueued work."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
     @abstractmethod
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:
         """Copy a device tensor to a `host_buffer` of its shape and dtype. Call it within enqueued work.
