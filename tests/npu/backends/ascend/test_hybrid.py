@@ -25,6 +25,8 @@ from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, masked
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
+from tests.support import loop
+from tests.support.oracle_drafts import drafting_of
 
 MEMORY = {"kv_cache_memory": 64 << 20}
 SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
@@ -304,3 +306,25 @@ def test_hybrid_operators_are_called() -> None:
         torch.npu.synchronize()
         emulator.log_tasks(False)
         assert (task in {each.name for each in emulator.tasks()}) == present
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}],
+                         ids=["greedy", "penalized"])
+@emulated(relax=RELAX, poison=True)
+def test_hybrid_drafts_change_no_token(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """A row with a rejected draft is computed again, from the state before it."""
+    saved_hybrid(tmp_path)
+    npu = load(tmp_path, decode_buckets=(1, 2, 4), max_drafts=8, **MEMORY)
+    assert npu.max_drafts == 8
+    requests = [loop.Ask(3 * seed, None, {"prompt_ids": ids_of(5 + 9 * seed, seed), "max_tokens": 16,
+                                          "sampling": SamplingParams(seed=seed, **sampling)}) for seed in range(3)]
+    expected, _ = loop.serve(on_cpu(tmp_path), requests, 1, 12, 4, 16)
+    tokens = dict(enumerate(answer.tokens for answer in expected))  # by seed
+    drafting = drafting_of("mixed", lambda sequence: tokens[sequence.request.sampling.seed], 100, npu.max_drafts,
+                           npu.block_size)
+    drafted, _ = loop.serve(npu, requests, 2, 12, 4, 16, drafting=drafting)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in expected]
+    assert 0 < drafting.accepted < drafting.drafted
