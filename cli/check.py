@@ -244,6 +244,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "missing_weights": missing,
         "architecture": facts.architecture,
         "parameters": facts.num_parameters,
+        "active_parameters": facts.active_parameters,
         "backend": backend.name,
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.kv_cache_dtype,
@@ -340,8 +341,10 @@ def text(report: dict[str, Any]) -> str:
     lines.append(f"model       {plan['name']}")
     if "error" in plan:
         return "\n".join([*lines, f"{'':11} cannot be served: {plan['error']}"])
+    parameters, active = (f"{plan[key] / 1e6:,.1f} M" for key in ("parameters", "active_parameters"))
+    of_token = f" ({active} for a token)" if active != parameters else ""
     lines.append(
-        f"{'':11} {plan['architecture']}, {plan['parameters'] / 1e6:,.1f} M parameters, "
+        f"{'':11} {plan['architecture']}, {parameters} parameters{of_token}, "
         f"{'' if plan['quantization'] == 'none' else plan['quantization'] + ', '}{plan['dtype']} on {plan['backend']}")
     lines.append(
         f"{'':11} {plan['max_model_len']} of {plan['context_length']} tokens of context, {plan['max_num_seqs']} "

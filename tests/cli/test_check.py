@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,19 @@ def test_check_json_absent_device_is_not_available() -> None:
     assert backends["npu"] == {"supported": True, "available": False}
     assert backends["cuda"] == {"supported": True, "available": False}
     assert not any("present" in backend for backend in backends.values())
+
+
+def test_mixture_of_experts_has_the_parameters_of_a_token(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 16000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, report = checked(capsys, str(tmp_path), "--device", "cpu", "--max-model-len", "128")
+    plan = report["model"]
+    assert plan["parameters"] - plan["active_parameters"] == 2 * (8 - 2) * 3 * 32 * 16000
+    main(["check", str(tmp_path), "--device", "cpu", "--max-model-len", "128"])
+    assert re.search(r"Qwen3MoeForCausalLM, 24\.\d M parameters \(6\.\d M for a token\), float32 on cpu",
+                     capsys.readouterr().out)
 
 
 def test_model_that_fits_has_the_expected_plan(folder: Path, capsys: Capture) -> None:
