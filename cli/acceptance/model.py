@@ -89,9 +89,9 @@ def check_model(
 def exact_dtypes(backend: Backend, *, hybrid: bool) -> list[str]:
     """Return float32 if a device computes in it without rounding between.
 
-    hybrid: the model has linear attention. Where its states may be in bfloat16, so are the results of its operators.
+    hybrid: the model has linear attention. Where its kernels are made for states in bfloat16, so are their results.
     """
-    rounds = hybrid and "bfloat16" in backend.state_dtypes
+    rounds = hybrid and backend.state_dtypes[0] == "bfloat16"
     return ["float32"] if supports_dtype(backend, "float32") and not rounds else []
 
 

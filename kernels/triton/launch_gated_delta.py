@@ -71,12 +71,13 @@ def causal_conv_silu(
 
 def gated_delta_rule(
     qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata,
-    state_slots: Tensor, key_heads: int, eps: float, few: int = FEW,
+    state_slots: Tensor, key_heads: int, eps: float, few: int = FEW, chunk: int = 0,
 ) -> Tensor:
     """Launch the kernels of `gated_delta_rule`; slots are not range-checked.
 
     eps: of the norm of queries and keys.
     few: maximum tokens of a row that is advanced token by token.
+    chunk: tokens of a chunk, 16, 32 or 64; 0 for the largest whose products fit the registers.
 
     Raises ValueError.
     """
@@ -100,7 +101,7 @@ def gated_delta_rule(
             qkv, a, b, a_log, dt_bias, state, metadata.context_lens, metadata.cu_seqlens_q, state_slots, out, tokens,
             rows, few, eps, **strides, **sizes, VALUE_DIM=value_dim, BLOCK_V=block, ONE_EACH=one_each,
             **options("recurrent_kernel", qkv.dtype, shared), **dependent(qkv))
-    chunk = 32 if qkv.dtype == torch.float32 else 64
+    chunk = chunk or (32 if qkv.dtype == torch.float32 else 64)
     long_rows, chunks = chunk_bounds(tokens, rows, lengths, few, chunk)
     if not one_each and chunks:
         exact = {"CHUNK": chunk, "ROWS": _capacity(rows), "WIDE": triton.DEVICE == "cpu"}

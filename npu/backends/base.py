@@ -167,7 +167,8 @@ class Backend(ABC):
     sampler_filters: filters of the captured steps that contain the kernels `penalize` and `sample`, which then copy
         nothing to the host. Ascending, up to ANY; () if a captured step cannot contain them.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
-    state_dtypes: dtypes of the states of linear attention that the kernels support.
+    state_dtypes: dtypes of the states of linear attention that the kernels support, first the one for which they are
+        made.
     chosen_state_dtype: the setting, one of them or "auto".
     scale_dtype: dtype of the scales of a quantized KV cache.
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
@@ -477,6 +478,11 @@ class Backend(ABC):
 
     def deliver(self) -> None:  # noqa: B027 - a device whose work is queued at once has delivered it
         """Let threads that wait for earlier work continue. Enqueued work calls it right before its kernels."""
+
+    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy each source to its target on the device. Call it within enqueued work."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
     @abstractmethod
     def fetch(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Event:

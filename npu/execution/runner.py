@@ -233,7 +233,7 @@ class Runner:
         if not step.rows:
             return LaunchedStep([], self._ids[0][:0])
         if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:
-            self.backend.enqueue(partial(self._store.copy_slots, copies))
+            self.backend.enqueue(partial(self._store.copy_slots, copies, self.backend))
         device_rows, host_rows = self._prefill.split(step.rows) if self._prefill else (step.rows, [])
         parts = self._dispatch.parts(device_rows) if device_rows else []
         if host_rows:

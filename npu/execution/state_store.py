@@ -151,8 +151,8 @@ class StateStore:
         return [tensor for state in states for cache in state
                 for tensor in ([cache.values, cache.scale] if isinstance(cache, Quantized) else [cache])]
 
-    def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:
+    def copy_slots(self, copies: Sequence[tuple[int, int]], backend: Backend) -> None:
         """Queue copies of slots, in order. copies: (source, target)."""
-        for tensor in self.fixed:
-            for source, target in copies:
-                tensor[target].copy_(tensor[source])
+        tensors = self.fixed
+        for source, target in copies:
+            backend.copy_all([tensor[target] for tensor in tensors], [tensor[source] for tensor in tensors])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import npuserve.kernels  # noqa: F401
-from npuserve.kernels import ascend
+from npuserve.kernels import ascend, ascend_delta
 from npuserve.kernels.quantized import with_levels
 from npuserve.kernels.registry import KERNELS, Case, Implementation
 from npuserve.kernels.sample import Filters
@@ -161,3 +161,11 @@ def test_sample_takes_the_first_of_equal_tokens() -> None:
         top_k = torch.tensor([4], dtype=torch.int32).to("npu")
         ids = implementation("sample").function(logits, 4, 1e-30 * ones, top_k, ones, zeros, zeros, filters)
         assert ids.tolist() == [[1]]
+
+
+def test_chunk_bytes_hold_the_states_of_all_rows() -> None:
+    """For Qwen3.5-27B: three copies of the states in bfloat16 and one in float32, or the convolution's inputs."""
+    states = 48 * 128 * 128
+    few, many = (ascend_delta.chunk_bytes(16, 48, 128, 128, rows, 512, 2) for rows in (1, 65))
+    assert many - few == 64 * states * (3 * 2 + 4)
+    assert ascend_delta.chunk_bytes(16, 48, 128, 128, 1, 8192, 2) == 4 * 8192 * 10240 * 6

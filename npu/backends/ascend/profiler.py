@@ -15,6 +15,7 @@ NAMES = {
     "rmsnorm|rope|rotary|scatterpakv": "rms_norm,qk_norm_rope_kv_write",
     "matmul|batchmm": "linear,linear_swiglu,linear_argmax",
     "embedding": "embedding",
+    "gateddeltarule": "gated_delta_rule",
 }
 """See DeviceProfiler.names. kernels/ascend.py and the files of the kernels call these operators."""
 

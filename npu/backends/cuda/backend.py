@@ -174,6 +174,10 @@ class CudaBackend(StreamBackend):
         buffer = os.environ.get("NCCL_BUFFSIZE", "")
         return 3 * NCCL_CHANNELS * (int(buffer) if buffer.isdecimal() else NCCL_BUFFSIZE) if size > 1 else 0
 
+    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy in a few launches: a slot of Qwen3.5-27B has 96 tensors."""
+        torch._foreach_copy_(list(targets), list(sources))
+
     def check_heads(self, head_dim: int, rotary_dim: int | None = None) -> None:
         """Raise BackendError for head sizes that paged attention does not support."""
         if head_dim % 2 or not 8 <= head_dim <= 256:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from npuserve.cli import main as cli
-from npuserve.cli.acceptance import captures, kernels, latency, model, variants
+from npuserve.cli.acceptance import captures, kernels, latency, model, replays, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.kernels import ascend
 from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
+from npuserve.npu import storyteller
 from tests.cli.acceptance.running import few_tokens, few_wide_tokens, narrow_lm_heads
 from tests.npu.emulator.child import emulated
 
@@ -131,3 +133,22 @@ def test_variants_of_a_hybrid_pass(place: int) -> None:
     assert set(found) == {f"{name}: beside the CPU, bfloat16", f"{name}: overlapped and not, bfloat16",
                           f"{name}: captured decodes, bfloat16"}
     assert found[f"{name}: captured decodes, bfloat16"].figures["share"] == 1.0
+
+
+@pytest.mark.slow
+@emulated()
+def test_captures_and_contexts_of_a_hybrid_pass(tmp_path: Path) -> None:
+    """Replays over contexts of 1,000 and 12,000 tokens, and chunks, beside the kernels called one by one."""
+    from npuserve.cli.acceptance.reference import load
+    from npuserve.npu.backends import select
+
+    variants.write_hybrid(storyteller.FOLDER, tmp_path / "hybrid")
+    backend = select("npu")
+    backend.decode_buckets = (2, 4)
+    loaded = load(tmp_path / "hybrid", backend, "bfloat16", max_model_len=300, max_num_seqs=4,
+                  max_num_batched_tokens=130)
+    assert loaded.runner.fallbacks == []
+    with mock.patch.object(captures, "CHUNK_TOKENS", 130), mock.patch.object(replays, "BATCHES", (2,)):
+        found = [*captures.check_captures(loaded, 4), *replays.check_contexts(loaded, quick=True)]
+    assert [x.name for x in found if x.passed is not True] == []
+    assert len(found) == 2 + 3 + 2

@@ -44,7 +44,7 @@ def test_acceptance_reference_takes_the_cache_of_the_device(folder: Path) -> Non
     """The native kernels have no float8; a runner and logits of given tokens use the golden functions."""
     other: Any = SimpleNamespace(
         int8_levels=127.5, float8=True, int4=True, scale_dtype=torch.bfloat16,
-        cache_dtypes=(torch.int8, torch.float8_e4m3fn))
+        cache_dtypes=(torch.int8, torch.float8_e4m3fn), state_dtype=lambda dtype: torch.float32)
     kernels = {cached: reference.load_reference(folder, other, "float32", 32, 1, "auto", cached)[1].kernels
                for cached in ("auto", "int8", "fp8")}
     assert kernels == {"auto": "cpu", "int8": "cpu", "fp8": GOLDEN}
@@ -58,7 +58,7 @@ def test_acceptance_reference_takes_the_cache_of_the_device(folder: Path) -> Non
 def test_acceptance_reference_computes_float8_models(tmp_path: Path) -> None:
     other: Any = SimpleNamespace(
         int8_levels=127.5, float8=True, int4=True, scale_dtype=torch.bfloat16,
-        cache_dtypes=(torch.int8, torch.float8_e4m3fn))
+        cache_dtypes=(torch.int8, torch.float8_e4m3fn), state_dtype=lambda dtype: torch.float32)
     model = random_model("qwen3", max_position_embeddings=128)
     plain, float8 = saved(model, tmp_path / "plain"), saved_w8a8(model, tmp_path / "float8", W8A8(float8=True))
     exact, found = (reference.load_reference(folder, other, "float32", 32, 1) for folder in (plain, float8))

@@ -51,12 +51,12 @@ def test_chunks_are_near_the_recurrence(launch: ModuleType, rows: Rows) -> None:
     """Token by token and in chunks, with rows of no tokens and a slot that held NaN."""
     tokens, slots = sum(n for n, _ in rows), torch.tensor([4, 1, 2, 0][: len(rows)])
     results = []
-    for few in (0, 1000):
+    for few, chunk in ((0, 32), (0, 64), (1000, 32)):
         state = states()
         fresh = [slot for slot, (n, context) in zip(slots.tolist(), rows, strict=True) if n == context and n]
         state[fresh] = torch.nan
         out = launch.gated_delta_rule(
-            *rule_inputs(tokens), state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS, few=few)
+            *rule_inputs(tokens), state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS, few=few, chunk=chunk)
         results.append((out, state))
     expected = states()
     golden = gated_delta_rule(*rule_inputs(tokens), expected, metadata_of(rows), slots, KEY_HEADS)
@@ -76,8 +76,9 @@ def test_state_in_bfloat16_is_rounded_once_a_call(launch: ModuleType) -> None:
     torch.testing.assert_close(state.float(), expected, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float) -> None:
+def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float, chunk: int) -> None:
     """All keys are nearly equal, rates nearly 1 and decays nearly none: powers of A reach 1e17 in a chunk of 64."""
     tokens, rows = 130, [(130, 131)]
     qkv, a, b, a_log, dt_bias = rule_inputs(tokens)
@@ -85,7 +86,7 @@ def test_chunks_of_repeated_keys_are_exact(launch: ModuleType, scale: float) -> 
     inputs = qkv, a - 20, b + 20, a_log, dt_bias
     state, expected = states(), states()
     slots = torch.tensor([3])
-    out = launch.gated_delta_rule(*inputs, state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS)
+    out = launch.gated_delta_rule(*inputs, state, metadata_of(rows), slots, KEY_HEADS, NORM_EPS, chunk=chunk)
     golden = gated_delta_rule(*inputs, expected, metadata_of(rows), slots, KEY_HEADS)
     torch.testing.assert_close(out, golden, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
@@ -216,3 +217,30 @@ def test_hopper_chunks_use_tensor_cores_within_shared_memory(
         assert "mma" in products.ptx
         assert "wgmma.mma_async" in advanced.ptx
         assert shared == ADA or 2 * (advanced.shared + 1024) <= 228 << 10  # two programs of a multiprocessor
+
+
+@pytest.mark.parametrize("rows", [0, 256])
+def test_hopper_convolution_compiles_without_spills(launch: ModuleType, rows: int) -> None:
+    """At the channels of Qwen3.5-27B: a decode row, and tiles of rows of any lengths. Nothing is stored early."""
+    numbers = dict.fromkeys(("x", "weight", "state", "out"), "*bf16")
+    signature = numbers | LENGTHS | {"tokens": "i32", "channels": "i32/16", "x_stride": "i64/16"}
+    tile, block = (16, launch.CHANNELS // 2) if rows else (1, launch.CHANNELS)
+    (made,) = compiled([Launch(
+        "causal_conv_silu", "causal_conv_silu_kernel", signature,
+        {"TAPS": 4, "ROWS": rows, "TILE": tile, "BLOCK": block, "PDL": True}, {"num_warps": 4})])
+    assert made.local == 0
+    assert "st.global" not in made.ptx.partition("griddepcontrol.wait")[0]
+
+
+def test_hopper_gates_load_and_store_16_bytes_at_a_time(interpreted: ModuleType) -> None:
+    """At the sizes of Qwen3.5-27B: 48 groups of 128, and 24 heads of 256."""
+    norm = {**dict.fromkeys(("x", "z", "out"), "*bf16"), "gamma": "*fp32", "groups": "i32/16", "size": "i32/16",
+            "x_stride": "i64/16", "z_stride": "i64/16", "eps": "fp32"}
+    gate = {**dict.fromkeys(("x", "gate", "out"), "*bf16"), "width": "i32/16", "x_stride": "i64/16",
+            "gate_stride": "i64/16"}
+    for made in compiled([
+            Launch("rows", "gated_rms_norm_kernel", norm, {"GROUPS": 8, "BLOCK": 128, "PDL": True}, {"num_warps": 4}),
+            Launch("rows", "sigmoid_gate_kernel", gate, {"BLOCK": 1024, "PDL": True}, {"num_warps": 4})]):
+        assert made.local == 0
+        assert "ld.global.v4.b32" in made.ptx
+        assert "st.global.v4.b32" in made.ptx

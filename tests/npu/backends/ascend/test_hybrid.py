@@ -16,14 +16,17 @@ from npuserve.npu import emulator
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
+from npuserve.npu.quantize.rounding import Int8Rounding
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.ascend.test_launches import EVENT, nodes
-from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, loaded, share
+from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, loaded, of_one_device, share
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, masked
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
+from tests.support import loop
+from tests.support.oracle_drafts import drafting_of
 
 MEMORY = {"kv_cache_memory": 64 << 20}
 SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
@@ -193,14 +196,15 @@ INT8 = [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"},
         {"kv_cache_dtype": "int8", "lm_head_dtype": "int8"}]
 
 
-@pytest.mark.parametrize("settings", INT8, ids=str)
-@pytest.mark.parametrize("w8a8", [False, True], ids=["floats", "w8a8"])
+@pytest.mark.parametrize(("form", "settings"), [
+    *((form, settings) for form in ("floats", "W8A8") for settings in INT8), ("ModelSlim", {})], ids=str)
 @emulated()
-def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, w8a8: bool, settings: dict[str, Any]) -> None:
+def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, form: str, settings: dict[str, Any]) -> None:
     """Of a prompt, in the device's dtypes without relaxation. The CPU has float32 and the device's int8 levels."""
     folder = saved_hybrid(tmp_path / "floats")
+    w8a8 = form != "floats"
     if w8a8:
-        quantize_checkpoint(folder, tmp_path / "int8")
+        quantize_checkpoint(folder, tmp_path / "int8", rounding=Int8Rounding(modelslim=form == "ModelSlim"))
         folder = tmp_path / "int8"
     npu = load(folder, dtype="bfloat16", **MEMORY, **settings)
     assert npu.fallbacks == []
@@ -221,13 +225,13 @@ def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, w8a8: bool, 
 
 @pytest.mark.slow
 @on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
-def test_hybrid_tokens_of_two_ranks_equal_cpu(place: Place, tmp_path: Path) -> None:
+def test_hybrid_tokens_of_two_ranks_equal_those_of_one_device(place: Place, tmp_path: Path) -> None:
     """Each rank has the states of its heads."""
     folder = share(place, "model", lambda: saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4))
     runner, _ = loaded(place, folder, decode_buckets=(1, 4), **MEMORY)
     assert runner.fallbacks == []
-    got, results = answers(runner, asks(4, 6))
-    assert got == answers(on_cpu(folder), asks(4, 6))[0]
+    got, results = answers(runner, asks(4, 8))
+    assert got == of_one_device(place, folder, **MEMORY)
     assert all(result.captured for result in results)
 
 
@@ -302,3 +306,25 @@ def test_hybrid_operators_are_called() -> None:
         torch.npu.synchronize()
         emulator.log_tasks(False)
         assert (task in {each.name for each in emulator.tasks()}) == present
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}],
+                         ids=["greedy", "penalized"])
+@emulated(relax=RELAX, poison=True)
+def test_hybrid_drafts_change_no_token(tmp_path: Path, sampling: dict[str, Any]) -> None:
+    """A row with a rejected draft is computed again, from the state before it."""
+    saved_hybrid(tmp_path)
+    npu = load(tmp_path, decode_buckets=(1, 2, 4), max_drafts=8, **MEMORY)
+    assert npu.max_drafts == 8
+    requests = [loop.Ask(3 * seed, None, {"prompt_ids": ids_of(5 + 9 * seed, seed), "max_tokens": 16,
+                                          "sampling": SamplingParams(seed=seed, **sampling)}) for seed in range(3)]
+    expected, _ = loop.serve(on_cpu(tmp_path), requests, 1, 12, 4, 16)
+    tokens = dict(enumerate(answer.tokens for answer in expected))  # by seed
+    drafting = drafting_of("mixed", lambda sequence: tokens[sequence.request.sampling.seed], 100, npu.max_drafts,
+                           npu.block_size)
+    drafted, _ = loop.serve(npu, requests, 2, 12, 4, 16, drafting=drafting)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in expected]
+    assert 0 < drafting.accepted < drafting.drafted

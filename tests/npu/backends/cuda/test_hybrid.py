@@ -14,6 +14,7 @@ from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.model import check_tokens
 from npuserve.cli.acceptance.reference import load_reference
 from npuserve.npu import backends
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cuda import backend as cuda_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.execution.memory_plan import predict
@@ -121,6 +122,28 @@ def test_preempted_requests_and_prefix_hits_equal_the_cpu(tmp_path: Path) -> Non
     assert found[0] == found[1]
 
 
+def test_slot_is_copied_by_one_call_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests continue the state of one prompt, each in a slot of its own."""
+    copied: list[int] = []
+    copy_each = torch._foreach_copy_
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied.append(len(targets))
+        copy_each(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    prompt = ids_of(16)
+    answers = []
+    runner = load(saved(hybrid(), tmp_path), capture="off", max_num_batched_tokens=32)
+    for step in (
+            Step([Row(0, prompt, 0, [0], True, state_slot=0)], [NewRequest(0, prompt, [], GREEDY)]),
+            Step([Row(index, [5], 16, [0, index], True, state_slot=index, state_source=0) for index in (1, 2)],
+                 [NewRequest(index, [*prompt, 5], [], GREEDY) for index in (1, 2)], [0])):
+        answers.append(runner.collect(runner.launch(step)).token_ids)
+    assert copied == [2, 2]
+    assert answers[1][1] == answers[1][2]
+
+
 @pytest.mark.parametrize("quantized", ["blocks", "int8 cache and head"])
 def test_quantized_hybrid_is_near_golden(tmp_path: Path, quantized: str) -> None:
     """Float8 in blocks as of the published -FP8, and an int8 KV cache and LM head: chunks, and a captured step."""
@@ -154,8 +177,7 @@ def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     in flight."""
     folder = saved(hybrid(), tmp_path)
     monkeypatch.setattr(accept_tokens, "BUDGET", 24)
-    backend = started()
-    backend.decode_buckets = (2,)
+    backend = backends.select("cuda", settings=DeviceSettings(decode_buckets=(2,)))
     backend.choose_state_dtype(state)
     golden = load_reference(folder, backend, "float32", 64, 1)
     loaded = reference.load(folder, backend, "bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=24,
