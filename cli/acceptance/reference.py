@@ -171,7 +171,7 @@ def _rows(group: Sequence[Sequence[int]], done: list[int], budget: int, per_row:
 
 
 def _step(model: Model, backend: Backend, rows: list[Row], cache: StateStore, size: int) -> Tensor:
-    cache.copy_slots([(row.state_source, row.state_slot) for row in rows if row.state_source >= 0])
+    cache.copy_slots([(row.state_source, row.state_slot) for row in rows if row.state_source >= 0], backend)
     batch = make_batch(rows, size, backend, model.config.slots_of(len(rows)))
     logits = model.logits(model.hidden(batch, cache))
     return logits[:, : model.config.vocab_size].to("cpu", torch.float32, copy=True)
