@@ -75,10 +75,15 @@ in_any_company = pytest.mark.parametrize(("kind", "budget"), [
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, how it is served, and its answers alone. model: the reference of greedy ids; None for W8A8."""
+    """A model, how it is served, and its answers alone.
+
+    flags: of the ranks.
+    model: the reference of greedy ids; None for W8A8.
+    """
 
     folder: Path
     ranks: int
+    flags: tuple[str, ...]
     model: PreTrainedModel | None
     alone: list[Numbers] = field(default_factory=list)
 
@@ -110,9 +115,10 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         target = tmp_path_factory.mktemp("w8a8") / "model"
         quantize_checkpoint(folder, target)
         folder = target
-    made = Kind(folder, 1 + request.param.endswith("two ranks"), None if request.param == "w8a8" else model)
-    flags = "--tensor-parallel-size", str(made.ranks), "--kv-cache-memory", "16MiB"
-    with serving(str(folder), *FLAGS, *flags) as server:
+    ranks = 1 + request.param.endswith("two ranks")
+    flags = ("--tensor-parallel-size", str(ranks), *(["--expert-parallel"] if experts and ranks > 1 else []))
+    made = Kind(folder, ranks, flags, None if request.param == "w8a8" else model)
+    with serving(str(folder), *FLAGS, *flags, "--kv-cache-memory", "16MiB") as server:
         made.alone.extend(answered(server, prompt, bypass_prefix_cache=True) for prompt in PROMPTS)
     return made
 
@@ -126,8 +132,8 @@ def budget_parameter(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def served(kind: Kind, budget: int) -> Iterator[Server]:
     memory = f"{512 // kind.ranks}KiB"
-    with serving(str(kind.folder), *FLAGS, "--tensor-parallel-size", str(kind.ranks), "--kv-cache-memory", memory,
-                 "--max-num-batched-tokens", str(budget), "--max-model-len", "256") as server:
+    with serving(str(kind.folder), *FLAGS, *kind.flags, "--kv-cache-memory", memory, "--max-num-batched-tokens",
+                 str(budget), "--max-model-len", "256") as server:
         yield server
 
 
