@@ -321,7 +321,7 @@ def test_hybrid_drafts_change_no_token(tmp_path: Path, sampling: dict[str, Any])
     assert npu.max_drafts == 8
     requests = [loop.Ask(3 * seed, None, {"prompt_ids": ids_of(5 + 9 * seed, seed), "max_tokens": 16,
                                           "sampling": SamplingParams(seed=seed, **sampling)}) for seed in range(3)]
-    expected, _ = loop.serve(on_cpu(tmp_path), requests, 1, 12, 4, 16)
+    expected, _ = loop.serve(npu, requests, 2, 12, 4, 16)
     tokens = dict(enumerate(answer.tokens for answer in expected))  # by seed
     drafting = drafting_of("mixed", lambda sequence: tokens[sequence.request.sampling.seed], 100, npu.max_drafts,
                            npu.block_size)
