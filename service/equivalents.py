@@ -21,8 +21,8 @@ REPLICAS = "none: start several servers, replicas, behind a gateway, see docs/ga
 VLLM: dict[tuple[str, ...], str] = {
     ("--model",): MODEL,
     ("--gpu-memory-utilization", "--kv-cache-memory-bytes"): (
-        "{kv_cache_memory}: the size of the cache alone. On GPUs and NPUs 0, the default, takes nine tenths of the "
-        "free memory"),
+        "{kv_cache_memory}: the size of the cache alone. 0, the default, takes what a measured step leaves on GPUs, "
+        "and nine tenths of the free memory on NPUs"),
     ("--served-model-name",): "{served_name}, one name",
     ("--enable-chunked-prefill", "--scheduling-policy"): (
         "none: prompts are always computed in chunks; clients always take turns, then by priority"),
