@@ -24,13 +24,16 @@ go)
 java)
     mkdir -p "$folder/java" "$folder/classes"
     jars=$(find /usr/share/java -name 'grpc-*.jar' -o -name 'netty-*.jar' -o -name 'perfmark-*.jar' \
-        -o -name 'opencensus-api.jar' -o -name guava.jar -o -name protobuf.jar | tr '\n' :)
+        -o -name opencensus-api.jar -o -name geronimo-annotation-1.3-spec.jar -o -name guava.jar -o -name protobuf.jar | tr '\n' :)
     (cd "$protos" && protoc -I. -I"$GOOGLEAPIS" --java_out="$folder/java" --grpc-java_out="$folder/java" \
         --plugin=protoc-gen-grpc-java="$(command -v protoc-gen-grpc-java || command -v grpc_java_plugin)" \
         npuserve/v1/*.proto google/rpc/status.proto google/rpc/error_details.proto)
     find "$folder/java" -name '*.java' > "$folder/sources"
     javac -proc:none -nowarn -cp "$jars" -d "$folder/classes" @"$folder/sources" "$here/java/Stream.java"
-    printf '#!/bin/sh\nexec java -cp "%s" Stream "$@"\n' "$folder/classes:$jars" > "$folder/stream"
+    # Debian's netty takes TLS with ALPN from OpenSSL alone, by a library whose name it does not look for.
+    cp /usr/lib/*/jni/libnetty-tcnative.so "$folder/libnetty_tcnative.so"
+    printf '#!/bin/sh\nexec java -Djava.library.path="%s" -cp "%s" Stream "$@"\n' "$folder" "$folder/classes:$jars" \
+        > "$folder/stream"
     chmod +x "$folder/stream" ;;
 cpp)
     cmake -S "$here/cpp" -B "$folder" -DPROTOS="$protos" -DGOOGLEAPIS="$GOOGLEAPIS"
