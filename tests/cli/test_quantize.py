@@ -95,7 +95,7 @@ def test_quantize_invalid_argument_is_one_sentence(tmp_path, monkeypatch, capsys
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("option", ["--smoothing=1.5", "--smoothing=much", "--samples=0", "--scheme=w4a8"])
+@pytest.mark.parametrize("option", ["--smoothing=1.5", "--smoothing=much", "--samples=0", "--scheme=w2a16"])
 def test_quantize_option_out_of_range_is_refused(option, capsys):
     with pytest.raises(SystemExit):
         main(["quantize", "", "out", option])
