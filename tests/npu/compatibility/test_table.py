@@ -37,15 +37,14 @@ def test_record_functions_equal_data(run: Recorded) -> None:
 
 
 def test_functions_needed_at_the_start_are_those_that_ran() -> None:
-    """A start refuses a CANN that lacks one of them; models without int8, 4 bits and linear attention need no others."""
+    """A start refuses a CANN that lacks one of them; models of floats without linear attention need no others."""
     of_quantized = ("quant", "format_cast", "scatter_nd")
-    of_linear_attention = ("delta_rule", "::addcmul", "::clamp_max", "::ne", "::repeat_interleave", "::sigmoid", "::silu",
-                           "::softplus", "::zeros_like")
-    others = (*of_quantized, *of_linear_attention)
-    used = [{name for path, names in each.items() if not any(word in path for word in others) for name in names}
+    used = [{name for path, names in each.items() if not any(word in path for word in of_quantized) for name in names}
             for each in read_ran().values()]
-    either = {"aclnnRopeWithSinCosCacheV2"}
-    assert {f"aclnn{name}" for name in NEEDED.split()} == set.intersection(*used) - either
+    others = {f"aclnn{name}" for name in (
+        "RopeWithSinCosCacheV2", "RecurrentGatedDeltaRule", "ChunkGatedDeltaRule", "Addcmul", "ClampMax", "InplaceZero",
+        "Neg", "NeTensor", "RepeatInterleaveIntWithDim", "Sigmoid", "Silu", "Softplus")}
+    assert {f"aclnn{name}" for name in NEEDED.split()} == set.intersection(*used) - others
 
 
 def test_record_schemas_equal_wheel(run: Recorded) -> None:
