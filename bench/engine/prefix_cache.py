@@ -104,8 +104,8 @@ def simulate(trace: Path, limit: int, tokens: int, num_slots: int) -> Share:
             now = max(now, waiting[0].seconds)
             continue
         now += STEP_SECONDS
-        misses += scheduler.take_misses()
-    return Share(scheduler.prefix_hits, scheduler.prefix_queries, misses)
+        misses += scheduler.memory.take_misses()
+    return Share(scheduler.memory.prefix_hits, scheduler.memory.prefix_queries, misses)
 
 
 def main() -> None:

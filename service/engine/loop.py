@@ -324,7 +324,7 @@ class Engine:
                     self._end(sequence, sequence.finish("aborted"))
                 self._send(frontend, Reply(self._epoch, call, len(calls)))
             case FlushPrefixCache(call=call):
-                self._send(frontend, Reply(self._epoch, call, self._scheduler.flush_prefix_cache()))
+                self._send(frontend, Reply(self._epoch, call, self._scheduler.memory.flush_prefix_cache()))
             case ExplainRequest(call=call, request_id=request_id, client=client):
                 self._metrics.count_steps()
                 explanations = self._history.explain(self.registry.live.values(), request_id, client, time.monotonic())

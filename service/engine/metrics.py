@@ -19,7 +19,8 @@ from npuserve.service.errors import (
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
 from npuserve.service.scheduling.drafting import REASONS
-from npuserve.service.scheduling.scheduler import MISS_REASONS, Scheduler
+from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence_memory import MISS_REASONS
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
@@ -148,8 +149,9 @@ class EngineMetrics:
         metrics.predicted_ttft_seconds.set(self._scheduler.predicted_ttft_seconds())
         scheduler = self._scheduler
         drafting = scheduler.drafting
+        memory = scheduler.memory
         counts = (
-            scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits, scheduler.deadlines.tokens_in_vain,
+            scheduler.preemptions, memory.prefix_queries, memory.prefix_hits, scheduler.deadlines.tokens_in_vain,
             scheduler.forced_tokens, drafting.drafted, drafting.accepted, drafting.seconds)
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
@@ -160,7 +162,7 @@ class EngineMetrics:
                 ACCEPTANCE.observe(length)
         for reason, tokens in drafting.take_skipped().items():
             UNDRAFTED[reason].inc(tokens)
-        for reason, misses in scheduler.take_misses().items():
+        for reason, misses in scheduler.memory.take_misses().items():
             MISSES[reason].inc(misses)
         used = checkpoints = free = 0
         if (slots := scheduler.slots) is not None:

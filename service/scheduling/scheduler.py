@@ -37,7 +37,6 @@ from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import check_size
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
-from npuserve.service.scheduling.checkpoints import checkpoint_positions
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
@@ -47,6 +46,7 @@ from npuserve.service.scheduling.prompt_bound import PromptBound
 from npuserve.service.scheduling.quarantine import Quarantine
 from npuserve.service.scheduling.sample_groups import SampleGroups
 from npuserve.service.scheduling.sequence import Account, Progress, Sequence, State
+from npuserve.service.scheduling.sequence_memory import SequenceMemory
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.scheduling.step_plan import Plan, StepBuilder
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
@@ -70,11 +70,8 @@ class AddedRequest(NamedTuple):
     displaced: DroppedRequest | None
 
 
-MISS_REASONS = "too_short", "no_block", "no_state"
-
-
 class Scheduler:
-    """Owner of the sequences, and the only user of `blocks`. Not thread-safe: the engine's loop calls it.
+    """Owner of the sequences and their memory. Not thread-safe: the engine's loop calls it.
 
     max_num_seqs: maximum number of running requests; at most max_num_batched_tokens take effect.
     max_num_batched_tokens: maximum number of tokens in a step.
@@ -90,7 +87,6 @@ class Scheduler:
     All times are seconds of the clock of Request.arrival.
 
     preemptions, forced_tokens: number since the start. No step sampled a forced token.
-    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at the first admission.
     """
 
     def __init__(
@@ -108,12 +104,11 @@ class Scheduler:
         message_end_ids: Set[int] = frozenset(),
         drafting: Drafting | None = None,
     ) -> None:
+        self.memory = SequenceMemory(blocks, slots, message_end_ids)
         self.blocks = blocks
         self.slots = slots
         self.drafting = drafting or Drafting()
         self.preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
         self.forced_tokens = 0
         self.quarantine = Quarantine()
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -122,7 +117,6 @@ class Scheduler:
         self._aging_seconds = aging_seconds
         self._max_model_len = max_model_len
         self._min_forced = min_forced
-        self._message_end_ids = message_end_ids
         self._ids = itertools.count()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
@@ -131,7 +125,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
-        self._misses: Counter[str] = Counter()
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
         self._prompt_bound = PromptBound(max_num_batched_tokens, target_itl_seconds)
@@ -301,9 +294,7 @@ class Scheduler:
                     self.slots.settle(sequence.slots)
             elif is_deferred and sequence.slots:
                 num_computed_tokens = row.start
-            self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
-            if self.slots is not None:
-                self._register_checkpoints(sequence, num_computed_tokens)
+            self.memory.register(sequence, num_computed_tokens)
             if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)
             if self.quarantine and row.samples and not is_deferred:
@@ -336,18 +327,6 @@ class Scheduler:
         is_admitting = bool(self._queue) and len(self._running) < self._max_num_seqs
         return is_admitting or any(sequence.is_prefilling for sequence in self._running)
 
-    def _register_checkpoints(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Make the states that were taken at block boundaries checkpoints, once their rows are applied."""
-        assert self.slots is not None
-        while (taken := sequence.slots.taken) and (position := taken[0].position) <= num_computed_tokens:
-            self.slots.register(sequence.slots, self._digest(sequence, position),
-                                is_of_answer=position > sequence.num_prompt_tokens)
-
-    def _digest(self, sequence: Sequence, position: int) -> bytes:
-        """Return the digest of the block that ends at a position."""
-        count = position // self.blocks.block_size
-        return self.blocks.digests(sequence.blocks, sequence.token_ids, count)[-1]
-
     def append_forced(self, progress: Progress) -> Progress:
         """Append the run of forced tokens that follows the progress of a step. Return the progress with them."""
         if not self._min_forced or progress.reason is not None:
@@ -358,9 +337,7 @@ class Scheduler:
             return progress
         self.forced_tokens += len(run)
         self._has_forced = True
-        if self.slots is not None:
-            boundary = (len(sequence.token_ids) - 1) // self.blocks.block_size * self.blocks.block_size
-            sequence.checkpoint_positions = [boundary]  # the row of the run ends there first, if it begins before
+        self.memory.plan_forced_checkpoint(sequence)
         self.drafting.extend(sequence, run, is_forced=True)
         token_ids = [*progress.token_ids, *run]
         progress = msgspec.structs.replace(progress, token_ids=token_ids, reason=sequence.finish_reason())
@@ -607,31 +584,21 @@ class Scheduler:
 
         drafts: by sequence id. A row with drafts may have several known tokens.
         """
-        blocks = self.blocks
         num_more = 0
         for sequence in running:
             if not sequence.needs_row:
                 continue
             num_tokens = sequence.num_tokens
-            has_blocks = blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens)
+            has_blocks = self.memory.grow(sequence, num_tokens)
             known = num_tokens - sequence.num_computed_tokens
             row_drafts = drafts.get(sequence.id)
-            if row_drafts and not self._has_memory(sequence, num_tokens + len(row_drafts), len(running)):
+            if row_drafts and not self.memory.grow_for_drafts(sequence, num_tokens + len(row_drafts), len(running)):
                 row_drafts = None
             if not has_blocks or (known > 1 and not row_drafts):
                 continue
             num_more += known - 1 + len(row_drafts or ())
             plan.add_row(sequence, known, row_drafts)
         return num_more
-
-    def _has_memory(self, sequence: Sequence, num_tokens: int, spare: int) -> bool:
-        """Provide the blocks and the slot of a row with drafts up to `num_tokens`. Return False if some are lacking.
-
-        spare: blocks that must remain free.
-        """
-        has_blocks = self.blocks.covers(sequence.blocks, num_tokens) or self.blocks.allocate(
-            sequence.blocks, num_tokens, spare=spare)
-        return has_blocks and (self.slots is None or self.slots.lend_spare(sequence.slots))
 
     def _plan_chunks(self, plan: StepBuilder, running: list[Sequence], now: float) -> None:
         """Add the chunks of forced tokens, then the next chunks of prompts that have begun, and admit requests of
@@ -677,90 +644,20 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Run a request from the queue, with blocks for all its tokens. False if there are not enough blocks."""
-        table = sequence.blocks
         uses_cache = sequence.uses_prefix_cache
-        prefix, checkpoint = self._find_prefix(sequence)
-        while not self._allocate(sequence, prefix, checkpoint):
+        while (num_cached_tokens := self.memory.take(sequence, spare=len(self._running))) is None:
             paused = self._preemption.paused_victim()
             if paused is None or paused.num_steps_in_flight:
                 return False
             self._preempt(paused)  # which may free blocks of the prefix whose duplicates are used
-            prefix, checkpoint = self._find_prefix(sequence)
         is_new = not sequence.was_admitted and sequence.request.progress.cached_tokens is None
-        num_cached_tokens = len(prefix) * self.blocks.block_size
         self._queue.admit(sequence, sequence.num_tokens - num_cached_tokens)
         sequence.admit(num_cached_tokens, now)
-        self._plan_checkpoints(sequence)
-        if is_new and uses_cache and self.blocks.prefix_cache and not table.scope:
-            self.prefix_queries += sequence.num_prompt_tokens
-            self.prefix_hits += sequence.cached_tokens
-            if not num_cached_tokens:
-                self._misses[self._miss_reason(sequence)] += 1
+        self.memory.plan_checkpoints(sequence)
+        if is_new and uses_cache:
+            self.memory.count_lookup(sequence, num_cached_tokens)
         self._add_running(sequence)
         return True
-
-    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes]:
-        """Return the blocks of the longest cached prefix, and the digest of the checkpoint at its end.
-
-        A model with fixed state continues only at a checkpoint, so its prefix ends at the last one.
-        """
-        if not sequence.uses_prefix_cache:
-            return [], b""
-        prefix = self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
-        if self.slots is None:
-            return prefix, b""
-        digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
-        count, checkpoint = self.slots.longest(digests, has_spare=sequence.request.constraint is not None)
-        return prefix[:count], checkpoint
-
-    def _miss_reason(self, sequence: Sequence) -> str:
-        """Return why the prefix cache holds nothing of a request; one of MISS_REASONS."""
-        if sequence.num_prompt_tokens <= self.blocks.block_size:
-            return "too_short"
-        is_cached = self.slots is not None and self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
-        return "no_state" if is_cached else "no_block"
-
-    def take_misses(self) -> Counter[str]:
-        """Return the number of requests that the prefix cache held nothing of, by reason, since the last call."""
-        misses = self._misses
-        self._misses = Counter()
-        return misses
-
-    def _allocate(self, sequence: Sequence, prefix: list[int], checkpoint: bytes) -> bool:
-        """Give a request blocks for all its tokens, and slots. Return False, and change nothing, if any are lacking."""
-        if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=len(self._running)):
-            return False
-        if self.slots is None or self.slots.allocate(
-                sequence.slots, checkpoint, has_spare=sequence.request.constraint is not None,
-                is_shared=self.blocks.is_shared(sequence.blocks)):
-            return True
-        self.blocks.free(sequence.blocks)
-        return False
-
-    def _plan_checkpoints(self, sequence: Sequence) -> None:
-        """Let rows of an admitted request end where other requests are likely to continue its state."""
-        sequence.checkpoint_positions = []
-        if self.slots is None or not self.blocks.is_shared(sequence.blocks):
-            return
-        size = self.blocks.block_size
-        parting = len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * size
-        sequence.checkpoint_positions = [
-            position for position in checkpoint_positions(
-                sequence.request.prompt_ids, sequence.num_computed_tokens, parting, size, self.slots.spacing,
-                self._message_end_ids)
-            if not self.slots.has(self._digest(sequence, position))]
-
-    def _free(self, sequence: Sequence) -> None:
-        """Free the blocks and slots of a request."""
-        self.blocks.free(sequence.blocks)
-        if self.slots is not None:
-            self.slots.free(sequence.slots)
-
-    def flush_prefix_cache(self) -> int:
-        """Free all cached blocks and checkpoints. Return the number of blocks."""
-        if self.slots is not None:
-            self.slots.clear()
-        return self.blocks.flush_prefix_cache()
 
     def _add_running(self, sequence: Sequence) -> None:
         insort(self._running, sequence, key=_age_key)
@@ -770,7 +667,7 @@ class Scheduler:
         """Free the blocks of a request, which must have no step in flight. It is queued again unless it is paused."""
         if not sequence.is_paused:
             self._take_out(sequence)
-        self._free(sequence)
+        self.memory.free(sequence)
         sequence.preempt()
         self.preemptions += 1
         if sequence.is_queued:
@@ -804,7 +701,7 @@ class Scheduler:
         self._queue.remove_live(sequence.account)
         del self._sequences[sequence.id]
         self.quarantine.release(sequence.id)
-        self._free(sequence)
+        self.memory.free(sequence)
         self._samples.end(sequence)
         if sequence.was_admitted:
             self._ended.append(sequence.id)

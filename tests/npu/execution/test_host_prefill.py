@@ -202,7 +202,7 @@ def test_host_prefill_next_prompt_restores_generated_tokens(pair, monkeypatch, d
             made = talks.turn(prompts, 30)
             answers.append(made)
             prompts = [p + a + ids(6 + turn, turn) for p, a in zip(prompts, made, strict=True)]
-        seen.append((answers, talks.scheduler.prefix_hits))
+        seen.append((answers, talks.scheduler.memory.prefix_hits))
     assert seen[0] == seen[1]
     assert seen[0][1] > 200
     assert sum(counts) >= 100  # generated tokens are copied only for the next prompt of their conversation

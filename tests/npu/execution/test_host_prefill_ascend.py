@@ -33,7 +33,7 @@ def on_the_npu(folder: Path, head_dim: int) -> None:
         for turn in range(2):
             answers.append(talks.turn(prompts, 120))
             prompts = [p + a + ids(5, turn) for p, a in zip(prompts, answers[-1], strict=True)][:1]
-        assert talks.scheduler.prefix_hits
+        assert talks.scheduler.memory.prefix_hits
         turns.append((answers, talks.scheduler.preemptions))
         runner.launch(Step([], ended=talks.scheduler._ended))
     assert turns[0] == turns[1] == turns[2]

@@ -61,4 +61,4 @@ def test_second_turn_continues_the_constrained_answer(tmp_path: Path, depth: int
         (answer.tokens, answer.logprobs) for answer in [*alone, *computed]]
     boundaries = [(len(prompt) + len(answer.tokens) - 1) // runner.block_size * runner.block_size
                   for prompt, answer in zip(first, alone, strict=True)]
-    assert scheduler.prefix_hits >= sum(boundaries)
+    assert scheduler.memory.prefix_hits >= sum(boundaries)

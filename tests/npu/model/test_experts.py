@@ -89,7 +89,7 @@ def test_numbers_do_not_depend_on_the_batch(served: Runner, pool: int, seats: in
         served, [ask(prompt, 16, index // 2) for index, prompt in enumerate(chosen)], depth, pool, seats, budget)
     for answer, expected in zip(answers, alone, strict=True):
         assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
-    assert scheduler.prefix_hits > 0
+    assert scheduler.memory.prefix_hits > 0
 
 
 def config_of(seed: int, **changes: Any) -> dict[str, Any]:

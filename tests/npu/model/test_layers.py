@@ -124,7 +124,7 @@ def test_tokens_equal_plain_torch(
         expected = oracle.answer(tuple(prompt), 24)
         assert answer.tokens == expected[: len(answer.tokens)]
         assert len(answer.tokens) == 24 or index == 5
-    assert scheduler.prefix_hits > 0
+    assert scheduler.memory.prefix_hits > 0
     assert (scheduler.preemptions > 0) == (pool == 9)
 
 

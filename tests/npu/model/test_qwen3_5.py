@@ -88,7 +88,7 @@ def test_numbers_do_not_depend_on_the_batch(
         runner, [ask(prompt, 16, index // 2) for index, prompt in enumerate(chosen)], depth, pool, seats, budget)
     for answer, expected in zip(answers, alone, strict=True):
         assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
-    assert scheduler.prefix_hits > 0
+    assert scheduler.memory.prefix_hits > 0
 
 
 def conversations(count: int, seed: int) -> list[Ask]:
@@ -132,8 +132,8 @@ def test_random_requests_under_eviction_pressure_equal_those_without_prefix_cach
         assert answer.logprobs[:shared] == expected.logprobs[:shared]
         if "cancelled" not in (answer.reason, expected.reason):
             assert (answer.reason, len(answer.tokens)) == (expected.reason, len(expected.tokens))
-    misses = scheduler.take_misses()
-    assert scheduler.prefix_hits > scheduler.prefix_queries // 4
+    misses = scheduler.memory.take_misses()
+    assert scheduler.memory.prefix_hits > scheduler.memory.prefix_queries // 4
     assert scheduler.preemptions > 0
     assert misses["no_block"] > 0
     assert misses["no_state"] > 0
@@ -235,15 +235,15 @@ def test_shared_beginnings_and_chats_hit_checkpoints(served: tuple[Runner, PreTr
     draw = random.Random(1)
     asks = [ask([*system, *draw.choices(range(3, VOCABULARY), k=20)], 4, 40 * index) for index in range(4)]
     answers, scheduler = serve(runner, asks, 1, 64, 1, 48)
-    assert scheduler.prefix_hits == 2 * 32
-    assert scheduler.take_misses() == {"no_block": 1, "no_state": 1}
+    assert scheduler.memory.prefix_hits == 2 * 32
+    assert scheduler.memory.take_misses() == {"no_block": 1, "no_state": 1}
     first = draw.choices(range(3, VOCABULARY), k=30)
     turn = greedy(model, first, 40)
     second = [*first, *turn, *draw.choices(range(3, VOCABULARY), k=9)]
     answers, scheduler = serve(runner, [ask(first, 40), ask(second, 8, 100)], 1, 64, 1, 48)
     assert answers[0].tokens == turn
     assert answers[1].tokens == greedy(model, second, 8)
-    assert scheduler.prefix_hits == 64  # the last block boundary before the end of the first answer
+    assert scheduler.memory.prefix_hits == 64  # the last block boundary before the end of the first answer
 
 
 def test_devices_without_kernels_for_linear_attention_refuse_it() -> None:

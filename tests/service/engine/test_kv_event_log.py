@@ -155,11 +155,11 @@ def test_log_of_a_model_with_fixed_state_is_the_cache_while_checkpoints_are_evic
         while changes := log.take(5):
             model.apply(encode_batch((1e10, changes, 0)))
         assert model.blocks.keys() == {to_hash(digest) for digest in harness.blocks._by_digest}
-    misses = harness.scheduler.take_misses()
+    misses = harness.scheduler.memory.take_misses()
     assert cached > 0
     assert misses["no_state"] > 0
     assert harness.scheduler.slots
-    harness.scheduler.flush_prefix_cache()
+    harness.scheduler.memory.flush_prefix_cache()
     assert harness.scheduler.slots.num_checkpoints == 0
     model.apply(encode_batch((1e10, log.take(5), 0)))
     assert not model.blocks

@@ -117,4 +117,4 @@ def test_restored_samples_continue(tmp_path: Path) -> None:
             assert finish
             assert (finish.reason, finish.generated_tokens) == ("length", 9)
             assert record.request.index == index
-        assert engine.scheduler.prefix_hits == 80
+        assert engine.scheduler.memory.prefix_hits == 80

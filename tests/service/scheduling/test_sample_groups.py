@@ -92,10 +92,10 @@ def test_private_blocks_do_not_count_in_the_hit_rate() -> None:
     harness = SchedulerHarness()
     harness.add_samples(PROMPT, 3, bypass_prefix_cache=True)
     harness.finish()
-    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (0, 0)
+    assert (harness.scheduler.memory.prefix_queries, harness.scheduler.memory.prefix_hits) == (0, 0)
     harness.add_samples(PROMPT, 3)
     harness.finish()
-    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (30, 16)
+    assert (harness.scheduler.memory.prefix_queries, harness.scheduler.memory.prefix_hits) == (30, 16)
 
 
 def test_samples_find_a_cached_prefix() -> None:
@@ -291,7 +291,7 @@ def test_restored_samples_share_the_prompt_again(generated: tuple[int, ...]) -> 
             PROMPT, 9, output_ids=answer[:count], progress=PriorProgress(accepted=True), **fields))
     assert states(samples) == ["waiting", "following", "following"]
     harness.finish()
-    assert harness.scheduler.prefix_hits == 16
+    assert harness.scheduler.memory.prefix_hits == 16
     for sequence in samples:
         harness.check_answer(sequence)
 

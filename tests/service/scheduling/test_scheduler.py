@@ -325,7 +325,7 @@ def test_preempted_request_finds_its_prefix_and_is_counted_once() -> None:
     assert second.num_computed_tokens > 1
     harness.finish()
     assert second.finish("length").cached_tokens == 0
-    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (6, 0)
+    assert (harness.scheduler.memory.prefix_queries, harness.scheduler.memory.prefix_hits) == (6, 0)
 
 
 def test_preempted_request_is_announced_to_the_runner_once() -> None:

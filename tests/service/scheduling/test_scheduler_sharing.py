@@ -31,7 +31,7 @@ def test_fully_cached_prompt_computes_its_last_tokens() -> None:
     assert [(r.start, r.token_ids) for r in step.rows] == [(4, [5, 6, 0, 1])]
     harness.finish()
     assert (first.cached_tokens, second.cached_tokens) == (0, 4)
-    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (16, 4)
+    assert (harness.scheduler.memory.prefix_queries, harness.scheduler.memory.prefix_hits) == (16, 4)
     harness.check_answer(second)
 
 
@@ -91,7 +91,7 @@ def test_bypassing_request_leaves_its_prefix_to_others() -> None:
     harness = SchedulerHarness(block_size=2)
     harness.add([1, 2, 3, 4, 5], bypass_prefix_cache=True)
     harness.finish()
-    assert harness.scheduler.prefix_queries == 0
+    assert harness.scheduler.memory.prefix_queries == 0
     sequence = harness.add([1, 2, 3, 4, 5])
     harness.finish()
     assert sequence.cached_tokens == 4
@@ -298,7 +298,7 @@ def test_every_request_is_answered_as_if_alone(
                 cancelled.add(sequence.id)
             harness.cancel(sequence)
         if tick == flush_at:
-            harness.scheduler.flush_prefix_cache()
+            harness.scheduler.memory.flush_prefix_cache()
             harness.scheduler.check_integrity()
         harness.tick()
     assert not any(sequence.is_paused for sequence in harness.live.values())
@@ -311,11 +311,11 @@ def test_every_request_is_answered_as_if_alone(
             assert harness.tokens[sequence.id] == answer[: len(harness.tokens[sequence.id])]
         else:
             harness.check_answer(sequence)
-    assert 0 <= harness.scheduler.prefix_hits <= harness.scheduler.prefix_queries
+    assert 0 <= harness.scheduler.memory.prefix_hits <= harness.scheduler.memory.prefix_queries
     assert len(harness.device.known) <= len(harness.scheduler._ended)
     event(f"preemptions: {min(harness.scheduler.preemptions, 3)}")
-    event(f"hits: {harness.scheduler.prefix_hits > 0}")
+    event(f"hits: {harness.scheduler.memory.prefix_hits > 0}")
     event(f"forced tokens: {min(harness.scheduler.forced_tokens, 3)}")
     event(f"drafts {drafts}: {harness.scheduler.drafting.accepted > 0}")
-    event(f"hits of states: {num_slots > 0 and harness.scheduler.prefix_hits > 0}")
+    event(f"hits of states: {num_slots > 0 and harness.scheduler.memory.prefix_hits > 0}")
     event(f"samples: {len(all_sequences) > len(asks)}")

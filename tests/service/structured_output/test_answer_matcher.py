@@ -204,7 +204,7 @@ def test_samples_share_the_prompt_after_the_wait() -> None:
         harness.constrain(sequence)
     assert [sequence.state for sequence in samples] == [State.WAITING, State.FOLLOWING, State.FOLLOWING]
     harness.finish()
-    assert harness.scheduler.prefix_hits == 16
+    assert harness.scheduler.memory.prefix_hits == 16
     for sequence in samples:
         harness.check_answer(sequence)
 

@@ -241,7 +241,7 @@ def test_cuda_tokens_with_prefix_hits_and_preemption_equal_cpu(tmp_path: Path, n
     assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
     assert {len(answer.tokens) for answer in got} == {6}
     assert scheduler.preemptions > 0
-    assert scheduler.prefix_hits > 0
+    assert scheduler.memory.prefix_hits > 0
 
 
 @pytest.mark.full

@@ -118,7 +118,7 @@ def test_preempted_requests_and_prefix_hits_equal_the_cpu(tmp_path: Path) -> Non
         answers, scheduler = serve(runner, asks, 2, 5, 2, 48, num_slots=8)
         found.append([answer.tokens for answer in answers])
         assert scheduler.preemptions > 0
-        assert scheduler.prefix_hits > 0
+        assert scheduler.memory.prefix_hits > 0
     assert found[0] == found[1]
 
 

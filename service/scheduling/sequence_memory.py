@@ -1,0 +1,140 @@
+"""Blocks and slots of the sequences: what a request takes, finds in the prefix cache, and leaves there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.checkpoints import checkpoint_positions
+from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.state_slots import StateSlots
+
+MISS_REASONS = "too_short", "no_block", "no_state"
+
+
+class SequenceMemory:
+    """Blocks of the KV cache and slots of fixed state, which a sequence takes and frees together.
+
+    slots: None for a model without fixed state.
+    message_end_ids: tokens that end messages of a chat; see checkpoints.py.
+    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at the first admission.
+    """
+
+    def __init__(self, blocks: BlockManager, slots: StateSlots | None, message_end_ids: Set[int]) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._message_end_ids = message_end_ids
+        self._misses: Counter[str] = Counter()
+
+    def take(self, sequence: Sequence, spare: int) -> int | None:
+        """Give a request the blocks of its longest cached prefix, blocks for its other tokens, and slots.
+
+        spare: blocks that must remain free.
+
+        Returns the number of tokens of the prefix; None, and changes nothing, if any are lacking.
+        """
+        prefix, checkpoint = self._find_prefix(sequence)
+        if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=spare):
+            return None
+        if self.slots is not None and not self.slots.allocate(
+                sequence.slots, checkpoint, has_spare=sequence.request.constraint is not None,
+                is_shared=self.blocks.is_shared(sequence.blocks)):
+            self.blocks.free(sequence.blocks)
+            return None
+        return len(prefix) * self.blocks.block_size
+
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes]:
+        """Return the blocks of the longest cached prefix, and the digest of the checkpoint at its end.
+
+        A model with fixed state continues only at a checkpoint, so its prefix ends at the last one.
+        """
+        if not sequence.uses_prefix_cache:
+            return [], b""
+        prefix = self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        if self.slots is None:
+            return prefix, b""
+        digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
+        count, checkpoint = self.slots.longest(digests, has_spare=sequence.request.constraint is not None)
+        return prefix[:count], checkpoint
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Provide the blocks of `num_tokens` tokens. Return False if some are lacking."""
+        return self.blocks.covers(sequence.blocks, num_tokens) or self.blocks.allocate(sequence.blocks, num_tokens)
+
+    def grow_for_drafts(self, sequence: Sequence, num_tokens: int, spare: int) -> bool:
+        """Provide the blocks and the slot of a row with drafts up to `num_tokens`. Return False if some are lacking.
+
+        spare: blocks that must remain free.
+        """
+        has_blocks = self.blocks.covers(sequence.blocks, num_tokens) or self.blocks.allocate(
+            sequence.blocks, num_tokens, spare=spare)
+        return has_blocks and (self.slots is None or self.slots.lend_spare(sequence.slots))
+
+    def plan_checkpoints(self, sequence: Sequence) -> None:
+        """Let rows of an admitted request end where other requests are likely to continue its state."""
+        sequence.checkpoint_positions = []
+        if self.slots is None or not self.blocks.is_shared(sequence.blocks):
+            return
+        size = self.blocks.block_size
+        parting = len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * size
+        sequence.checkpoint_positions = [
+            position for position in checkpoint_positions(
+                sequence.request.prompt_ids, sequence.num_computed_tokens, parting, size, self.slots.spacing,
+                self._message_end_ids)
+            if not self.slots.has(self._digest(sequence, position))]
+
+    def plan_forced_checkpoint(self, sequence: Sequence) -> None:
+        """Let the row of a run of forced tokens end at its last block boundary first, if it begins before."""
+        if self.slots is not None:
+            size = self.blocks.block_size
+            sequence.checkpoint_positions = [(len(sequence.token_ids) - 1) // size * size]
+
+    def register(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Enter the computed blocks, and the states that were taken at their ends, into the prefix cache."""
+        self.blocks.register(sequence.blocks, sequence.token_ids, num_computed_tokens)
+        if self.slots is None:
+            return
+        while (taken := sequence.slots.taken) and (position := taken[0].position) <= num_computed_tokens:
+            self.slots.register(sequence.slots, self._digest(sequence, position),
+                                is_of_answer=position > sequence.num_prompt_tokens)
+
+    def _digest(self, sequence: Sequence, position: int) -> bytes:
+        """Return the digest of the block that ends at a position."""
+        count = position // self.blocks.block_size
+        return self.blocks.digests(sequence.blocks, sequence.token_ids, count)[-1]
+
+    def free(self, sequence: Sequence) -> None:
+        self.blocks.free(sequence.blocks)
+        if self.slots is not None:
+            self.slots.free(sequence.slots)
+
+    def count_lookup(self, sequence: Sequence, num_cached_tokens: int) -> None:
+        """Count the look-up of a request that was admitted for the first time."""
+        if not self.blocks.prefix_cache or sequence.blocks.scope:
+            return
+        self.prefix_queries += sequence.num_prompt_tokens
+        self.prefix_hits += sequence.cached_tokens
+        if not num_cached_tokens:
+            self._misses[self._miss_reason(sequence)] += 1
+
+    def _miss_reason(self, sequence: Sequence) -> str:
+        """Return why the prefix cache holds nothing of a request; one of MISS_REASONS."""
+        if sequence.num_prompt_tokens <= self.blocks.block_size:
+            return "too_short"
+        is_cached = self.slots is not None and self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        return "no_state" if is_cached else "no_block"
+
+    def take_misses(self) -> Counter[str]:
+        """Return the number of requests that the prefix cache held nothing of, by reason, since the last call."""
+        misses = self._misses
+        self._misses = Counter()
+        return misses
+
+    def flush_prefix_cache(self) -> int:
+        """Free all cached blocks and checkpoints. Return the number of blocks."""
+        if self.slots is not None:
+            self.slots.clear()
+        return self.blocks.flush_prefix_cache()
