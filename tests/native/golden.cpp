@@ -159,7 +159,7 @@ void Program::repeat() {
 static std::vector<Test> all_tests() {
     std::vector<Test> all;
     for (const auto &tests : {product_tests(), compact_tests(), int4_tests(), cache_tests(), row_tests(), vocabulary_tests(),
-                              rank_tests(), expert_tests()})
+                              rank_tests(), expert_tests(), linear_attention_tests()})
         all.insert(all.end(), tests.begin(), tests.end());
     for (auto group = npuserve::TABLES[0]->groups; *group; group++)
         for (auto kernel = *group; kernel->name; kernel++) {

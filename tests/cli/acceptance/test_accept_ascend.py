@@ -141,10 +141,10 @@ def test_captures_and_contexts_of_a_hybrid_pass(tmp_path: Path) -> None:
     """Replays over contexts of 1,000 and 12,000 tokens, and chunks, beside the kernels called one by one."""
     from npuserve.cli.acceptance.reference import load
     from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import DeviceSettings
 
     variants.write_hybrid(storyteller.FOLDER, tmp_path / "hybrid")
-    backend = select("npu")
-    backend.decode_buckets = (2, 4)
+    backend = select("npu", settings=DeviceSettings(decode_buckets=(2, 4)))
     loaded = load(tmp_path / "hybrid", backend, "bfloat16", max_model_len=300, max_num_seqs=4,
                   max_num_batched_tokens=130)
     assert loaded.runner.fallbacks == []

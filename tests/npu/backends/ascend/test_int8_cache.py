@@ -19,6 +19,7 @@ from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
 from npuserve.kernels.quantized import Quantized
 from npuserve.npu import emulator
 from npuserve.npu.backends import select
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
@@ -34,8 +35,8 @@ LAYERS = 2
 def golden(folder: Path, **settings: Any) -> Runner:
     """Load the model on the CPU with golden functions and the device's scheme: scales in float32."""
 
-    def cpu(name: str, emulate: object, place: object) -> CpuBackend:
-        backend = CpuBackend(native=False)
+    def cpu(name: str, emulate: object, settings: DeviceSettings) -> CpuBackend:
+        backend = CpuBackend(native=False, settings=settings)
         backend.scale_dtype = torch.float32
         return backend
 
