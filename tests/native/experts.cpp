@@ -25,7 +25,7 @@ struct Weights {
           scale(memory.normal<float>(columns())), sum(memory.read<int32_t>(columns())),
           zero(memory.integers<int32_t>(columns(), 0, -20, 20)) {
         std::memset(panels.data, 0, size_t(panels.size));
-        if (form == "_int4") {
+        if (is_int4()) {
             fill_int4();
         } else if (form == "_int8") {
             Array<int8_t> dense = memory.integers<int8_t>(columns() * size.k, 0, -128, 127);
@@ -41,8 +41,9 @@ struct Weights {
         }
     }
     int64_t columns() const { return size.experts * size.n; }
+    bool is_int4() const { return form == "_int4" || form == "_int4_int8"; }
     int64_t panel_bytes() const {
-        if (form == "_int4") return (size.k + GROUP - 1) / GROUP * 64 + size.k * 8;
+        if (is_int4()) return (size.k + GROUP - 1) / GROUP * 64 + size.k * 8;
         if (form == "_compact") return (size.k / 2 + 63) / 64 * 64 + size.k / 2 / 4 * 192;
         int64_t bytes = form == "_int8" ? 1 : int64_t(sizeof(T));
         return (size.k * bytes + 3) / 4 * 64;
@@ -51,13 +52,14 @@ struct Weights {
     std::vector<const void *> pointers(const void *x, void *out, int64_t column, const float *x_scale,
                                        const int32_t *x_zero, const int32_t *x_sum) const {
         std::vector<const void *> p = {x, panels.data + column / 16 * panel_bytes(), nullptr, out, nullptr};
+        if (form == "_int4_int8") p.push_back(x_scale);
         if (form == "_int8")
             p.insert(p.end(), {x_scale, scale.data + column, sum.data + column, x_zero, zero.data + column, x_sum});
         return p;
     }
     std::vector<int64_t> sizes(std::vector<int64_t> n) const {
         n.resize(5);
-        if (form == "_int4") n.insert(n.end(), {GROUP, 2});
+        if (is_int4()) n.insert(n.end(), {GROUP, 2});
         return n;
     }
 
@@ -126,7 +128,7 @@ static void products(const std::string &form) {
     std::string product = SWIGLU ? "linear_swiglu" : "linear";
     for (Size size : SIZES)
         for (bool same : {false, true}) {
-            bool int8 = form == "_int8";
+            bool int8 = form == "_int8" || form == "_int4_int8";
             int64_t columns = SWIGLU ? size.n / 2 : size.n, all = size.rows * size.chosen;
             Program call(size.rows);
             Weights<T> weights(call, form, size);
@@ -243,6 +245,10 @@ template <class T, bool SWIGLU>
 static void int4() {
     products<T, SWIGLU>("_int4");
 }
+template <class T, bool SWIGLU>
+static void int4_int8() {
+    products<T, SWIGLU>("_int4_int8");
+}
 template <bool SWIGLU>
 static void compact() {
     products<bf16, SWIGLU>("_compact");
@@ -265,6 +271,10 @@ std::vector<Test> expert_tests() {
             {{"linear_experts_int4/bfloat16"}, int4<bf16, false>},
             {{"linear_swiglu_experts_int4/float32"}, int4<float, true>},
             {{"linear_swiglu_experts_int4/bfloat16"}, int4<bf16, true>},
+            {{"linear_experts_int4_int8/float32"}, int4_int8<float, false>},
+            {{"linear_experts_int4_int8/bfloat16"}, int4_int8<bf16, false>},
+            {{"linear_swiglu_experts_int4_int8/float32"}, int4_int8<float, true>},
+            {{"linear_swiglu_experts_int4_int8/bfloat16"}, int4_int8<bf16, true>},
             {{"linear_experts_compact/bfloat16"}, compact<false>},
             {{"linear_swiglu_experts_compact/bfloat16"}, compact<true>}};
 }

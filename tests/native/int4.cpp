@@ -1,4 +1,5 @@
-// Products with weights of four bits, against their numbers in float64. A row's results must not depend on other rows.
+// Products with weights of four bits, for x in float and in int8, against their numbers in float64. A row's results must
+// not depend on other rows.
 #include "golden.h"
 
 namespace golden {
@@ -25,23 +26,44 @@ struct Scale {
     }
 };
 
-// Weights [n, k] with their packed form, x and bias of a product.
-template <class T>
+// Weights [n, k] with their packed form, x and bias of a product. X: T, or int8_t for x with a scale for each row and
+// weights without zero points.
+template <class T, class X = T>
 struct Int4s {
+    static constexpr bool INT8 = sizeof(X) == 1;
     const Size size;
     Program call;
-    Array<T> x, bias, out;
+    Array<X> x;
+    Array<float> x_scale;
+    Array<T> bias, out;
     Array<char> panels;
     std::vector<float> w;
 
     Int4s(Size s, bool biased, int64_t columns_out)
-        : size(s), call(s.rows), x(call.normal<T>(s.rows * s.k, s.k)), bias(call.normal<T>(s.n)),
-          out(call.written<T>(s.rows * columns_out, columns_out)), panels(call.read<char>((s.n + 15) / 16 * panel_bytes())),
+        : size{s.rows, s.k, s.n, s.group, INT8 ? s.type % 4 : s.type}, call(s.rows), x(numbers(s)),
+          x_scale(call.read<float>(s.rows, 1)), bias(call.normal<T>(s.n)), out(call.written<T>(s.rows * columns_out, columns_out)), panels(call.read<char>((s.n + 15) / 16 * panel_bytes())),
           w(size_t(s.n * s.k)) {
         if (!biased) bias.data = nullptr;
+        for (int64_t row = 0; row < s.rows; row++) x_scale[row] = INT8 ? float(0.01 + random_numbers.uniform()) : 1;
         std::memset(panels.data, 0, size_t(panels.size));
         for (int64_t row = 0; row < s.n; row++) fill(row);
     }
+    Array<X> numbers(Size s) {
+        if constexpr (INT8) {
+            return call.integers<int8_t>(s.rows * s.k, s.k, -128, 127);
+        } else {
+            return call.normal<T>(s.rows * s.k, s.k);
+        }
+    }
+    // Adds a call of a product. after: pointers that follow those of every product.
+    void add(const std::string &name, const void *first_out, const void *second_out, std::vector<const void *> after = {},
+             int64_t counting = 0, int64_t words = 0) {
+        std::vector<const void *> p = {x, panels, bias, first_out, second_out};
+        if (INT8) p.push_back(x_scale);
+        p.insert(p.end(), after.begin(), after.end());
+        call.add(of(name), p, {size.rows, size.k, size.n, counting, words, size.group, size.type});
+    }
+    static std::string of(const std::string &name) { return typed<T>((name + (INT8 ? "_int4_int8" : "_int4")).c_str()); }
     int64_t scale_bytes() const { return size.type % 4 == 2 ? 4 : 2; }
     int64_t header() const { return 16 * scale_bytes() + (size.type & 4 ? 16 : 0); }
     int64_t panel_bytes() const { return (size.k + size.group - 1) / size.group * header() + size.k * 8; }
@@ -67,26 +89,30 @@ struct Int4s {
             at += count / 8 * 64;
         }
     }
-    std::vector<int64_t> sizes(int64_t counting = 0, int64_t words = 0) const {
-        return {size.rows, size.k, size.n, counting, words, size.group, size.type};
+    static float value(X of) {
+        if constexpr (INT8) {
+            return float(of);
+        } else {
+            return number(of);
+        }
     }
     double product(int64_t row, int64_t column, double &magnitude) const {
         double sum = bias.data ? number(bias[column]) : 0;
         magnitude = std::abs(sum);
         for (int64_t i = 0; i < size.k; i++) {
-            double term = double(number(x[row * size.k + i])) * w[size_t(column * size.k + i)];
+            double term = double(value(x[row * size.k + i])) * x_scale[row] * w[size_t(column * size.k + i)];
             sum += term, magnitude += std::abs(term);
         }
         return sum;
     }
 };
 
-template <class T>
-void linear_int4() {
+template <class T, class X>
+void linear() {
     for (Size size : SIZES)
         for (bool biased : {false, true}) {
-            Int4s<T> on(size, biased, size.n);
-            on.call.add(typed<T>("linear_int4"), {on.x, on.panels, on.bias, on.out}, on.sizes());
+            Int4s<T, X> on(size, biased, size.n);
+            on.add("linear", on.out, nullptr);
             on.call.run();
             for (int64_t row = 0; row < size.rows; row++)
                 for (int64_t column = 0; column < size.n; column++) {
@@ -98,15 +124,15 @@ void linear_int4() {
         }
 }
 
-template <class T>
-void linear_swiglu_int4() {
+template <class T, class X>
+void linear_swiglu() {
     for (Size size : PAIRED) {
         int64_t half = size.n / 2;
-        Int4s<T> on(size, size.rows % 2, half);
+        Int4s<T, X> on(size, size.rows % 2, half);
         Array<T> product = on.call.template written<T>(size.rows * size.n, size.n);
         Array<T> same = on.call.template written<T>(size.rows * half, half);
-        on.call.add(typed<T>("linear_swiglu_int4"), {on.x, on.panels, on.bias, on.out}, on.sizes());
-        on.call.add(typed<T>("linear_int4"), {on.x, on.panels, on.bias, product}, on.sizes());
+        on.add("linear_swiglu", on.out, nullptr);
+        on.add("linear", product, nullptr);
         on.call.add(typed<T>("swiglu"), {product, same}, {size.rows, half});
         on.call.run();
         equal("out", on.out.data, std::vector<T>(same.data, same.data + same.size));
@@ -114,19 +140,18 @@ void linear_swiglu_int4() {
     }
 }
 
-template <class T>
-void linear_argmax_int4() {
+template <class T, class X>
+void linear_argmax() {
     for (Size size : SIZES) {
-        Int4s<T> on(size, size.k % 16, size.n);
+        Int4s<T, X> on(size, size.k % 16, size.n);
         int64_t panels = (size.n + 15) / 16, counting = (size.n * 3 + 3) / 4;
         Array<float> best = on.call.template read<float>(panels * size.rows);
         Array<int32_t> ids = on.call.template read<int32_t>(panels * size.rows);
         Array<int64_t> chosen = on.call.template written<int64_t>(size.rows, 1);
         Masks masks(on.call, size.rows, counting);
-        on.call.add(typed<T>("linear_int4"), {on.x, on.panels, on.bias, on.out}, on.sizes());
-        on.call.add(typed<T>("linear_argmax_int4"), {on.x, on.panels, on.bias, best, ids, masks.bits, masks.of_row},
-                    on.sizes(counting, masks.words));
-        on.call.add(typed<T>("argmax_of_units_int4"), {best, ids, chosen}, {size.rows, size.k, size.n});
+        on.add("linear", on.out, nullptr);
+        on.add("linear_argmax", best, ids, {masks.bits, masks.of_row}, counting, masks.words);
+        on.call.add(on.of("argmax_of_units"), {best, ids, chosen}, {size.rows, size.k, size.n});
         on.call.run();
         for (int64_t row = 0; row < size.rows; row++) {
             int64_t want = -1;
@@ -139,13 +164,19 @@ void linear_argmax_int4() {
     }
 }
 
+template <class T, class X>
+void add_tests(std::vector<Test> &tests) {
+    auto of = Int4s<T, X>::of;
+    tests.insert(tests.end(), {{{of("linear")}, linear<T, X>},
+                               {{of("linear_swiglu")}, linear_swiglu<T, X>},
+                               {{of("linear_argmax"), of("argmax_of_units")}, linear_argmax<T, X>}});
+}
+
 std::vector<Test> int4_tests() {
-    return {{{"linear_int4/float32"}, linear_int4<float>},
-            {{"linear_int4/bfloat16"}, linear_int4<bf16>},
-            {{"linear_swiglu_int4/float32"}, linear_swiglu_int4<float>},
-            {{"linear_swiglu_int4/bfloat16"}, linear_swiglu_int4<bf16>},
-            {{"linear_argmax_int4/float32", "argmax_of_units_int4/float32"}, linear_argmax_int4<float>},
-            {{"linear_argmax_int4/bfloat16", "argmax_of_units_int4/bfloat16"}, linear_argmax_int4<bf16>}};
+    std::vector<Test> tests;
+    add_tests<float, float>(tests), add_tests<bf16, bf16>(tests);
+    add_tests<float, int8_t>(tests), add_tests<bf16, int8_t>(tests);
+    return tests;
 }
 
 }  // namespace golden
