@@ -125,7 +125,7 @@ def test_random_requests_under_eviction_pressure_equal_those_without_prefix_cach
     answers, scheduler = serve(runner, asks, **settings)
     bypassed, other = serve(
         runner, [replace(each, fields={**each.fields, "bypass_prefix_cache": True}) for each in asks], **settings)
-    assert other.prefix_hits == 0
+    assert other.memory.prefix_hits == 0
     for answer, expected in zip(answers, bypassed, strict=True):
         shared = min(len(answer.tokens), len(expected.tokens))
         assert answer.tokens[:shared] == expected.tokens[:shared]
