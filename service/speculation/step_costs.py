@@ -16,6 +16,8 @@ _FIRST_SLOPE, _FIRST_SHARE = 0.03, 0.3
 its seconds a token if that is less."""
 _CURVE_TOKENS = 128
 """Least number of tokens of an estimated curve."""
+_FIRST_SAMPLES = 4
+"""Steps of a number of tokens of which the fastest counts: the first ones take longer, since caches are cold."""
 _MIN_SAMPLES = 3
 """Steps after which an average is used as the time of overlapped steps."""
 
@@ -41,7 +43,10 @@ class _Average:
         """Add a step. Return its seconds relative to the average before, limited."""
         self.samples += 1
         ratio = min(max(seconds / self.seconds, 1 / _MAX_CHANGE), _MAX_CHANGE)
-        self.seconds *= 1.0 + (ratio - 1.0) * max(_WEIGHT, 1.0 / self.samples)
+        if self.samples > _FIRST_SAMPLES:
+            self.seconds *= 1.0 + (ratio - 1.0) * _WEIGHT
+        else:
+            self.seconds = min(self.seconds, seconds)
         return ratio
 
 
