@@ -5,6 +5,7 @@ Everything is computed on the device from a step's lengths there, so that a capt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -94,15 +95,15 @@ def rows_of(metadata: AttentionMetadata, state_slots: Tensor, dtype: torch.dtype
 
     dtype: of the activations.
     """
-    made = _rows.get(state_slots)
-    if made is None:
+    rows = _rows.get(state_slots)
+    if rows is None:
         starts = metadata.cu_seqlens_q
         lengths = starts[1:] - starts[:-1]
         is_continued = metadata.context_lens != lengths
         keep = is_continued.to(dtype)
-        made = _rows[state_slots] = StepRows(
+        rows = _rows[state_slots] = StepRows(
             state_slots.int(), lengths, keep.view(-1, 1, 1), (1 - is_continued.float()).unsqueeze(1) * FORGET)
-    return made  # type: ignore[no-any-return]
+    return rows  # type: ignore[no-any-return]
 
 
 def has_single_tokens(tokens: int, metadata: AttentionMetadata) -> bool:
@@ -127,8 +128,8 @@ def windows_of(tokens: int, taps: int, metadata: AttentionMetadata, state_slots:
 
     lengths: of `StepRows`.
     """
-    made = _sources.get(state_slots)
-    if made is None or made[0] != taps:
+    of_taps = _sources.get(state_slots)
+    if of_taps is None or of_taps[0] != taps:
         starts = metadata.cu_seqlens_q
         device = starts.device
         rows = len(starts) - 1
@@ -143,10 +144,10 @@ def windows_of(tokens: int, taps: int, metadata: AttentionMetadata, state_slots:
             return place.clamp_max(rows * earlier + tokens - 1).flatten()
 
         first = starts.index_select(0, row).unsqueeze(1)
-        made = _sources[state_slots] = taps, Windows(
+        of_taps = _sources[state_slots] = taps, Windows(
             source(places.unsqueeze(1) - first + back, first, row.unsqueeze(1)),
             source(lengths.unsqueeze(1) + back[:-1], starts[:-1].unsqueeze(1), _range(rows, device).unsqueeze(1)))
-    return made[1]  # type: ignore[no-any-return]
+    return of_taps[1]  # type: ignore[no-any-return]
 
 
 @cache
@@ -171,15 +172,16 @@ _derived: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def rates(a_log: Tensor) -> Tensor:
     """Return -exp(a_log), computed once for each weight."""
-    made = _derived.get(a_log)
-    if made is None:
-        made = _derived[a_log] = -a_log.exp()
-    return made  # type: ignore[no-any-return]
+    return _once(a_log, lambda: -a_log.exp())
 
 
 def taps_of(weight: Tensor) -> Tensor:
     """Return the weight [C, K] of a convolution as [K, C] float32, computed once for each weight."""
-    made = _derived.get(weight)
-    if made is None:
-        made = _derived[weight] = weight.t().float().contiguous()
-    return made  # type: ignore[no-any-return]
+    return _once(weight, lambda: weight.t().float().contiguous())
+
+
+def _once(weight: Tensor, derive: Callable[[], Tensor]) -> Tensor:
+    derived = _derived.get(weight)
+    if derived is None:
+        derived = _derived[weight] = derive()
+    return derived  # type: ignore[no-any-return]

@@ -60,18 +60,18 @@ class SequenceMemory:
         count, checkpoint = self.slots.longest(digests, has_spare=sequence.request.constraint is not None)
         return prefix[:count], checkpoint
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Provide the blocks of `num_tokens` tokens. Return False if some are lacking."""
-        return self.blocks.covers(sequence.blocks, num_tokens) or self.blocks.allocate(sequence.blocks, num_tokens)
-
-    def grow_for_drafts(self, sequence: Sequence, num_tokens: int, spare: int) -> bool:
-        """Provide the blocks and the slot of a row with drafts up to `num_tokens`. Return False if some are lacking.
+    def grow(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> bool:
+        """Provide the blocks of `num_tokens` tokens. Return False if some are lacking.
 
         spare: blocks that must remain free.
         """
-        has_blocks = self.blocks.covers(sequence.blocks, num_tokens) or self.blocks.allocate(
-            sequence.blocks, num_tokens, spare=spare)
-        return has_blocks and (self.slots is None or self.slots.lend_spare(sequence.slots))
+        blocks = self.blocks
+        return blocks.covers(sequence.blocks, num_tokens) or blocks.allocate(sequence.blocks, num_tokens, spare=spare)
+
+    def grow_for_drafts(self, sequence: Sequence, num_tokens: int, spare: int) -> bool:
+        """Provide the blocks and the slot of a row with drafts up to `num_tokens`. Return False if some are lacking."""
+        return self.grow(sequence, num_tokens, spare) and (
+            self.slots is None or self.slots.lend_spare(sequence.slots))
 
     def plan_checkpoints(self, sequence: Sequence) -> None:
         """Let rows of an admitted request end where other requests are likely to continue its state."""
