@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import SamplingParams
+from tests.support.loop import Ask, serve
+
 VOCABULARY = 120
+GREEDY = SamplingParams(temperature=0.0, logprobs=3)
 
 
 def settings_of(seed: int) -> dict[str, Any]:
@@ -62,6 +67,30 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     shared = draw.choices(range(3, VOCABULARY), k=40)
     return [[*(shared if draw.random() < 0.5 else ()), *draw.choices(range(3, VOCABULARY), k=draw.randint(1, 60))]
             for _ in range(count)]
+
+
+def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
+    """Return a greedy request with log-probabilities."""
+    return Ask(tick, None, {"prompt_ids": prompt, "max_tokens": count, "sampling": GREEDY, **fields})
+
+
+on_every_batch = pytest.mark.parametrize(("pool", "seats", "budget", "depth"), [
+    (64, 8, 48, 2), (64, 1, 48, 1), (64, 3, 5, 2), (12, 8, 16, 2), (10, 4, 16, 1)])
+
+
+def check_batch(runner: Runner, pool: int, seats: int, budget: int, depth: int) -> None:
+    """Compare answers alone with those of the same requests together: ids and log-probabilities are the same bits."""
+    if not runner.deterministic:
+        pytest.skip("the native kernels are not built")
+    chosen = prompts(9, 7)
+    chosen += chosen[:3]
+    alone = [serve(runner, [ask(prompt, 16, bypass_prefix_cache=True)], 1, 64, 1, 48)[0][0] for prompt in chosen]
+    answers, scheduler = serve(
+        runner, [ask(prompt, 16, index // 2) for index, prompt in enumerate(chosen)], depth, pool, seats, budget)
+    for answer, expected in zip(answers, alone, strict=True):
+        assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
+    assert scheduler.memory.prefix_hits > 0
+
 
 
 def use_recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,20 +23,14 @@ from npuserve.npu.model.layers.gated_delta_net import GatedDeltaNet
 from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import idle_bytes
-from npuserve.npu.step import Row, SamplingParams
+from npuserve.npu.step import Row
 from tests.npu.execution.test_decoder import Bench, oracle
 from tests.npu.execution.test_runner import load
-from tests.support.hybrids import VOCABULARY, logprobs_of, prompts
-from tests.support.loop import Ask, serve
+from tests.support.hybrids import VOCABULARY, ask, check_batch, logprobs_of, on_every_batch, prompts
+from tests.support.loop import serve
 from tests.support.mixtures import random_mixture, restack, use_recurrent_rule
 from tests.support.models import greedy, saved
 from tests.support.oracle_drafts import Kind, drafting_of
-
-GREEDY = SamplingParams(temperature=0.0, logprobs=3)
-
-
-def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
-    return Ask(tick, None, {"prompt_ids": prompt, "max_tokens": count, "sampling": GREEDY, **fields})
 
 
 @pytest.fixture(autouse=True)
@@ -76,20 +70,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load(folder, dtype=request.param, max_num_batched_tokens=48)
 
 
-@pytest.mark.parametrize(("pool", "seats", "budget", "depth"), [
-    (64, 8, 48, 2), (64, 1, 48, 1), (64, 3, 5, 2), (12, 8, 16, 2), (10, 4, 16, 1)])
+@on_every_batch
 def test_numbers_do_not_depend_on_the_batch(served: Runner, pool: int, seats: int, budget: int, depth: int) -> None:
     """Ids and log-probabilities are the same bits alone, beside others, in chunks, preempted, and with prefix hits."""
-    if not served.deterministic:
-        pytest.skip("the native kernels are not built")
-    chosen = prompts(9, 7)
-    chosen += chosen[:3]
-    alone = [serve(served, [ask(prompt, 16, bypass_prefix_cache=True)], 1, 64, 1, 48)[0][0] for prompt in chosen]
-    answers, scheduler = serve(
-        served, [ask(prompt, 16, index // 2) for index, prompt in enumerate(chosen)], depth, pool, seats, budget)
-    for answer, expected in zip(answers, alone, strict=True):
-        assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
-    assert scheduler.memory.prefix_hits > 0
+    check_batch(served, pool, seats, budget, depth)
 
 
 def config_of(seed: int, **changes: Any) -> dict[str, Any]:

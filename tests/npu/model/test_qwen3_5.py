@@ -21,11 +21,13 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
-from npuserve.npu.step import SamplingParams
 from tests.npu.execution.test_runner import load
 from tests.support.hybrids import (
     VOCABULARY,
+    ask,
+    check_batch,
     logprobs_of,
+    on_every_batch,
     prompts,
     random_hybrid,
     saved_as_published,
@@ -36,11 +38,6 @@ from tests.support.loop import Ask, serve
 from tests.support.models import greedy, saved
 
 BLOCK = 16
-GREEDY = SamplingParams(temperature=0.0, logprobs=3)
-
-
-def ask(prompt: list[int], count: int, tick: int = 0, **fields: object) -> Ask:
-    return Ask(tick, None, {"prompt_ids": prompt, "max_tokens": count, "sampling": GREEDY, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +69,12 @@ def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> No
         torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("pool", "seats", "budget", "depth"), [
-    (64, 8, 48, 2), (64, 1, 48, 1), (64, 3, 5, 2), (12, 8, 16, 2), (10, 4, 16, 1)])
+@on_every_batch
 def test_numbers_do_not_depend_on_the_batch(
     served: tuple[Runner, PreTrainedModel], pool: int, seats: int, budget: int, depth: int
 ) -> None:
     """Ids and log-probabilities are the same bits alone, beside others, in chunks, preempted, and with prefix hits."""
-    runner, _ = served
-    if not runner.deterministic:
-        pytest.skip("the native kernels are not built")
-    chosen = prompts(9, 7)
-    chosen += chosen[:3]
-    alone = [serve(runner, [ask(prompt, 16, bypass_prefix_cache=True)], 1, 64, 1, 48)[0][0] for prompt in chosen]
-    answers, scheduler = serve(
-        runner, [ask(prompt, 16, index // 2) for index, prompt in enumerate(chosen)], depth, pool, seats, budget)
-    for answer, expected in zip(answers, alone, strict=True):
-        assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
-    assert scheduler.memory.prefix_hits > 0
+    check_batch(served[0], pool, seats, budget, depth)
 
 
 def conversations(count: int, seed: int) -> list[Ask]:
