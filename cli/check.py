@@ -181,7 +181,7 @@ def backends() -> dict[str, Any]:
         report[name] = {"supported": supported, "available": available}
         if available:
             backend = select(name)
-            report[name]["memory_available_bytes"] = backend.memory_available()
+            report[name]["memory_available_bytes"] = backend.memory.available()
             report[name]["kernels"] = KernelSet(backend.kernels).served_labels
     return report
 
@@ -224,12 +224,12 @@ def model(config: ServerConfig) -> dict[str, Any]:
         shard = Shard(0, config.tensor_parallel_size, config.expert_parallel)
         world = read_world(config, os.environ)
         place = 0, len(world.ranks(config)) if world else shard.size
+        buckets = buckets_up_to(config.max_num_seqs, config.buckets)
         backend, prefill = open_devices(
             config.device, config.relaxations if config.emulate else None, config.prefill_device,
-            DeviceSettings(place, buckets_up_to(config.max_num_seqs, config.buckets)), threads=config.threads,
-            ranks=shard.size, state_dtype=config.state_dtype)
-        facts = ModelConfig.from_folder(
-            folder, config.lm_head_dtype, task=config.task, float8=backend.float8, int4=backend.int4).sharded(shard)
+            DeviceSettings(place, config.threads, config.state_dtype, buckets), ranks=shard.size)
+        takes = {"float8": backend.capabilities.float8, "int4": backend.capabilities.int4}
+        facts = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, **takes).sharded(shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         report["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))

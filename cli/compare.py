@@ -109,10 +109,10 @@ def compare(config: ServerConfig) -> Comparison:
 
     folder = resolve(config.model)
     backend = select(config.device, config.relaxations if config.emulate else None,
-                     DeviceSettings(capture_mode=config.capture))
-    backend.set_threads(config.threads)
+                     DeviceSettings(threads=config.threads, capture_mode=config.capture))
+    can = backend.capabilities
     facts = ModelConfig.from_folder(
-        folder, config.lm_head_dtype, task=config.task, float8=backend.float8, int4=backend.int4)
+        folder, config.lm_head_dtype, task=config.task, float8=can.float8, int4=can.int4)
     if facts.pooling:
         raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker, "
                           "which gives none")
@@ -146,7 +146,7 @@ def _check_memory(facts: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
     tokens = [len(prompt) + ANSWER for prompt in prompts]
     kept = 4 * facts.vocab_size * (2 * sum(tokens) + COPIES * max(tokens))
     needed = 4 * facts.num_parameters + kept
-    available = CpuBackend().memory_available()
+    available = CpuBackend().memory.available()
     if needed > available:
         raise ConfigError(
             f"compare: transformers needs {mib(needed)} of host memory (weights in float32 "

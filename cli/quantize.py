@@ -90,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
                           "compressed-tensors")
 
     import_torch()
+    from npuserve.npu.backends.base import DeviceSettings
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.model.config import ModelConfig, ModelError
     from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 
     began = time.monotonic()
-    CpuBackend().set_threads(args.threads)
+    CpuBackend(settings=DeviceSettings(threads=args.threads))  # sets the threads of this process
     with _ending_by_signals(), _reporting(out.name) as progress:
         try:
             sequences: list[list[int]] = []

@@ -95,7 +95,7 @@ class Group:
         library: backend of torch.distributed that communicates tensors of `device`.
         capacity: bytes of the largest tensor that a rank communicates.
         shared: the kernels can communicate through `memory`.
-        reduces: see `Backend.reduces`.
+        reduces: see `Capabilities.reduces`.
         """
         # Used by the thread that runs the kernels. Only Gloo connects its ranks here.
         kernels = dist.new_group(backend=library, timeout=CONNECT if library == "gloo" else WAIT)

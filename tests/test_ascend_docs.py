@@ -41,7 +41,8 @@ def numbers(text: str) -> set[str]:
 
 def sources() -> str:
     """Return the code that raises errors at the start."""
-    files = [file for folder in ("backends", "execution") for file in (ROOT / "npu" / folder).rglob("*.py")]
+    files = [file for folder in ("backends", "execution", "model")
+             for file in (ROOT / "npu" / folder).rglob("*.py")]
     return "\n".join(file.read_text() for file in files)
 
 

@@ -49,5 +49,5 @@ def test_cuda_docs_numbers_are_those_of_the_code() -> None:
     assert buckets[len(small) :] == (*range(64, MAX_TOKENS + 1, 64),)
     assert str(MAX_TOKENS) in numbers(row("Sizes", "max_num_batched_tokens", page=PAGE))
     assert numbers(row("Sizes", "block_size", page=PAGE)) == {
-        str(CudaBackend.block_size), str(CudaBackend.block_multiple)}
-    assert str(CudaBackend.vocabulary_tile) in numbers(section("Sizes"))
+        str(CudaBackend.capabilities.block_size), str(CudaBackend.capabilities.block_multiple)}
+    assert str(CudaBackend.capabilities.vocabulary_tile) in numbers(section("Sizes"))

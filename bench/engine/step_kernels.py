@@ -119,9 +119,10 @@ class StepKernels:
         self._bench = bench
         runner = bench.runner
         self._dtype = getattr(torch, runner.dtype_name)
+        can = runner.backend.capabilities
         self._model = MetaModel(
-            runner.config, self._dtype, vocabulary_tile=runner.backend.vocabulary_tile,
-            int8_levels=runner.backend.int8_levels, block_size=runner.block_size, cache_dtype=runner.cache_dtype)
+            runner.config, self._dtype, vocabulary_tile=can.vocabulary_tile, int8_levels=can.int8_levels,
+            block_size=runner.block_size, cache_dtype=runner.cache_dtype)
         self._ceilings = Ceilings(machine=machine_of(runner.backend))
 
     def decode(self, rows: int, context: int, steps: int) -> str:

@@ -273,7 +273,7 @@ def forced(folder: Path, file: Path) -> dict[str, Any]:
                "difference_of_the_cpu": round(yardstick.difference, 4),
                "largest_logit": round(max(float(x.abs().max()) for x in golden), 2)}
     if config.quantization:
-        cpu = CpuBackend(settings=DeviceSettings(int8_levels=backend.int8_levels))
+        cpu = CpuBackend(settings=DeviceSettings(int8_levels=backend.capabilities.int8_levels))
         alike, quantized = compared(golden, on_the_npu("float32")), compared(golden, on_the_cpu("float32", cpu))
         deviation = (quantized.share * (1 - quantized.share) / quantized.positions) ** 0.5
         figures |= {"passed": figures["passed"] and alike.share >= min(LEAST_INT8, quantized.share - 3 * deviation),

@@ -88,7 +88,7 @@ def measure(model: str, cache: str, rounds: int, *, full: bool) -> dict[str, Any
     folder = Path(model) if model else FOLDER
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     needed = weights + parse_size(cache) + SPARE_BYTES
-    with held(max(CpuBackend().memory_available() - needed, 0)) if full else contextlib.nullcontext():
+    with held(max(CpuBackend().memory.available() - needed, 0)) if full else contextlib.nullcontext():
         starts = [start(model, cache) for _ in range(rounds)]
     ttft = sorted(seconds for each in starts for seconds in each["ttft"])
     return {

@@ -104,12 +104,12 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     """
     model = loaded.model
     backend = loaded.backend
-    size = backend.block_size
+    size = backend.capabilities.block_size
     slots = model.config.slots_of(largest)
     cache = StateStore.allocate(
         model.config, largest, size, loaded.runner.cache_dtype, backend, slots, model.weights.dtype)
     buffers = BatchBuffers(
-        largest, largest, 1, size, largest if backend.padding_blocks else None, backend, num_slots=slots)
+        largest, largest, 1, size, largest if backend.capabilities.padding_blocks else None, backend, num_slots=slots)
 
     def step(rows: int) -> Tensor:
         return model.hidden(buffers.decode(rows), cache)
@@ -125,11 +125,11 @@ def buckets(loaded: Loaded, largest: int) -> Iterator[Bucket]:
     del captured
     for count in reversed(sizes):
         began = time.perf_counter()
-        free = backend.memory_available()
+        free = backend.memory.available()
         captured = capture_bucket(backend, step, count)
         assert captured
         seconds = time.perf_counter() - began
-        nbytes = max(0, free - backend.memory_available())
+        nbytes = max(0, free - backend.memory.available())
         compared = [
             backend.enqueue(partial(_compare, captured, rows[:n], loaded, buffers, cache, captured.size(n))).wait()
             for n in (count, max(1, count - 1))]
@@ -147,7 +147,7 @@ def _decode_rows(model: Model, backend: Backend, cache: StateStore, count: int) 
     prompts = [Row(row, ids[row][: lengths[row]], 0, [row], 1, state_slot=row) for row in range(count)]
 
     def prefill() -> None:
-        model.hidden(make_batch(prompts, backend.block_size, backend, model.config.slots_of(count)), cache)
+        model.hidden(make_batch(prompts, backend.capabilities.block_size, backend, model.config.slots_of(count)), cache)
 
     backend.enqueue(prefill).wait()
     backend.synchronize()
@@ -195,15 +195,15 @@ def chunk_buckets(loaded: Loaded) -> Iterator[ChunkBucket]:
     """
     backend = loaded.backend
     size = loaded.runner.block_size
-    if not (backend.padding_blocks and backend.captures_chunks(loaded.runner.cache_dtype)):
+    if not (backend.capabilities.padding_blocks and backend.captures_chunks(loaded.runner.cache_dtype)):
         return
     longest = max(LONG) + CHUNK_TOKENS
     model = shortened(loaded, longest)
     per_row = -(-longest // size)
     slots = model.config.slots_of(2)
     cache = StateStore.allocate(
-        model.config, 2 * per_row + backend.padding_blocks, size, loaded.runner.cache_dtype, backend, slots,
-        model.weights.dtype)
+        model.config, 2 * per_row + backend.capabilities.padding_blocks, size, loaded.runner.cache_dtype, backend,
+        slots, model.weights.dtype)
     backend.enqueue(partial(randomize, cache)).wait()
     buffers = BatchBuffers(CHUNK_TOKENS, 2, per_row, size, 2 * per_row, backend, num_slots=slots)
     with torch.inference_mode():

@@ -67,8 +67,7 @@ def findings(
     from npuserve.npu.model.config import ModelConfig
 
     backend = select(config.device, config.relaxations if config.emulate else None,
-                     DeviceSettings(decode_buckets=config.buckets, capture_mode=config.capture))
-    backend.set_threads(config.threads)
+                     DeviceSettings(threads=config.threads, decode_buckets=config.buckets, capture_mode=config.capture))
     folder = resolve(config.model)
     latencies = LatencyCheck(config.emulate, None if config.emulate else least_share)
     quick = sizes == "quick" or (sizes == "auto" and (config.emulate or backend.device.type == "cpu"))

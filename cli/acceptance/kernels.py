@@ -138,7 +138,7 @@ def supported_cases(kernel: Kernel[..., Any], backend: Backend, *, benchmark: bo
 
     for case in kernel.cases:
         if case.benchmark == benchmark and takes_case(backend, case):
-            yield with_levels(case, backend.int8_levels)
+            yield with_levels(case, backend.capabilities.int8_levels)
 
 
 def check_sizes(backend: Backend, *, quick: bool) -> Iterator[Finding]:

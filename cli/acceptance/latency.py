@@ -183,7 +183,7 @@ def bandwidth(backend: Backend) -> float:
     It is the best of several copies (reads and writes) and of several sums in plain torch; on the CPU that of
     `Ceilings`.
     """
-    size = min(READ_BYTES, backend.memory_available() // 16)
+    size = min(READ_BYTES, backend.memory.available() // 16)
     if isinstance(backend, CpuBackend):
         ceilings = Ceilings(size)
         return max(ceilings.read() for _ in range(REPEATS))

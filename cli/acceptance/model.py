@@ -61,7 +61,7 @@ def check_model(
     budget = max(config.max_num_batched_tokens, rows + 1)
     context = min(64 if latencies.emulated else 1024, facts.context_length // 4)
     # One block more than the longest row needs: the scheduler admits a request only if it can grow.
-    length = min(facts.context_length, (config.block_size or backend.block_size) + max(
+    length = min(facts.context_length, (config.block_size or backend.capabilities.block_size) + max(
         4 * accept_tokens.BUDGET + accept_tokens.ANSWER, latency.row_length(rows, context, budget, latency.STEPS)))
     answer = min(accept_tokens.ANSWER, length // 2)
     prompts = accept_tokens.prompts_of(folder, facts.vocab_size, length - answer)
@@ -91,7 +91,7 @@ def exact_dtypes(backend: Backend, *, hybrid: bool) -> list[str]:
 
     hybrid: the model has linear attention. Where its kernels are made for states in bfloat16, so are their results.
     """
-    rounds = hybrid and backend.state_dtypes[0] == "bfloat16"
+    rounds = hybrid and backend.capabilities.state_dtypes[0] == "bfloat16"
     return ["float32"] if supports_dtype(backend, "float32") and not rounds else []
 
 
@@ -145,7 +145,8 @@ def _compare_with_cpu(
     else:  # a cache rounds keys and values, and sums in another order may round to the next number
         verdict = judge_rounded(agreement, lambda: compared(*load_reference(
             folder, loaded.backend, rounding, runner.max_model_len, golden[1].threads,
-            runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share, rounding in golden[1].dtypes)
+            runner.config.lm_head_dtype, setting_of(runner.cache_dtype))).share,
+            rounding in golden[1].capabilities.dtypes)
         if verdict.rounded_share is not None:
             figures["equal_argmax_of_the_cpu"] = verdict.rounded_share
             said += f"; the CPU in {rounding}: {verdict.rounded_share:.4f}"

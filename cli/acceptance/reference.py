@@ -7,7 +7,7 @@ step, over a paged cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def load(
 
     The KV cache holds max_num_seqs requests of max_model_len tokens, or fewer if they do not fit.
     """
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=backend.float8, int4=backend.int4)
+    can = backend.capabilities
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=can.float8, int4=can.int4)
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
                    kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=max_num_batched_tokens)
@@ -73,20 +74,21 @@ def load_reference(
     model's float8 layers, the device's quantized KV cache or its states: those of linear attention are then rounded at
     the ends of chunks, as on the device. Raises ModelError if the host has not enough memory.
     """
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.float8, int4=of.int4)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=of.capabilities.float8, int4=of.capabilities.int4)
     cached = QUANTIZED.get(kv_cache_dtype)
     float8 = config.has_float8
-    other = cached and (cached not in CpuBackend.cache_dtypes or of.scale_dtype != CpuBackend.scale_dtype)
+    own = CpuBackend.capabilities
+    other = cached and (cached not in own.cache_dtypes or of.capabilities.scale_dtype != own.scale_dtype)
     states = of.state_dtype(getattr(torch, dtype))
     other_states = config.has_fixed_state and states != torch.float32
     is_golden = isinstance(of, CpuBackend) or other or float8 or other_states
-    backend = CpuBackend(native=available() and not is_golden, settings=DeviceSettings(int8_levels=of.int8_levels))
-    if other_states:
-        backend.chosen_state_dtype = str(states).removeprefix("torch.")
-    backend.float8 = float8
-    backend.set_threads(threads)
-    backend.scale_dtype = of.scale_dtype
-    backend.cache_dtypes = of.cache_dtypes
+    state_dtype = str(states).removeprefix("torch.") if other_states else "float32"
+    backend = CpuBackend(
+        native=available() and not is_golden,
+        settings=DeviceSettings(threads=threads, state_dtype=state_dtype, int8_levels=of.capabilities.int8_levels),
+        capabilities=replace(
+            own, float8=float8, scale_dtype=of.capabilities.scale_dtype, cache_dtypes=of.capabilities.cache_dtypes,
+            state_dtypes=(state_dtype,)))
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
     return Model.of(config, weights, max_model_len, KernelSet(backend.kernels), backend), backend
@@ -97,9 +99,10 @@ def reference_runner(
 ) -> Runner:
     """Return a runner of a reference for steps of `rows` rows and `tokens` tokens, with the reference's weights."""
     length = min(len(model.cos_sin), tokens)
-    blocks = rows * -(-length // backend.block_size)
+    block_size = backend.capabilities.block_size
+    blocks = rows * -(-length // block_size)
     return Runner(
-        backend, model.weights, model.config, blocks, backend.block_size, max_model_len=length, max_num_seqs=rows,
+        backend, model.weights, model.config, blocks, block_size, max_model_len=length, max_num_seqs=rows,
         max_num_batched_tokens=tokens, kv_cache_dtype=kv_cache_dtype, num_slots=model.config.slots_of(rows))
 
 
@@ -125,7 +128,7 @@ def forced_logits(
     block_size: tokens of a block; 0 for the backend's default.
     cache_dtype: dtype of the KV cache; None for the weights' dtype.
     """
-    size = block_size or backend.block_size
+    size = block_size or backend.capabilities.block_size
     per_row = -(-max(map(len, sequences)) // size)
     cache = StateStore.allocate(
         model.config, per_row * SEQUENCES_PER_STEP, size, cache_dtype or model.weights.dtype, backend,

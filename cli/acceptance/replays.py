@@ -172,8 +172,8 @@ class Replays:
         self._backend.enqueue(partial(randomize, self._cache)).wait()
         self._slots = SavedSlots(self._cache)
         self._buffers = BatchBuffers(
-            rows, rows, self._per_row, self._size, blocks if self._backend.padding_blocks else None, self._backend,
-            num_slots=slots)
+            rows, rows, self._per_row, self._size, blocks if self._backend.capabilities.padding_blocks else None,
+            self._backend, num_slots=slots)
         captured = capture_bucket(
             self._backend, lambda n: self._model.hidden(self._buffers.decode(n), self._cache), rows)
         if captured is None:
@@ -201,7 +201,7 @@ class Replays:
             wanted.append(self._backend.enqueue(partial(self._kernels, contexts)).wait())
             self._backend.synchronize()  # the inputs of the step are on the device
         wanted = wanted[-patterns:]
-        free = self._backend.memory_available()
+        free = self._backend.memory.available()
         buffers = [self._backend.host_buffer(1, dtype=torch.float32) for _ in range(2)]
         flying: list[tuple[Event, Tensor, int, int]] = []
         began = time.perf_counter()
@@ -232,7 +232,7 @@ class Replays:
             collect()
         self._backend.synchronize()
         return Soaked(replays, wrong, worst, *first, time.perf_counter() - began,
-                      max(0, free - self._backend.memory_available()))
+                      max(0, free - self._backend.memory.available()))
 
     def _fill(self, contexts: Sequence[int]) -> Part:
         """Stage the step, and queue its inputs and the states before it.

@@ -91,7 +91,7 @@ def check_sampling(
     others: list[Runner] = []
 
     def in_dtype() -> Runner | None:
-        if not others and rounding != "float32" and rounding in golden[1].dtypes:
+        if not others and rounding != "float32" and rounding in golden[1].capabilities.dtypes:
             others.append(_runner(loaded, load_reference(
                 folder, loaded.backend, rounding, loaded.runner.max_model_len, golden[1].threads,
                 loaded.runner.config.lm_head_dtype, setting_of(loaded.runner.cache_dtype))))
@@ -111,7 +111,7 @@ def check_sampling(
                 mine = range(number * len(short), (number + 1) * len(short))
                 yield _judge(f"{name}, {where}, {dtype}", answers, mine, short * len(names), asked, reference, in_dtype,
                              rounding)
-    if loaded.backend.sampler_filters and loaded.backend.settings.capture_mode != "off":
+    if loaded.backend.capabilities.sampler_filters and loaded.backend.settings.capture_mode != "off":
         share = whole / max(alone, 1)
         yield Finding(
             "sampling", f"captured steps, {dtype}", f"{whole} of {alone} tokens computed and sampled in one dispatch",

@@ -93,7 +93,7 @@ def check_variants(backend: Backend, threads: int, *, hybrid: bool = False) -> I
         int8 = Path(folder) / "w8a8"
         quantize_checkpoint(plain, int8)
         for variant in VARIANTS:
-            if (cached := QUANTIZED.get(variant.kv_cache_dtype)) and cached not in backend.cache_dtypes:
+            if (cached := QUANTIZED.get(variant.kv_cache_dtype)) and cached not in backend.capabilities.cache_dtypes:
                 continue
             with tempfile.TemporaryDirectory(dir=folder) as variant_folder:
                 for dtype in dtypes:
@@ -108,7 +108,7 @@ def _check(
 ) -> Iterator[Finding]:
     """Yield the findings of one variant in one dtype. wide_folder: folder for a model that the variant needs."""
     count = WIDE_ANSWER if variant.wide else accept_tokens.ANSWER
-    length = backend.block_size + 4 * accept_tokens.BUDGET + count
+    length = backend.capabilities.block_size + 4 * accept_tokens.BUDGET + count
     vocabulary = ModelConfig.from_folder(folder).vocab_size
     prompts = accept_tokens.prompts_of(resolve(""), vocabulary, length - count)
     if variant.wide:

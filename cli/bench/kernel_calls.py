@@ -28,7 +28,7 @@ from npuserve.cli.bench.taps import Args, Results, Tap, TappedKernels, cloned, g
 from npuserve.kernels.native.choice import AUTO, CpuKernelSettings
 from npuserve.kernels.registry import GOLDEN, KERNELS, Implementation, KernelSet, Span
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import Backend, Captured, CaptureError
+from npuserve.npu.backends.base import Backend, Captured, CaptureError, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import Batch, BatchBuffers, make_batch
 from npuserve.npu.execution.decoder import Model
@@ -126,8 +126,8 @@ class Trace:
             StateStore.allocate(config, total, size, cached, backend, self._slots, self.model.weights.dtype)
             for backend in (CpuBackend(native=False), self.backend, self.backend))
         buffers = BatchBuffers(
-            self.rows * self.prompt, self.rows, blocks, size, total if self.backend.padding_blocks else None,
-            self.backend, num_slots=self._slots)
+            self.rows * self.prompt, self.rows, blocks, size,
+            total if self.backend.capabilities.padding_blocks else None, self.backend, num_slots=self._slots)
         captured, captured_decode = self._captured(buffers, captured_cache)
         for step, rows in self._steps(blocks):
             calls, hidden = self.backend.enqueue(partial(self._single, step, rows, golden_cache, cache)).wait()
@@ -149,7 +149,7 @@ class Trace:
         decode: Captured | None = None
         try:
             with torch.no_grad():
-                if self.backend.padding_blocks:
+                if self.backend.capabilities.padding_blocks:
                     decode = self.backend.capture(
                         lambda rows: self.model.hidden(buffers.decode(rows), cache), self.rows, decode=True)
                     buffers.clear()
@@ -182,7 +182,7 @@ class Trace:
         count = sum(len(row.token_ids) for row in rows)
         staged = buffers.fill([(rows, captured.size(count) if step == "decode" else len(rows))])
         part = staged.parts[0]
-        if step == "prompt" and self.backend.padding_blocks:
+        if step == "prompt" and self.backend.capabilities.padding_blocks:
             buffers.pad(part, captured.size(count))
 
         def replay() -> tuple[bool, list[Span], list[tuple[str, float]]]:
@@ -272,9 +272,9 @@ def load(
     cpu: requested CPU kernels.
     Raises ModelError and BackendError as `load_runner` does, and ModelError for too many layers.
     """
-    device = select(backend, emulate)
-    device.set_threads(threads)
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=device.float8, int4=device.int4)
+    device = select(backend, emulate, DeviceSettings(threads=threads))
+    can = device.capabilities
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=can.float8, int4=can.int4)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
     resolved_dtype: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))

@@ -71,7 +71,8 @@ def select_prefill(name: str, device: Backend) -> Backend | None:
         return None
     if name == device.name:
         raise BackendError(f"prefill_device: the whole model runs on {name}; leave prefill_device at same")
-    return select(name, settings=DeviceSettings(int8_levels=device.int8_levels))
+    return select(name, settings=DeviceSettings(
+        threads=device.settings.threads, int8_levels=device.capabilities.int8_levels))
 
 
 def fault(error: BaseException) -> Fault | None:

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,6 +35,10 @@ from npuserve.npu.backends.base import (
     Pending,
     T,
 )
+from npuserve.npu.backends.cache_layout import CacheLayout
+from npuserve.npu.backends.capabilities import Capabilities
+from npuserve.npu.backends.memory import DeviceMemory
+from npuserve.npu.backends.weight_layout import WeightLayout
 
 _TORCH_THREADS = torch.get_num_threads()
 """torch's default, read before anything sets it: environment variables may define it."""
@@ -170,94 +175,26 @@ class CapturedProgram:
         return self._program.replay_timed(rows)
 
 
-class CpuBackend(Backend):
-    """CPU backend.
+class HostMemory(DeviceMemory):
+    """Memory of the host.
 
-    native: use the C++ kernels, which read weights and KV cache in their own layouts; False: use the golden functions.
-        Only the native kernels are deterministic: sums in torch's GEMMs may depend on the number of rows.
+    ranks: ranks of this machine, which share it.
+    arena: gives out memory for the native kernels; None for torch's own.
     """
 
-    name = "cpu"
-    dtypes = ("float32", "bfloat16")
-    vocabulary_tile = 64
-    block_size = 128
-    cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
-    fixed_state = experts = True
-    int4 = w4a8 = int8_zeros = shares_memory = True
-    collectives = "gloo"
-
-    def __init__(self, native: bool = built(), settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
-        super().__init__(settings)
-        self.device = torch.device("cpu")
-        self.kernels = self.name if native else GOLDEN
-        self.deterministic = native
-        self._arena = Arena() if native else None
-        self._queue = Queue()
-        self._set_up_thread: Callable[[], None] = lambda: None  # first task of the thread
-        self.block_multiple = LANES if native else 1
-        self.threads = self._threads(0)
-
-    @classmethod
-    def available(cls) -> bool:
-        return True
-
-    def set_threads(self, count: int) -> None:
-        self.threads = self._threads(count)
-        everywhere = self._cores()
-        pinned: list[int] = []
-        if self._arena is not None:
-            # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
-            # milliseconds while the other core is idle, after other processes have run on both. Fewer threads are not
-            # pinned: servers that share the cores of a node would all choose the same ones.
-            if 1 < self.threads == len(everywhere) or (self.settings.place[1] > 1 and self.threads >= len(everywhere)):
-                pinned = [everywhere[i % len(everywhere)] for i in range(self.threads)]
-            library().set_threads(self.threads, pinned)
-        # Little work is left to torch beside native kernels, and its threads would compete for the cores.
-        of_torch = self.threads if self._arena is None else 1
-        torch.set_num_threads(of_torch)
-        self._set_up_thread = partial(_set_up_thread, of_torch, pinned[:1] or everywhere)
-        if self._queue.thread is not None:  # a running thread keeps its settings otherwise
-            self.enqueue(self._set_up_thread).wait()
-
-    def choose_kernels(self, wanted: CpuKernelSettings, inputs: int) -> CpuKernels | None:
-        if self._arena is None:
-            for name, value in (("cpu_gemm", wanted.gemm), ("cpu_weights", wanted.weights)):
-                if value != "auto":
-                    raise BackendError(f"{name}: {value!r} needs the native CPU kernels, which are not installed; "
-                                       "only auto is possible")
-            return None
-        try:
-            return self.enqueue(partial(choose, wanted, inputs)).wait()  # measured on the thread that computes steps
-        except ValueError as error:
-            raise BackendError(str(error)) from None
-
-    def _threads(self, count: int) -> int:
-        return count or max(1, min(_TORCH_THREADS, usable_cores()) // self.settings.place[1])
-
-    def _cores(self) -> list[int]:
-        """Return the cores of this rank: its part of the cores that this process may use."""
-        cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.settings.place
-        each = max(1, len(cores) // size)
-        return cores[rank * each % len(cores):][:each]
-
-    def weight(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
-        if self._arena is None:
-            return super().weight(n, k, dtype)
-        return PackedWeight.allocate(n, k, dtype, memory=self._arena.empty)
-
-    def weight_bytes(self, n: int, k: int, dtype: torch.dtype) -> int:
-        return super().weight_bytes(n, k, dtype) if self._arena is None else 4 * packed_words(n, k, dtype)
-
-    def int4_weight(self, n: int, k: int, grouping: Grouping) -> Int4:
-        if self._arena is None:
-            return super().int4_weight(n, k, grouping)
-        return PackedInt4.allocate(n, k, grouping, self._arena.empty)
-
-    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
-        return super().int4_bytes(n, k, grouping) if self._arena is None else grouping.packed_bytes(n, k)
+    def __init__(self, ranks: int, arena: Arena | None):
+        self._ranks = ranks
+        self._arena = arena
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return super().empty(shape, dtype) if self._arena is None else self._arena.empty(shape, dtype)
+        return torch.empty(*shape, dtype=dtype) if self._arena is None else self._arena.empty(shape, dtype)
+
+    def available(self) -> int:
+        return min([_meminfo_available(), *control_group.free_memory()]) // self._ranks
+
+    def cache_share(self, free: int) -> int:
+        """Return a quarter of `free`, since other processes run here, and at most 4 GiB, as pages must be cleared."""
+        return min(free // 4, 4 << 30)
 
     @property
     def fresh_is_zero(self) -> bool:
@@ -279,37 +216,115 @@ class CpuBackend(Backend):
         finally:
             self._arena = arena
 
-    def cache_shapes(
+
+class NativeWeights(WeightLayout):
+    """Weights in the panels that the native kernels read."""
+
+    def allocate(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
+        return PackedWeight.allocate(n, k, dtype, memory=self._empty)
+
+    def nbytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        return 4 * packed_words(n, k, dtype)
+
+    def allocate_int4(self, n: int, k: int, grouping: Grouping) -> Int4:
+        return PackedInt4.allocate(n, k, grouping, self._empty)
+
+    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
+        return grouping.packed_bytes(n, k)
+
+
+class NativeCache(CacheLayout):
+    """KV cache as the native kernels read it."""
+
+    def shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sizes = num_blocks, block_size, kv_heads, head_dim, dtype
-        return super().cache_shapes(*sizes) if self._arena is None else (
-            layout.key_shape(*sizes), layout.value_shape(*sizes))
+        return layout.key_shape(*sizes), layout.value_shape(*sizes)
 
     def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
-        scale_shape = super().scale_shape if self._arena is None else layout.scale_shape
-        return scale_shape(num_blocks, block_size, kv_heads)
+        return layout.scale_shape(num_blocks, block_size, kv_heads)
 
-    def read_cache(
+    def read(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._arena is None:
-            return super().read_cache(keys, values, slots, head_dim)
         return layout.read_slots(keys, values, slots, head_dim)
 
-    def write_cache(
+    def write(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor,
         new_values: torch.Tensor,
     ) -> None:
-        write = super().write_cache if self._arena is None else layout.write_slots
-        write(keys, values, slots, new_keys, new_values)
+        layout.write_slots(keys, values, slots, new_keys, new_values)
 
-    def memory_available(self) -> int:
-        return min([_meminfo_available(), *control_group.free_memory()]) // self.settings.place[1]
 
-    def kv_cache_share(self, free: int) -> int:
-        """Return a quarter of `free`, since other processes run here, and at most 4 GiB, as pages must be cleared."""
-        return min(free // 4, 4 << 30)
+class CpuBackend(Backend):
+    """CPU backend.
+
+    native: use the C++ kernels, which read weights and KV cache in their own layouts; False: use the golden functions.
+        Only the native kernels are deterministic: sums in torch's GEMMs may depend on the number of rows.
+    capabilities: those of the class by default, or those of a device that the golden functions stand for.
+    """
+
+    name = "cpu"
+    capabilities = Capabilities(
+        dtypes=("float32", "bfloat16"), vocabulary_tile=64, int8_zeros=True, int4=True, w4a8=True, experts=True,
+        block_size=128, cache_dtypes=(torch.int8,), fixed_state=True, collectives="gloo", shares_memory=True)
+
+    def __init__(
+        self, native: bool = built(), settings: DeviceSettings = DEFAULT_SETTINGS,
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        super().__init__(settings, replace(
+            capabilities or type(self).capabilities, deterministic=native, block_multiple=LANES if native else 1))
+        self.device = torch.device("cpu")
+        self.kernels = self.name if native else GOLDEN
+        self._is_native = native
+        self.memory = HostMemory(settings.place[1], Arena() if native else None)
+        self.weights = NativeWeights(self.memory.empty) if native else WeightLayout(self.memory.empty)
+        self.cache = NativeCache() if native else CacheLayout()
+        self._queue = Queue()
+        self.threads = settings.threads or max(1, min(_TORCH_THREADS, usable_cores()) // settings.place[1])
+        self._set_up_thread: Callable[[], None] = lambda: None  # first task of the thread
+        if settings.threads is not None:
+            self._set_up_threads()
+
+    @classmethod
+    def available(cls) -> bool:
+        return True
+
+    def _set_up_threads(self) -> None:
+        """Set the threads of this process to those of the settings: the kernels', torch's and the queue's."""
+        everywhere = self._cores()
+        pinned: list[int] = []
+        if self._is_native:
+            # With one core per thread each thread is pinned. Otherwise Linux may keep two threads on one core for
+            # milliseconds while the other core is idle, after other processes have run on both. Fewer threads are not
+            # pinned: servers that share the cores of a node would all choose the same ones.
+            if 1 < self.threads == len(everywhere) or (self.settings.place[1] > 1 and self.threads >= len(everywhere)):
+                pinned = [everywhere[i % len(everywhere)] for i in range(self.threads)]
+            library().set_threads(self.threads, pinned)
+        # Little work is left to torch beside native kernels, and its threads would compete for the cores.
+        of_torch = 1 if self._is_native else self.threads
+        torch.set_num_threads(of_torch)
+        self._set_up_thread = partial(_set_up_thread, of_torch, pinned[:1] or everywhere)
+
+    def _cores(self) -> list[int]:
+        """Return the cores of this rank: its part of the cores that this process may use."""
+        cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.settings.place
+        each = max(1, len(cores) // size)
+        return cores[rank * each % len(cores):][:each]
+
+    def choose_kernels(self, wanted: CpuKernelSettings, inputs: int) -> CpuKernels | None:
+        if not self._is_native:
+            for name, value in (("cpu_gemm", wanted.gemm), ("cpu_weights", wanted.weights)):
+                if value != "auto":
+                    raise BackendError(f"{name}: {value!r} needs the native CPU kernels, which are not installed; "
+                                       "only auto is possible")
+            return None
+        try:
+            return self.enqueue(partial(choose, wanted, inputs)).wait()  # measured on the thread that computes steps
+        except ValueError as error:
+            raise BackendError(str(error)) from None
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -340,7 +355,7 @@ class CpuBackend(Backend):
     def capture(
         self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
     ) -> Captured | None:
-        if self._arena is None:
+        if not self._is_native:
             return None
         try:
             return CapturedProgram(record(lambda: step(largest)), largest)

@@ -60,11 +60,12 @@ def machine_of(backend: Backend) -> Machine:
 
 def takes_case(backend: Backend, case: Case) -> bool:
     """Return True if the device supports the features that the case uses."""
-    if case.cache and case.cache not in backend.cache_dtypes:
+    can = backend.capabilities
+    if case.cache and case.cache not in can.cache_dtypes:
         return False
-    if case.zeros > backend.int8_zeros or case.float8 > backend.float8:
+    if case.zeros > can.int8_zeros or case.float8 > can.float8:
         return False
-    if case.w4a8 > backend.w4a8 or (case.int4 and (not backend.int4 or case.int4 % backend.int4_rows)):
+    if case.w4a8 > can.w4a8 or (case.int4 and (not can.int4 or case.int4 % can.int4_rows)):
         return False
     try:
         if case.head_dim:

@@ -15,6 +15,10 @@ import torch
 
 from npuserve.kernels.registry import Span
 from npuserve.npu.backends.base import Backend, BackendError, DeviceSettings, Event, Pending, T
+from npuserve.npu.backends.cache_layout import CacheLayout
+from npuserve.npu.backends.capabilities import Capabilities
+from npuserve.npu.backends.memory import DeviceMemory
+from npuserve.npu.backends.weight_layout import WeightLayout
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +94,54 @@ class DeviceSpan:
         return seconds
 
 
+class StreamMemory(DeviceMemory):
+    """Memory of a device with streams. streams: see `StreamBackend`."""
+
+    def __init__(self, streams: Any, device: torch.device):
+        self._streams = streams
+        self._device = device
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(*shape, dtype=dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            wanted = torch.Size(shape).numel() * dtype.itemsize >> 20
+            raise BackendError(
+                f"device: no {wanted} MiB of device memory are left of {self.available() >> 20} MiB that are "
+                "free: a smaller kv_cache_memory, max_num_batched_tokens or decode_buckets takes less") from error
+
+    def available(self) -> int:
+        free: int = self._streams.mem_get_info(self._device)[0]
+        cached: int = self._streams.memory_reserved(self._device) - self._streams.memory_allocated(self._device)
+        return free + cached
+
+    def wait(self) -> None:
+        """Wait until the free memory has not risen for QUIET_SECONDS, at most MAX_RELEASE_SECONDS.
+
+        Return at once if others hold little memory.
+        """
+        held = self._held_by_others()
+        if held < MIN_HELD_BYTES:
+            return
+        log.info("other processes hold %.1f GiB of the device's memory: waiting until it rises no more", held / 2**30)
+        quiet_seconds = 0
+        for _ in range(MAX_RELEASE_SECONDS):
+            time.sleep(1.0)
+            now_held = self._held_by_others()
+            quiet_seconds = 0 if now_held < held - MIN_RISE_BYTES else quiet_seconds + 1
+            held = min(held, now_held)
+            if held < MIN_HELD_BYTES or quiet_seconds == QUIET_SECONDS:
+                return
+
+    def _held_by_others(self) -> int:
+        """Return the bytes of the device's memory that are neither free nor in this process's pools."""
+        return taken_bytes(self._streams, self._device) - int(self._streams.memory_reserved(self._device))
+
+    def cache_share(self, free: int) -> int:
+        """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""
+        return free * 9 // 10
+
+
 class StreamBackend(Backend):
     """Backend on top of a torch device module.
 
@@ -99,11 +151,15 @@ class StreamBackend(Backend):
     pinned = True
     """Host buffers are allocated in pinned memory."""
 
-    def __init__(self, streams: Any, device: torch.device, settings: DeviceSettings) -> None:
-        super().__init__(settings)
+    def __init__(
+        self, streams: Any, device: torch.device, settings: DeviceSettings, capabilities: Capabilities
+    ) -> None:
+        super().__init__(settings, capabilities)
         self.device = device
-        self.deterministic = False
-        self.threads = 1
+        self.memory = StreamMemory(streams, device)
+        self.weights = WeightLayout(self.memory.empty)
+        self.cache = CacheLayout()
+        self.threads = settings.threads or 1
         self._streams = streams
         self._stream = streams.Stream()
         self._copies = streams.Stream()
@@ -127,52 +183,6 @@ class StreamBackend(Backend):
             raise BackendError(
                 f"tensor_parallel_size: {place[1]} ranks of this host need as many devices, and {count} "
                 f"{'is' if count == 1 else 'are'} visible here ({visible}); possible is 1 to {max(count, 1)} a host")
-
-    def set_threads(self, count: int) -> None:
-        self.threads = count or 1
-
-    def memory_available(self) -> int:
-        free: int = self._streams.mem_get_info(self.device)[0]
-        cached: int = self._streams.memory_reserved(self.device) - self._streams.memory_allocated(self.device)
-        return free + cached
-
-    def wait_for_memory(self) -> None:
-        """Wait until the free memory has not risen for QUIET_SECONDS, at most MAX_RELEASE_SECONDS.
-
-        Return at once if others hold little memory.
-        """
-        held = self._held_by_others()
-        if held < MIN_HELD_BYTES:
-            return
-        log.info("other processes hold %.1f GiB of the device's memory: waiting until it rises no more", held / 2**30)
-        quiet_seconds = 0
-        for _ in range(MAX_RELEASE_SECONDS):
-            time.sleep(1.0)
-            now_held = self._held_by_others()
-            quiet_seconds = 0 if now_held < held - MIN_RISE_BYTES else quiet_seconds + 1
-            held = min(held, now_held)
-            if held < MIN_HELD_BYTES or quiet_seconds == QUIET_SECONDS:
-                return
-
-    def _held_by_others(self) -> int:
-        """Return the bytes of the device's memory that are neither free nor in this process's pools."""
-        return taken_bytes(self._streams, self.device) - int(self._streams.memory_reserved(self.device))
-
-    def kv_cache_share(self, free: int) -> int:
-        """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""
-        return free * 9 // 10
-
-    def weight(self, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.empty((n, k), dtype)
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.empty(*shape, dtype=dtype, device=self.device)
-        except torch.OutOfMemoryError as error:
-            wanted = torch.Size(shape).numel() * dtype.itemsize >> 20
-            raise BackendError(
-                f"device: no {wanted} MiB of device memory are left of {self.memory_available() >> 20} MiB that are "
-                "free: a smaller kv_cache_memory, max_num_batched_tokens or decode_buckets takes less") from error
 
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, pin_memory=self.pinned)

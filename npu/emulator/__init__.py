@@ -27,7 +27,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from npuserve.npu.backends import register_emulated
@@ -159,7 +159,8 @@ def activate(
     _options = options
     EmulatedAscend.relaxations = options.relax
     EmulatedAscend.triton = triton
-    EmulatedAscend.explicit_dtypes = ("float32",) if "fp32" in options.relax else ()
+    if "fp32" in options.relax:
+        EmulatedAscend.capabilities = replace(EmulatedAscend.capabilities, explicit_dtypes=("float32",))
     EmulatedAscend.new_profiler = lambda: TaskProfiler(log_tasks, tasks)
     register_emulated(EmulatedAscend)
     relaxed = f"; relaxed: {', '.join(sorted(options.relax))}" if options.relax else ""

@@ -23,7 +23,7 @@ class EmulatedAscend(AscendBackend):
 
     relaxations: names of the omitted checks (parameter `relax` of `emulator.activate`).
     triton: parameter of `emulator.activate`.
-    new_profiler: starts a profiler. `emulator.activate` sets all three and `explicit_dtypes`.
+    new_profiler: starts a profiler. `emulator.activate` sets all three, and `capabilities`.
     """
 
     relaxations: ClassVar[frozenset[str]] = frozenset()

@@ -120,7 +120,7 @@ class Staged:
 class BatchBuffers:
     """Memory for steps of at most max_tokens tokens, max_rows rows and max_blocks blocks per row.
 
-    padding_block: first of the `Backend.padding_blocks` blocks at the end of the KV cache, which padding rows and
+    padding_block: first of the `Capabilities.padding_blocks` blocks at the end of the KV cache, which padding rows and
         tokens write; None if no batch is padded. Each has a slot of its own if the blocks have as many.
     vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
     num_slots: slots of fixed state, after which padding rows have one of their own; 0 if the model has no such state.
@@ -138,12 +138,12 @@ class BatchBuffers:
         self._limits = max_tokens, max_rows, max_blocks
         self._max_samples = max_samples = max_rows + max_drafts
         self._block_size = block_size
-        self._host_lengths = backend.host_lengths
+        self._host_lengths = backend.capabilities.host_lengths
         self._padding = padding_block or 0
         more = 0 if padding_block is None else max_rows
         tokens = max_tokens + more
         rows = max_rows + more
-        slots = max(1, backend.padding_blocks) * block_size
+        slots = max(1, backend.capabilities.padding_blocks) * block_size
         first = self._padding * block_size
         self._padding_slots = first + np.arange(tokens) % slots
         sections: dict[str, tuple[int, torch.dtype]] = {
@@ -154,7 +154,7 @@ class BatchBuffers:
         self._num_slots = num_slots
         if num_slots:
             sections["state_slots"] = (rows, torch.int64)
-        self._vocabulary = vocabulary if backend.sampler_filters else 0
+        self._vocabulary = vocabulary if backend.capabilities.sampler_filters else 0
         if self._vocabulary:
             sections |= {"penalty_slots": (max_samples, torch.int64), "top_k": (max_samples, torch.int32),
                          "sampling": (NUM_FLOATS * max_samples, torch.float32)}

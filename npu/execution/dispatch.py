@@ -153,13 +153,13 @@ class Dispatch:
     ):
         self._buffers = buffers
         self._chosen = steps.chosen
-        self._pads = backend.padding_blocks > 0
+        self._pads = backend.capabilities.padding_blocks > 0
         self._capture_mode = capture_mode
         self._captures_chunks = capture_chunks
-        self._compiles = backend.compiles
+        self._compiles = backend.capabilities.compiles
         self.decodes = CapturedSteps()
         self.chunks = CapturedSteps()
-        warm_up = backend.compiles or bool(backend.sampler_filters)
+        warm_up = backend.capabilities.compiles or bool(backend.capabilities.sampler_filters)
         with torch.inference_mode():
             try:
                 if capture_mode != "off":
@@ -185,14 +185,15 @@ class Dispatch:
         self, backend: Backend, steps: CapturableSteps, max_rows: int, may_drop: bool
     ) -> tuple[CapturedSteps, CapturedSteps]:
         """Capture all steps that the backend can capture: of decode rows, and of any rows. Raises CaptureError."""
-        has_sampler = bool(backend.sampler_filters)
+        each_filters = backend.capabilities.sampler_filters
+        has_sampler = bool(each_filters)
         argmax = backend.capture(steps.decode_argmax, max_rows, decode=True)
         hidden: Captured | None = None
         sampled: Mapping[Filters, Captured] = {}
         if has_sampler:
             hidden = argmax
             sampled = self._capture_sampler(
-                backend, steps.decode_sampled, backend.sampler_filters, max_rows, decode=True, may_drop=may_drop)
+                backend, steps.decode_sampled, each_filters, max_rows, decode=True, may_drop=may_drop)
         elif self._pads:
             hidden = backend.capture(steps.decode, max_rows, decode=True)
         decodes = CapturedSteps(hidden, argmax, sampled)
@@ -206,7 +207,7 @@ class Dispatch:
         argmax = backend.capture(steps.chunks_argmax, max_tokens, decode=False)
         hidden = argmax or backend.capture(steps.chunks, max_tokens, decode=False)
         if decodes.sampled:
-            filtering = [filters for filters in backend.sampler_filters if filters is not Filters.NONE]
+            filtering = [filters for filters in each_filters if filters is not Filters.NONE]
             sampled = self._capture_sampler(
                 backend, steps.chunks_sampled, filtering, max_tokens, decode=False, may_drop=may_drop)
         return decodes, CapturedSteps(hidden, argmax, sampled)

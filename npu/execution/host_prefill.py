@@ -93,7 +93,7 @@ class HostPrefill:
 
     host: backend that computes the chunks, with the decoder's `weights`.
     device: backend of the runner.
-    cache: KV cache of the runner, not quantized, in the shapes that `Backend.cache_shapes` documents; heads may be
+    cache: KV cache of the runner, not quantized, in the shapes that `CacheLayout.shapes` documents; heads may be
         padded.
     max_rows: maximum rows of a step.
     The other parameters are as for `Runner`.
@@ -192,7 +192,7 @@ class HostPrefill:
 
         def write() -> None:
             for mirrored, (keys, values) in zip(self._mirror.plain, fetched, strict=True):
-                self._host.write_cache(
+                self._host.cache.write(
                     *mirrored, slots, keys[..., : self._head_dim], values[..., : self._head_dim])
 
         self._host.enqueue(write)
@@ -226,7 +226,7 @@ class HostPrefill:
         to = self._staged[buffer][:, :, : part.tokens]
         slots = self._slots(runs)
         for target, layer in zip(to, self._mirror.plain, strict=True):
-            for into, cached in zip(target, self._host.read_cache(*layer, slots, self._head_dim), strict=True):
+            for into, cached in zip(target, self._host.cache.read(*layer, slots, self._head_dim), strict=True):
                 into[..., : self._head_dim] = cached
         return Chunk(to, runs, hidden, self._cache, self._device.device, timings)
 

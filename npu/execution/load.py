@@ -70,7 +70,7 @@ def load_runner(
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
-    decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
+    threads, state_dtype, decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
     prefill_device, lm_head_dtype, task: see `select_prefill`, `ModelConfig` and `read_pooling`.
     kernel_sampling, observe, max_drafts: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
@@ -85,24 +85,24 @@ def load_runner(
     """
     num_ranks, place = (group.size, group.place) if group else (1, (0, 1))
     settings = DeviceSettings(
-        place=place, decode_buckets=buckets_up_to(max_num_seqs, decode_buckets),
+        place=place, threads=threads, state_dtype=state_dtype,
+        decode_buckets=buckets_up_to(max_num_seqs, decode_buckets),
         capture_mode=_agreed(capture, group) if group else capture, capture_chunks=capture_chunks,
         int8_levels=int8_levels)
-    device, host = open_devices(
-        backend, emulate, prefill_device, settings, threads=threads, state_dtype=state_dtype, ranks=num_ranks)
+    device, host = open_devices(backend, emulate, prefill_device, settings, ranks=num_ranks)
     _preflight(device, num_ranks)
     config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
-    device.wait_for_memory()
+    device.memory.wait()
     kept = memory.plan(Path(folder)) if memory else None
     planned = partial(
         predict, config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
         kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
-    measures = device.measures_memory and host is None and not kv_cache_memory
-    with device.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
+    measures = device.capabilities.measures_memory and host is None and not kv_cache_memory
+    with device.memory.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
         plan = kept if shared and kept else planned()
         if plan is not kept:
             (replace(plan, kv_cache=0, fixed_state=0, activations=0, logits=0) if measures else plan).require_fit()
@@ -140,8 +140,9 @@ def _config(
 ) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
     shard = Shard(group.rank, group.size, expert_parallel) if group else Shard(whole_experts=expert_parallel)
+    can = device.capabilities
     return ModelConfig.from_folder(
-        folder, lm_head_dtype, task=task, float8=device.float8, int4=device.int4).sharded(shard)
+        folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4).sharded(shard)
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
@@ -174,7 +175,7 @@ def _measured(
         runner.compute_largest_step()
 
     try:
-        excess = device.excess_bytes(work)
+        excess = device.memory.excess_bytes(work)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"a step of {max_tokens} tokens does not fit the memory that the weights leave; a smaller "
@@ -182,7 +183,7 @@ def _measured(
     step = max(excess - cache_bytes - rotary_bytes(config, length), 0)
     log.info("the largest step, its buffers and captured steps take %s of %s; predicted were %s for the step alone",
              mib(step), device.name, mib(plan.activations + plan.logits))
-    available = device.memory_available() + stored_bytes(config, weights.dtype, device) + weights.unplanned_bytes
+    available = device.memory.available() + stored_bytes(config, weights.dtype, device) + weights.unplanned_bytes
     return MeasuredMemory(available, step)
 
 
@@ -225,11 +226,12 @@ def _ranks(
     if group is None:
         return ALONE
     resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    can = device.capabilities
     rows = min(max_samples, max_tokens)
-    width = config.padded_vocabulary(device.vocabulary_tile) // group.size
+    width = config.padded_vocabulary(can.vocabulary_tile) // group.size
     largest = max(max_tokens * config.hidden_size, rows * width) * resolved.itemsize
-    ranks = group.ranks(device.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=device.shares_memory,
-                        reduces=device.reduces)
+    ranks = group.ranks(can.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=can.shares_memory,
+                        reduces=can.reduces)
     device.synchronize()
     return ranks
 
@@ -242,23 +244,18 @@ def buckets_up_to(max_num_seqs: int, decode_buckets: Sequence[int]) -> tuple[int
 
 
 def open_devices(
-    backend: str, emulate: Sequence[str] | None, prefill_device: str, settings: DeviceSettings, *, threads: int,
-    ranks: int, state_dtype: str = "auto",
+    backend: str, emulate: Sequence[str] | None, prefill_device: str, settings: DeviceSettings, *, ranks: int
 ) -> tuple[Backend, Backend | None]:
-    """Start and configure the device and, if prompts are computed on the host, the host's backend.
+    """Start the device and, if prompts are computed on the host, the host's backend.
 
     ranks: number of ranks that share the model.
     The other parameters are as for `load_runner`. Raises BackendError.
     """
     device = select(backend, emulate, settings)
     device.check_ranks(ranks)
-    device.choose_state_dtype(state_dtype)
-    device.set_threads(threads)
     host = select_prefill(prefill_device, device)
     if host and ranks > 1:
         raise BackendError(f"prefill_device: {prefill_device} is not possible with a tensor_parallel_size above 1")
-    if host:
-        host.set_threads(threads)
     return device, host
 
 

@@ -186,7 +186,7 @@ def predict(
     """
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
-    available = measured.available if measured else backend.memory_available() - reserved
+    available = measured.available if measured else backend.memory.available() - reserved
     weights = stored_bytes(config, resolved, backend)
     activations = _device_activations(
         config, backend, prefill, max_num_seqs, max_num_batched_tokens, length, resolved.itemsize)
@@ -198,14 +198,14 @@ def predict(
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = max(available - weights - activations - logits, 0)
-    free = _measured_share(free, config, backend, length, block) if measured else backend.kv_cache_share(free)
+    free = _measured_share(free, config, backend, length, block) if measured else backend.memory.cache_share(free)
     per_request = -(-length // block_size)
     block_bytes_wanted = kv_cache_memory or min(free, max_num_seqs * per_request * block)
     spared = _spared_bytes(block_bytes_wanted, -(-max_model_len // block_size) * block)
     num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
     free_blocks = max(free - fixed_state, 0) // block
     if prefill and host:
-        free_blocks = min(free_blocks, prefill.kv_cache_share(max(host.available - host.needed, 0)) // mirrored)
+        free_blocks = min(free_blocks, prefill.memory.cache_share(max(host.available - host.needed, 0)) // mirrored)
     if kv_cache_memory:
         num_blocks = _given_blocks(
             kv_cache_memory, fixed_state, slot_bytes(config, resolved, backend), block, block_size, max_model_len,
@@ -215,7 +215,7 @@ def predict(
     length = min(length, num_blocks * block_size)
     return MemoryPlan(
         weights=weights + rotary_bytes(config, length),
-        kv_cache=(num_blocks + backend.padding_blocks) * block,
+        kv_cache=(num_blocks + backend.capabilities.padding_blocks) * block,
         activations=activations,
         logits=logits,
         base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
@@ -229,7 +229,7 @@ def predict(
 
 def _measured_share(free: int, config: ModelConfig, backend: Backend, length: int, block: int) -> int:
     """Return the size of the cache without its padding if `free` bytes were measured to be free."""
-    free -= rotary_bytes(config, length) + backend.padding_blocks * block
+    free -= rotary_bytes(config, length) + backend.capabilities.padding_blocks * block
     return int(max(free, 0) * MEASURED_SHARE)
 
 
@@ -240,7 +240,7 @@ def rotary_bytes(config: ModelConfig, length: int) -> int:
 
 def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block_size: int) -> int:
     """Return the bytes of the largest copy of a row's keys and values in floats."""
-    return max(backend.dequantized_bytes(length, block_size, state.heads, state.head_dim)
+    return max(backend.cache.dequantized_bytes(length, block_size, state.heads, state.head_dim)
                for state in config.paged_states)
 
 
@@ -272,7 +272,7 @@ def _slots(
     if not config.has_fixed_state:
         return 0, 0
     slot = slot_bytes(config, dtype, backend)
-    padding = 1 if backend.padding_blocks else 0
+    padding = 1 if backend.capabilities.padding_blocks else 0
     wanted = max(2 * max_num_seqs, checkpoints // slot)
     num_slots = min(wanted, int((kv_cache_memory or free) * MAX_STATE_SHARE) // slot - padding)
     if num_slots < 2 and kv_cache_memory:
@@ -287,10 +287,10 @@ def _checked(
 ) -> tuple[torch.dtype, torch.dtype, int]:
     """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
-    if config.has_fixed_state and not backend.fixed_state:
+    if config.has_fixed_state and not backend.capabilities.fixed_state:
         raise BackendError(f"device: {backend.name} does not serve models with linear attention ({config.family}); "
                            "possible is device: cpu")
-    if config.has_experts and not backend.experts:
+    if config.has_experts and not backend.capabilities.experts:
         raise BackendError(f"device: {backend.name} does not serve mixtures of experts ({config.family}); possible is "
                            "device: cpu")
     for state in config.paged_states:
@@ -304,10 +304,10 @@ def _checked(
                 f"prefill_device: {prefill.name} cannot compute this model's prompts ({error}); possible is "
                 "prefill_device: same") from None
     resolved: torch.dtype = getattr(torch, dtype)
-    if prefill and dtype not in prefill.dtypes:
+    if prefill and dtype not in prefill.capabilities.dtypes:
         raise BackendError(
             f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
-            f"{', '.join(prefill.dtypes)}")
+            f"{', '.join(prefill.capabilities.dtypes)}")
     cached = backend.cache_dtype(kv_cache_dtype, resolved)
     if prefill and (config.has_fixed_state or len(config.paged_states) > 1):
         raise BackendError(
@@ -322,10 +322,10 @@ def _checked(
 
 def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | None = None) -> int:
     """Return the tokens of a KV-cache block; the backend's default for 0. Raise ModelError for an impossible size."""
-    block_size = block_size or backend.block_size
-    multiple = math.lcm(backend.block_multiple, prefill.block_multiple if prefill else 1)
-    if block_size % multiple or block_size > backend.max_block_size:
-        largest = backend.max_block_size
+    block_size = block_size or backend.capabilities.block_size
+    multiple = math.lcm(backend.capabilities.block_multiple, prefill.capabilities.block_multiple if prefill else 1)
+    if block_size % multiple or block_size > backend.capabilities.max_block_size:
+        largest = backend.capabilities.max_block_size
         possible = f"is {largest}" if multiple == largest else f"are powers of two from {multiple} to {largest}"
         raise ModelError(f"block_size: {block_size} is not possible here; possible {possible}")
     return block_size
@@ -375,14 +375,14 @@ def _host(
 ) -> HostPlan:
     """Return the host's plan without the KV cache. The table of rotary embeddings covers the whole context."""
     (state,) = config.paged_states
-    width = device.cache_shapes(1, device.block_size, state.heads, state.head_dim, dtype)[0][-1]
+    width = device.cache.shapes(1, device.capabilities.block_size, state.heads, state.head_dim, dtype)[0][-1]
     return HostPlan(
         backend=prefill.name,
         weights=stored_bytes(config.headless, dtype, prefill) + rotary_bytes(config, context),
         kv_cache=0,
         activations=_activations(config, prefill, tokens, context, dtype.itemsize),
         staging=staging_bytes(config, width, tokens, dtype.itemsize),
-        available=prefill.memory_available(),
+        available=prefill.memory.available(),
     )
 
 
@@ -401,14 +401,14 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     """Return the bytes that the decoder's kernels write and hold at the same time."""
     hidden = config.hidden_size
     layers = list(dict.fromkeys(config.local_layers))
-    summed = 0 if backend.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
+    summed = 0 if backend.capabilities.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
     linears = [matrix for index in range(config.num_layers) for matrix in storage.linears(config, index)]
     if not _has_own(backend, paged_attention):
         # The largest layer, beside the residual and its norm.
         largest = max(layer.golden_elements(tokens, context) for layer in layers)
         floats = (GOLDEN_HIDDEN_COPIES * tokens * hidden + largest) * itemsize
         # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
-        head = _in_float64(storage.tables(config, backend.vocabulary_tile)[-1], backend, 0)
+        head = _in_float64(storage.tables(config, backend.capabilities.vocabulary_tile)[-1], backend, 0)
         return summed + floats + max(0, max(_in_float64(matrix, backend, tokens) for matrix in linears) - head)
     # Each kernel's output has its own memory, held until the next layer overwrites it.
     width = HIDDEN_COPIES * hidden + sum(layer.output_width for layer in layers)
@@ -439,7 +439,7 @@ def _operator_bytes(config: ModelConfig, backend: Backend, rows: int, tokens: in
 
 def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:
     """Return the bytes of a gather of `nbytes` from each rank; 0 for ranks that share memory, and for one rank."""
-    return config.shard.size * nbytes if config.shard.size > 1 and not backend.shares_memory else 0
+    return config.shard.size * nbytes if config.shard.size > 1 and not backend.capabilities.shares_memory else 0
 
 
 def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
@@ -448,10 +448,11 @@ def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> 
     If captured steps sample, they allocate as much again in the memory of the graphs, and the tokens of `Penalties`.
     Otherwise edits of logits and counts for penalties are not included; they depend on the requests.
     """
-    copies = backend.sampling_bytes if _has_own(backend, sample) else GOLDEN_SAMPLING_BYTES
-    head = storage.tables(config, backend.vocabulary_tile)[-1]
-    columns = config.padded_vocabulary(backend.vocabulary_tile)  # each rank gathers the logits of all
-    captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if backend.sampler_filters else 0
+    can = backend.capabilities
+    copies = can.sampling_bytes if _has_own(backend, sample) else GOLDEN_SAMPLING_BYTES
+    head = storage.tables(config, can.vocabulary_tile)[-1]
+    columns = config.padded_vocabulary(can.vocabulary_tile)  # each rank gathers the logits of all
+    captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if can.sampler_filters else 0
     gathered = _gathered_bytes(config, backend, rows * columns // config.shard.size * itemsize)
     return rows * columns * (itemsize + copies) + gathered + captured + _in_float64(head, backend, rows)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.memory import DeviceMemory
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +33,14 @@ BUSY_PAUSE_SECONDS = 0.1
 class PagePopulation:
     """Pages of tensors [n, ...] that are used from index 0 on, all at the same rate.
 
-    memory: each tensor with its backend. Tensors of a backend whose memory is not `fresh_is_zero` are left out.
+    tensors: each with the memory that it is in. Tensors in memory that is not `fresh_is_zero` are left out.
     steps_in_flight: steps that run now. The owner sets it.
     """
 
-    def __init__(self, memory: Sequence[tuple[Backend, Tensor]]):
-        memory = [(backend, tensor) for backend, tensor in memory if backend.fresh_is_zero]
-        self._tensors = [(backend, weakref.ref(tensor)) for backend, tensor in memory]
-        self._portions = -(-sum(tensor.nbytes for _, tensor in memory) // PORTION_BYTES)
+    def __init__(self, tensors: Sequence[tuple[DeviceMemory, Tensor]]):
+        tensors = [(memory, tensor) for memory, tensor in tensors if memory.fresh_is_zero]
+        self._tensors = [(memory, weakref.ref(tensor)) for memory, tensor in tensors]
+        self._portions = -(-sum(tensor.nbytes for _, tensor in tensors) // PORTION_BYTES)
         self._next = 0
         self.steps_in_flight = 0
 
@@ -71,11 +71,11 @@ class PagePopulation:
         """Map the next portion of each tensor. Return False if one is dropped."""
         portion = self._next
         self._next = self._next + 1
-        for backend, reference in self._tensors:
+        for memory, reference in self._tensors:
             tensor = reference()
             if tensor is None:
                 return False
             first, last = (len(tensor) * each // self._portions for each in (portion, portion + 1))
             if first < last:
-                backend.populate(tensor[first:last])
+                memory.populate(tensor[first:last])
         return True

@@ -116,7 +116,8 @@ class Runner:
         self.backend_name = backend.name
         self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
-        self.deterministic = backend.deterministic
+        can = backend.capabilities
+        self.deterministic = can.deterministic
         self.backend = backend
         self.cache_dtype = backend.cache_dtype(kv_cache_dtype, dtype)
         self.token_bytes = block_bytes(config, block_size, self.cache_dtype, backend) / block_size
@@ -141,20 +142,20 @@ class Runner:
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
-            num_blocks if backend.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts)
+            num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts)
         self._last = backend.empty((samples,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(samples, dtype=torch.int64) for _ in range(2)]
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        memory = [(backend, tensor) for tensor in self._store.tensors]
+        memory = [(backend.memory, tensor) for tensor in self._store.tensors]
         if self._prefill and prefill:
-            memory += [(prefill[0], tensor) for tensor in self._prefill.tensors]
+            memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
         self._pages = PagePopulation(memory)
         self._pages.map_first()
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
         # Collectives by torch.distributed cannot be recorded on the CPU.
-        is_recordable = ranks.size == 1 or not backend.shares_memory or ranks.region is not None
+        is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
         self._dispatch = Dispatch(
             backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
             capture_mode=backend.settings.capture_mode if is_recordable else "off",
@@ -162,7 +163,7 @@ class Runner:
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
-        if backend.compiles or (backend.sampler_filters and not self._dispatch.decodes.sampled):
+        if can.compiles or (can.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
 
     @cached_property

@@ -202,7 +202,7 @@ class Sampler:
         self._k = kernels
         self._vocabulary = vocabulary
         self._backend = backend
-        self._penalties = Penalties(slots, vocabulary, backend) if backend.sampler_filters else None
+        self._penalties = Penalties(slots, vocabulary, backend) if backend.capabilities.sampler_filters else None
         self._states: dict[int, RequestState] = {}
 
     def add(self, request: NewRequest) -> None:

@@ -24,7 +24,7 @@ from npuserve.npu.model.progress import reporting
 
 
 class KeysAndValues(NamedTuple):
-    """State of a layer whose state is `Paged`, in the shapes of `Backend.cache_shapes`; quantized ones have scales."""
+    """State of a layer whose state is `Paged`, in the shapes of `CacheLayout.shapes`; quantized ones have scales."""
 
     keys: Cache
     values: Cache
@@ -53,11 +53,11 @@ def slot_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int
 
 
 def _paged_bytes(state: Paged, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
-    shapes = backend.cache_shapes(1, block_size, state.heads, state.head_dim, dtype)
+    shapes = backend.cache.shapes(1, block_size, state.heads, state.head_dim, dtype)
     nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
     if dtype in LARGEST:
-        scales = backend.scale_shape(1, block_size, state.heads)
-        nbytes += 2 * math.prod(scales) * backend.scale_dtype.itemsize
+        scales = backend.cache.scale_shape(1, block_size, state.heads)
+        nbytes += 2 * math.prod(scales) * backend.capabilities.scale_dtype.itemsize
     return nbytes
 
 
@@ -71,7 +71,8 @@ class StateStore:
 
     states: in the order of `ModelWeights.blocks`.
 
-    The last `Backend.padding_blocks` blocks are not given to requests; nor is the last slot if there are such blocks.
+    The last `Capabilities.padding_blocks` blocks are not given to requests; nor is the last slot if there are such
+    blocks.
     """
 
     states: tuple[LayerState, ...]
@@ -89,19 +90,19 @@ class StateStore:
         num_slots: slots for requests; 0 without layers of fixed state.
         model_dtype: dtype of the activations; None for `dtype`.
         """
-        blocks = num_blocks + backend.padding_blocks
-        slots = num_slots + (1 if backend.padding_blocks else 0)
+        blocks = num_blocks + backend.capabilities.padding_blocks
+        slots = num_slots + (1 if backend.capabilities.padding_blocks else 0)
 
         def cache(state: Paged, shape: tuple[int, ...]) -> Cache:
             numbers = backend.empty(shape, dtype)
             if dtype not in LARGEST:
                 return numbers
-            scales = backend.scale_shape(blocks, block_size, state.heads)
-            return Quantized(numbers, backend.empty(scales, backend.scale_dtype))
+            scales = backend.cache.scale_shape(blocks, block_size, state.heads)
+            return Quantized(numbers, backend.empty(scales, backend.capabilities.scale_dtype))
 
         def of_layer(state: State) -> LayerState:
             if isinstance(state, Paged):
-                shapes = backend.cache_shapes(blocks, block_size, state.heads, state.head_dim, dtype)
+                shapes = backend.cache.shapes(blocks, block_size, state.heads, state.head_dim, dtype)
                 return KeysAndValues(cache(state, shapes[0]), cache(state, shapes[1]))
             if isinstance(state, Fixed):
                 return Slots(backend.empty((slots, *shape), _dtype(name, model_dtype or dtype, backend))
@@ -109,7 +110,7 @@ class StateStore:
             return backend.empty((state.size,), torch.int64) if isinstance(state, Counts) else None
 
         store = cls(tuple(of_layer(layer.state) for layer in config.local_layers))
-        if not backend.fresh_is_zero:
+        if not backend.memory.fresh_is_zero:
             store._clear(backend)
         return store
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuserve.kernels.int4 import PlainInt4
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.capabilities import Capabilities
+from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.forms.targets import Target, Targets, ignore, put_both, put_copy, target_of_rows
@@ -54,15 +55,14 @@ def allocate_meta(
 ) -> Allocation:
     """Return the weights as tensors without memory, and their targets, which must not be filled.
 
-    vocabulary_tile, int8_levels: see `Backend`.
+    vocabulary_tile, int8_levels: see `Capabilities`.
     """
-    device = torch.device("meta")
-    backend: Any = SimpleNamespace(
-        int4_refusal=lambda n, k, grouping, dtype: "",
-        vocabulary_tile=vocabulary_tile, int8_levels=int8_levels,
-        weight=lambda n, k, dtype: torch.empty(n, k, dtype=dtype, device=device),
-        empty=lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device),
-        int4_weight=lambda n, k, grouping: PlainInt4.allocate(n, k, grouping, partial(torch.empty, device=device)))
+    capabilities = Capabilities(dtypes=(), vocabulary_tile=vocabulary_tile, int8_levels=int8_levels, block_size=1)
+
+    def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    backend: Any = SimpleNamespace(capabilities=capabilities, empty=empty, weights=WeightLayout(empty))
     return allocate(config, dtype, backend)
 
 
@@ -74,7 +74,7 @@ class _Allocator:
 
     def model(self) -> ModelWeights:
         c = self._config
-        embedding, *head = map(self._linear, tables(c, self._backend.vocabulary_tile))
+        embedding, *head = map(self._linear, tables(c, self._backend.capabilities.vocabulary_tile))
         layers = tuple(tuple(map(self._block, stored_blocks(c, index))) for index in range(c.num_layers))
         return ModelWeights(
             form_of(embedding.weight), layers, self._array(final_norm(c)), head[0] if head else embedding, self._dtype)

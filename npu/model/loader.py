@@ -93,7 +93,7 @@ def load_weights(
                 progress(done, total)
     _report_converted(config, dtype, backend)
     _report_converted_int4(config, dtype, backend)
-    if merged := allocation.finish(config.vocabulary(backend.vocabulary_tile).size, backend):
+    if merged := allocation.finish(config.vocabulary(backend.capabilities.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
     return allocation.weights
@@ -101,7 +101,7 @@ def load_weights(
 
 def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many float8 layers became floats. Ranks other than 0 log nothing."""
-    stored = matrices(config, backend.vocabulary_tile)
+    stored = matrices(config, backend.capabilities.vocabulary_tile)
     of_float8 = [matrix for matrix in stored if matrix.form.converted]
     if not of_float8 or config.shard.rank:
         return
@@ -119,7 +119,7 @@ def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend)
 def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
     """Log how many layers in 4 bits became floats. Ranks other than 0 log nothing."""
     converted: dict[str, list[StoredMatrix]] = {}
-    for matrix in matrices(config, backend.vocabulary_tile):
+    for matrix in matrices(config, backend.capabilities.vocabulary_tile):
         if reason := _int4_refusal(matrix, dtype, backend):
             converted.setdefault(reason, []).append(matrix)
     for reason, of_reason in converted.items() if config.shard.rank == 0 else ():
@@ -194,8 +194,8 @@ def refused_bytes(folder: Path | str, config: ModelConfig, dtype: torch.dtype, b
     Raises ModelError for files that cannot be read.
     """
     plain = [(-(-m.rows // LANES) * LANES * m.inputs * dtype.itemsize, m)
-             for m in matrices(config, backend.vocabulary_tile) if m.form.is_float]
-    compact = [(nbytes, m) for nbytes, m in plain if backend.weight_bytes(m.rows, m.inputs, dtype) < nbytes]
+             for m in matrices(config, backend.capabilities.vocabulary_tile) if m.form.is_float]
+    compact = [(nbytes, m) for nbytes, m in plain if backend.weights.nbytes(m.rows, m.inputs, dtype) < nbytes]
     if not compact:
         return 0
     with ExitStack() as stack:

@@ -10,7 +10,7 @@ import torch
 
 from npuserve.kernels.experts import distinct_experts
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.forms import form_of_scheme
 from npuserve.npu.model.forms.floats import Floats
@@ -28,7 +28,8 @@ from npuserve.npu.quantization.w8a8 import W8A8
 def check_schemes(config: ModelConfig, backend: Backend) -> None:
     """Raise BackendError for a quantization of the model that the backend's kernels do not support."""
     for scheme in config.schemes:
-        backend.check_scheme(scheme)
+        if refusal := scheme.refusal(backend):
+            raise BackendError(f"quantization_config: {refusal}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
 
 def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Return the bytes that `allocate` takes."""
-    stored = matrices(config, backend.vocabulary_tile)
+    stored = matrices(config, backend.capabilities.vocabulary_tile)
     return array_bytes(config, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in stored)
 
 
@@ -181,7 +182,7 @@ def array_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
     """Return the part of `stored_bytes` that a step reads: all but an embedding that is not tied to the LM head."""
-    embedding, *head = tables(config, backend.vocabulary_tile)
+    embedding, *head = tables(config, backend.capabilities.vocabulary_tile)
     return stored_bytes(config, dtype, backend) - (embedding.nbytes(dtype, backend) if head else 0)
 
 

@@ -112,7 +112,7 @@ class ModelWeights:
         """
         self._fill_padding(vocabulary)
         for weight in self._linear_weights():
-            backend.prepare_weight(weight, table=weight is self.embedding)
+            backend.weights.prepare(weight, table=weight is self.embedding)
 
     def _linear_weights(self) -> list[WeightForm]:
         linears = [linear for block in self.blocks for linear in block.linears]

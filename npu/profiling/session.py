@@ -175,9 +175,9 @@ class Profiler:
             calls = [(event["name"], float(event.get("dur", 0.0)) * 1e-6) for event in device.kernels(recorded)]
         dtype: torch.dtype = getattr(torch, runner.dtype_name)
         model = MetaModel(
-            runner.config, dtype, vocabulary_tile=runner.backend.vocabulary_tile,
-            int8_levels=runner.backend.int8_levels, cache_dtype=runner.cache_dtype,
-            scale_dtype=runner.backend.scale_dtype, state_dtype=runner.backend.state_dtype(dtype))
+            runner.config, dtype, vocabulary_tile=runner.backend.capabilities.vocabulary_tile,
+            int8_levels=runner.backend.capabilities.int8_levels, cache_dtype=runner.cache_dtype,
+            scale_dtype=runner.backend.capabilities.scale_dtype, state_dtype=runner.backend.state_dtype(dtype))
         table = kernel_table(calls, model.nbytes(steps) if steps else {}, names)
         properties: dict[str, Any] = {
             "npuserve": said, "has_times": has_times, "layers": runner.config.num_layers, "ended": ending,

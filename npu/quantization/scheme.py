@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Device(Protocol):
-    """Properties of a device that decide which schemes it supports. `Backend` has them."""
-
-    @property
-    def name(self) -> str: ...
+class Products(Protocol):
+    """Quantized products that a device computes. `Capabilities` has them."""
 
     @property
     def int8_zeros(self) -> bool: ...
@@ -21,6 +18,16 @@ class Device(Protocol):
 
     @property
     def w4a8(self) -> bool: ...
+
+
+class Device(Protocol):
+    """What decides which schemes a device supports. `Backend` has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capabilities(self) -> Products: ...
 
 
 class WeightScheme(ABC):

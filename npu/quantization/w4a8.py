@@ -34,7 +34,7 @@ class W4A8(WeightScheme):
         return replace(self, weights=self.weights.with_scales(dtype))
 
     def refusal(self, device: Device) -> str:
-        if device.w4a8:
+        if device.capabilities.w4a8:
             return ""
         return ("weights of 4 bits (num_bits: 4) with int8 input_activations (W4A8) are not possible on "
                 f"{device.name}; possible are weights of 4 bits with input_activations: null (W4A16), and int8 weights "

@@ -50,12 +50,12 @@ class W8A8(WeightScheme):
         return FORMATS[self.type]
 
     def refusal(self, device: Device) -> str:
-        if self.float8 and not device.float8:
+        if self.float8 and not device.capabilities.float8:
             return (f"float8 weights and input_activations (type: float) are not possible on {device.name}; possible "
                     "is int8 (type: int)")
         wrong = [name for name, symmetric in (
             ("weights", self.symmetric), ("input_activations", self.symmetric_inputs)) if not symmetric]
-        if wrong and not device.int8_zeros:
+        if wrong and not device.capabilities.int8_zeros:
             return (f"{' and '.join(wrong)} with zero points (symmetric: false) are not possible on {device.name}, "
                     "whose int8 GEMM takes none; possible is symmetric: true")
         return ""

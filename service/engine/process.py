@@ -152,7 +152,7 @@ def build(args: EngineArgs) -> tuple[Engine, RankProcesses | None]:
 
     runner = load_model(args.config, args.folder, observe, memory=memory, kernels=args.kernels,
                         capture=args.capture or None, group=ranks.group if ranks else None)
-    if runner.backend.host_lengths:
+    if runner.backend.capabilities.host_lengths:
         metrics.feed(metrics.lengths_lag_seconds, runner.backend.take_lengths_lags)
     if runner.config.has_experts:
         metrics.feed_gauge(metrics.expert_imbalance, runner.expert_balance.take)

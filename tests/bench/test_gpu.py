@@ -25,6 +25,7 @@ from npuserve.kernels import native
 from npuserve.kernels.linear import linear_argmax
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.backends.machine import machine_of
 from npuserve.npu.model.loader import load_weights
@@ -171,8 +172,7 @@ def test_wheels_come_from_their_folder_alone(script: ModuleType, tmp_path: Path)
 
 
 def test_random_checkpoint_has_all_tensors_in_several_files(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    shapes, backend = part("shapes"), CpuBackend(native=False)
-    backend.set_threads(1)
+    shapes, backend = part("shapes"), CpuBackend(native=False, settings=DeviceSettings(threads=1))
 
     def tensors(name: str, seed: int) -> dict[str, Tensor]:
         folder = shapes.random_folder("toy", tmp_path / name, backend, seed, file_bytes=40_000)

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from npuserve.cli.main import main
 from npuserve.kernels import native
 from npuserve.kernels.native import choice
 from npuserve.npu import storyteller
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load
 from npuserve.npu.model import loader
@@ -326,7 +328,13 @@ def test_model_with_prompts_on_the_host_and_ranks_is_refused_as_by_serve(
 def test_model_is_planned_for_the_given_decode_buckets(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuBackend, "padding_blocks", property(lambda backend: len(backend.settings.decode_buckets)))
+    start = CpuBackend.__init__
+
+    def with_padding(backend: CpuBackend, settings: DeviceSettings) -> None:
+        padding = len(settings.decode_buckets)
+        start(backend, settings=settings, capabilities=replace(CpuBackend.capabilities, padding_blocks=padding))
+
+    monkeypatch.setattr(CpuBackend, "__init__", with_padding)
     (_, few), (_, more) = (checked(capsys, str(folder), *buckets) for buckets in ((), ("--decode-buckets", "1,2,4,99")))
     block = few["model"]["bytes"]["kv_cache"] // (few["model"]["kv_cache_tokens"] // 128)
     assert more["model"]["bytes"]["kv_cache"] == few["model"]["bytes"]["kv_cache"] + 3 * block

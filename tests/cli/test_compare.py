@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from npuserve.cli import compare as module
 from npuserve.cli import main as cli
 from npuserve.kernels import native
-from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.cpu import HostMemory
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from tests.support.hybrids import saved_as_published
 from tests.support.models import edit_config, random_model, saved
@@ -113,7 +113,7 @@ def test_compare_names_what_is_missing(tmp_path: Path, capsys: Capture, monkeypa
         assert "transformers is not installed; install it with: pip install 'npuserve[transformers]'" in refused(
             capsys, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(CpuBackend, "memory_available", lambda self: 64 << 20)
+        patch.setattr(HostMemory, "available", lambda self: 64 << 20)
         patch.setattr(module, "COPIES", 10**5)
         message = refused(capsys, tmp_path)
         assert "compare: transformers needs" in message

@@ -45,7 +45,7 @@ def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]
     if "linear_num_key_heads" in shape:
         cases = chain(_hybrid_cases(shape, rows, many), cases)
     for name, case in cases:
-        case = quantized.with_levels(replace(case, benchmark=True), context.backend.int8_levels)
+        case = quantized.with_levels(replace(case, benchmark=True), context.backend.capabilities.int8_levels)
         if takes_case(context.backend, case):
             found.setdefault(name, []).append(made_on(case, context.backend.device))
     return found

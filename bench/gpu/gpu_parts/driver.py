@@ -125,7 +125,7 @@ def runner_of(
     buckets: Sequence[int] = (), longest: int = 0,
 ) -> Runner:
     """Return a runner for `rows` requests of `length` tokens, or one of `longest`. buckets: of captured decodes."""
-    size = backend.block_size
+    size = backend.capabilities.block_size
     longest = max(longest, length)
     blocks = max(rows * -(-length // size), -(-longest // size))
     backend = type(backend)(replace(backend.settings, decode_buckets=tuple(buckets)))

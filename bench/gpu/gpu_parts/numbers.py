@@ -54,7 +54,7 @@ def units(context: Context) -> Units:
                 context, kernel, torch.bfloat16, cases, f"Numbers, {context.args.shape}")
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         for kernel in own:
-            cases = [with_levels(case, context.backend.int8_levels) for case in kernel.cases
+            cases = [with_levels(case, context.backend.capabilities.int8_levels) for case in kernel.cases
                      if not case.benchmark and takes_case(context.backend, case)]
             if cases and _takes(context, kernel, dtype):
                 yield f"{kernel.name} {dtype}".replace("torch.", ""), _unit(

@@ -91,7 +91,7 @@ def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]
 def units(context: Context) -> Units:
     batches, length, prompts, steps = sizes(context)
     for kind, (scheme, _) in KINDS.items():
-        if scheme and scheme.float8 > context.backend.float8:
+        if scheme and scheme.float8 > context.backend.capabilities.float8:
             continue
         if kind == "W8A8 and head":
             batches = batches[:1]
@@ -127,10 +127,10 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     weights = random_weights(config, dtype, backend, context.args.seed)
     longest, budget = max(prompts) + 1, min(8192, max(prompts))
     capacity = length + WARM_UP + max(steps, WARM_UP + PROFILED) + 2
-    blocks_a_row = -(-capacity // backend.block_size) + 1
-    per_row = (block_bytes(config, backend.block_size, dtype, backend) * blocks_a_row
+    blocks_a_row = -(-capacity // backend.capabilities.block_size) + 1
+    per_row = (block_bytes(config, backend.capabilities.block_size, dtype, backend) * blocks_a_row
                + config.slots_of(2) * slot_bytes(config, dtype, backend))
-    fitting = [n for n in batches if n * per_row < 0.8 * backend.memory_available() - (8 << 30) * (not context.toy)]
+    fitting = [n for n in batches if n * per_row < 0.8 * backend.memory.available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
     buckets = [*(n for n in batches if n < rows), rows]
     runner = runner_of(backend, weights, config, rows, capacity, budget, buckets, longest)

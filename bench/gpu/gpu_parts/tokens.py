@@ -65,7 +65,7 @@ def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[lis
     backend = context.backend
     weights = load_weights(folder, config, torch.float32, backend, lambda *_: None)
     length = max(map(len, prompts)) + count
-    blocks = blocks_of(len(prompts), length, backend.block_size)
+    blocks = blocks_of(len(prompts), length, backend.capabilities.block_size)
     budget = 8 if context.toy else BUDGET
     runner = runner_of(backend, weights, config, len(prompts), length, budget, (1, len(prompts)))
     requests = [BenchRequest(prompt, count, own, number=number)

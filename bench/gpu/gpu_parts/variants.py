@@ -52,7 +52,7 @@ def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, variants: d
         variants = dict(list(variants.items())[:2])
     made = {CHOSEN: own} | {
         label: Implementation(variant, own.adapt, own.restore) for label, variant in variants.items()}
-    case = quantized.with_levels(replace(case, benchmark=True), context.backend.int8_levels)
+    case = quantized.with_levels(replace(case, benchmark=True), context.backend.capabilities.int8_levels)
     return Shape(name, key, replace(kernel, implementations=made), made_on(case, context.backend.device))
 
 

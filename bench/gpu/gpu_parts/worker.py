@@ -144,10 +144,10 @@ def start(args: argparse.Namespace, out: Path) -> Context:
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.npu.backends import select
+    from npuserve.npu.backends.base import DeviceSettings
     from npuserve.npu.backends.machine import machine_of
 
-    backend = select(args.device, () if args.emulate else None)
-    backend.set_threads(0)
+    backend = select(args.device, () if args.emulate else None, DeviceSettings(threads=0))
     return Context(args, backend, machine_of(backend), out)
 
 

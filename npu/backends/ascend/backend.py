@@ -13,21 +13,21 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from npuserve.kernels import ascend, ascend_delta, ascend_int4
-from npuserve.kernels.attention import gathered_bytes
-from npuserve.kernels.int4 import WORD_CODES, Grouping
+from npuserve.kernels import ascend, ascend_delta
+from npuserve.kernels.int4 import WORD_CODES
 from npuserve.kernels.sample import Filters
-from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.ascend import fault_codes, functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
 from npuserve.npu.backends.ascend.delta_check import working_operators
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
+from npuserve.npu.backends.ascend.layouts import AscendCache, AscendWeights
 from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall
 from npuserve.npu.backends.ascend.profiler import ascend_profiler
@@ -40,6 +40,7 @@ from npuserve.npu.backends.base import (
     Event,
     Fault,
 )
+from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import MAX_TOKENS, row_buckets
 from npuserve.npu.backends.streams import StreamBackend
@@ -85,23 +86,12 @@ class AscendBackend(StreamBackend):
     """Backend for an Ascend NPU."""
 
     name = "npu"
-    dtypes = ("bfloat16", "float16")
-    vocabulary_tile = 64
-    cache_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
-    scale_dtype = torch.float32
-    fixed_state = True
-    state_dtypes = ("bfloat16", "float32")
-    block_size = ascend.BLOCK
-    block_multiple = ascend.BLOCK
-    max_block_size = ascend.BLOCK
-    sampling_bytes = 40
-    sampler_filters = (Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY)
-    host_lengths = True
-    int8_levels = ascend.LEVELS
-    int4 = True
-    int4_rows = WORD_CODES
-    collectives = "hccl"
-    reduces = True
+    capabilities = Capabilities(
+        dtypes=("bfloat16", "float16"), vocabulary_tile=64, int8_levels=ascend.LEVELS, int4=True, int4_rows=WORD_CODES,
+        block_size=ascend.BLOCK, block_multiple=ascend.BLOCK, max_block_size=ascend.BLOCK, padding_blocks=1,
+        cache_dtypes=(torch.int8,), scale_dtype=torch.float32, fixed_state=True, state_dtypes=("bfloat16", "float32"),
+        host_lengths=True, sampler_filters=(Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY), sampling_bytes=40,
+        collectives="hccl", reduces=True)
 
     def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
         place = settings.place
@@ -118,9 +108,12 @@ class AscendBackend(StreamBackend):
             self.check_count(place, count, VISIBLE)
             torch.npu.set_device(device)
             torch.npu.config.allow_internal_format = True
-            super().__init__(torch.npu, device, settings)
+            super().__init__(torch.npu, device, settings, replace(
+                type(self).capabilities, padding_blocks=padding_blocks(settings.decode_buckets)))
         except (ImportError, RuntimeError) as error:
             raise BackendError(f"device: {fault_codes.advice(error)}") from error
+        self.weights = AscendWeights(self.memory.empty)
+        self.cache = AscendCache()
         if lacking := functions.missing():
             raise BackendError(f"device: CANN lacks {', '.join(lacking)}, which the kernels call: {MATCHING}")
         self._acl = functions.runtime()
@@ -154,16 +147,6 @@ class AscendBackend(StreamBackend):
         except OSError:
             return fault_codes.advice(ImportError(f"{functions.RUNTIME}: cannot open shared object file"))
         return ""
-
-    @property
-    def padding_blocks(self) -> int:
-        """Blocks with a slot for each padding row of a step: npu_scatter_pa_kv_cache takes no slot twice.
-
-        The default buckets, of rows and of tokens, leave less than one block of padding.
-        """
-        buckets = [0, *sorted(self.settings.decode_buckets)]
-        largest_padding = max((high - low - 1 for low, high in pairwise(buckets)), default=0)
-        return max(1, -(-largest_padding // self.block_size))
 
     def bind_threads(self) -> str:
         return processors.bind(Readings(environ=os.environ), self._lengths.native_id, index=self.settings.place[0])
@@ -207,30 +190,6 @@ class AscendBackend(StreamBackend):
     def is_capture_error(cls, error: BaseException) -> bool:
         return fault_codes.is_capture_error(error)
 
-    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
-        return ascend_int4.packed_bytes(n, k, grouping)
-
-    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
-        return ascend_int4.refusal(n, k, grouping, dtype)
-
-    def prepare_weight(self, weight: WeightForm, *, table: bool) -> None:
-        weight.prepare_for_ascend(table=table)
-
-    def cache_shapes(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if dtype == torch.int8:  # heads before tokens: the scales' order, and the faster one of fused attention
-            shape = (num_blocks, kv_heads, block_size, ascend.stored_head_dim(head_dim))
-            return shape, shape
-        return super().cache_shapes(num_blocks, block_size, kv_heads, ascend.stored_head_dim(head_dim), dtype)
-
-    def scale_shape(self, num_blocks: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
-        return num_blocks, kv_heads, block_size
-
-    def default_state_dtype(self, dtype: torch.dtype) -> str:
-        """Return bfloat16, which the operators take, beside activations in it."""
-        return "bfloat16" if dtype == torch.bfloat16 else "float32"
-
     def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Call the operators of the gated delta rule once; both must take the model's dtypes and sizes."""
         if kernel != "gated_delta_rule":
@@ -259,9 +218,6 @@ class AscendBackend(StreamBackend):
         first, and their number differs from step to step.
         """
         return self.settings.capture_chunks and cache_dtype != torch.int8
-
-    def dequantized_bytes(self, context: int, block_size: int, kv_heads: int, head_dim: int) -> int:
-        return gathered_bytes(context, block_size, kv_heads * ascend.stored_head_dim(head_dim))
 
     def communicator_bytes(self, size: int) -> int:
         """Return twice HCCL_BUFFSIZE, which a communicator takes to send and to receive.
@@ -379,6 +335,16 @@ class AscendBackend(StreamBackend):
 
 
 BACKEND = AscendBackend
+
+
+def padding_blocks(decode_buckets: Sequence[int]) -> int:
+    """Return the blocks with a slot for each padding row of a step: npu_scatter_pa_kv_cache takes no slot twice.
+
+    The default buckets, of rows and of tokens, leave less than one block of padding.
+    """
+    buckets = [0, *sorted(decode_buckets)]
+    largest_padding = max((high - low - 1 for low, high in pairwise(buckets)), default=0)
+    return max(1, -(-largest_padding // ascend.BLOCK))
 
 
 def _matching_versions() -> None:

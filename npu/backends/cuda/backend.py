@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from npuserve.kernels import triton
 from npuserve.kernels.decoder_layers import register_cuda
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.npu.backends.base import DEFAULT_SETTINGS, BackendError, Captured, CaptureError, DeviceSettings, Fault
+from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.cuda import fault_codes
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
 from npuserve.npu.backends.cuda.graphs import CudaGraphs, token_buckets
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.graphs import row_buckets
-from npuserve.npu.backends.streams import StreamBackend, taken_bytes
+from npuserve.npu.backends.streams import StreamBackend, StreamMemory, taken_bytes
 from npuserve.npu.backends.trace_profiler import TraceProfiler
 
 MIN_CAPABILITY = (8, 0)
@@ -52,6 +54,13 @@ KERNEL_NAMES = {
 """See DeviceProfiler.names: kernels in Triton by their functions, and GEMMs of libraries."""
 
 
+def limited(capabilities: Capabilities, capability: tuple[int, int]) -> Capabilities:
+    """Return the capabilities without float8, also of the KV cache, if GPUs of a compute capability have none."""
+    if capability >= FLOAT8_CAPABILITY:
+        return capabilities
+    return replace(capabilities, float8=False, cache_dtypes=(torch.int8,))
+
+
 def build_driver_module() -> None:
     """Make triton compile the C module by which it calls the driver, unless its cache has the module.
 
@@ -68,31 +77,39 @@ def build_driver_module() -> None:
             "Python's headers (python3-dev), or set CC") from error
 
 
+class CudaMemory(StreamMemory):
+    """Memory of a GPU, whose peak torch reports."""
+
+    def excess_bytes(self, work: Callable[[], None]) -> int:
+        """Return the excess by the peak of torch's pools; what others allocate, such as libraries, is as at the end."""
+        streams = self._streams
+        streams.reset_peak_memory_stats(self._device)
+        work()
+        streams.synchronize()
+        beside_pools = taken_bytes(streams, self._device) - streams.memory_reserved(self._device)
+        peak = beside_pools + streams.max_memory_reserved(self._device)
+        gc.collect()  # captured steps refer to each other
+        streams.empty_cache()
+        return int(peak - taken_bytes(streams, self._device))
+
+
 class CudaBackend(StreamBackend):
     """Backend for a GPU. Its own choice of row counts of decode steps is `graphs.default_buckets`."""
 
     name = "cuda"
-    dtypes = ("bfloat16", "float16")
-    explicit_dtypes = ("float32",)  # its GEMMs are many times slower
-    vocabulary_tile = 128
-    block_size = 32
-    block_multiple = 16
-    padding_blocks = 1
-    cache_dtypes: tuple[torch.dtype, ...] = tuple(QUANTIZED.values())
-    float8 = True
-    int4 = True
-    sampling_bytes = 8
-    fixed_state = True
-    state_dtypes = ("float32", "bfloat16")
-    compiles = True
-    measures_memory = True
-    collectives = "nccl"
+    capabilities = Capabilities(
+        dtypes=("bfloat16", "float16"), explicit_dtypes=("float32",),  # whose GEMMs are many times slower
+        vocabulary_tile=128, float8=True, int4=True, block_size=32, block_multiple=16, padding_blocks=1,
+        cache_dtypes=tuple(QUANTIZED.values()), fixed_state=True, state_dtypes=("float32", "bfloat16"), compiles=True,
+        sampling_bytes=8, measures_memory=True, collectives="nccl")
 
     def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
         self.kernels = triton.LABEL
         self._record: cuda_graphs.Record = cuda_graphs.record
         try:
-            super().__init__(*self.open_device(settings.place), settings)
+            streams, device, capability = self.open_device(settings.place)
+            super().__init__(streams, device, settings, limited(type(self).capabilities, capability))
+            self.memory = CudaMemory(streams, device)
             self.chip: str = self._streams.get_device_name(self.device)
             register_cuda(self.device)
         except RuntimeError as error:
@@ -100,28 +117,21 @@ class CudaBackend(StreamBackend):
             raise BackendError(
                 f"device: the GPU cannot be started ({first[:200]}): check with nvidia-smi that it is healthy and not "
                 "in use by others") from error
-        if self.compiles:
+        if self.capabilities.compiles:
             build_driver_module()
 
-    def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device]:
-        """Open the GPU of a rank; return its torch module and its device.
+    def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device, tuple[int, int]]:
+        """Open the GPU of a rank; return its torch module, its device and its compute capability.
 
         Raises BackendError if there are too few, RuntimeError if it does not start.
         """
         self.check_count(place, torch.cuda.device_count(), VISIBLE)
         device = torch.device("cuda", place[0])
         torch.cuda.set_device(device)
-        self.limit_types(torch.cuda.get_device_capability(device))
         matmul = torch.backends.cuda.matmul  # accumulates partial sums in float32
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
-        return torch.cuda, device
-
-    def limit_types(self, capability: tuple[int, int]) -> None:
-        """Leave out float8, also of the KV cache, if a GPU of this compute capability has none."""
-        if capability < FLOAT8_CAPABILITY:
-            self.float8 = False
-            self.cache_dtypes = (torch.int8,)
+        return torch.cuda, device, torch.cuda.get_device_capability(device)
 
     @classmethod
     def unavailable(cls) -> str:
@@ -147,18 +157,6 @@ class CudaBackend(StreamBackend):
     def is_capture_error(cls, error: BaseException) -> bool:
         return fault_codes.is_capture_error(error)
 
-    def excess_bytes(self, work: Callable[[], None]) -> int:
-        """Return the excess by the peak of torch's pools; what others allocate, such as libraries, is as at the end."""
-        streams = self._streams
-        streams.reset_peak_memory_stats(self.device)
-        work()
-        self.synchronize()
-        beside_pools = taken_bytes(streams, self.device) - streams.memory_reserved(self.device)
-        peak = beside_pools + streams.max_memory_reserved(self.device)
-        gc.collect()  # captured steps refer to each other
-        streams.empty_cache()
-        return int(peak - taken_bytes(streams, self.device))
-
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -166,9 +164,9 @@ class CudaBackend(StreamBackend):
 
     def check_ranks(self, size: int) -> None:
         super().check_ranks(size)
-        if size > 1 and not is_backend_available(self.collectives):
+        if size > 1 and not is_backend_available(self.capabilities.collectives):
             raise BackendError(f"tensor_parallel_size: {size} is not possible, since this torch has no "
-                               f"{self.collectives}; possible is 1")
+                               f"{self.capabilities.collectives}; possible is 1")
 
     def communicator_bytes(self, size: int) -> int:
         buffer = os.environ.get("NCCL_BUFFSIZE", "")

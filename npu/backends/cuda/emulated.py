@@ -162,7 +162,7 @@ def record(work: Callable[[], Tensor], stream: Stream, pool: list[Tensor]) -> Ca
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    return min(CpuBackend().memory_available() // 2, MAX_BYTES), MAX_BYTES
+    return min(CpuBackend().memory.available() // 2, MAX_BYTES), MAX_BYTES
 
 
 def device_count() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ log = logging.getLogger(__name__)
 class EmulatedCuda(CudaBackend):
     """CUDA backend whose tensors and kernels are on the CPU."""
 
-    compiles = False
-    measures_memory = False  # the largest step takes Triton's interpreter seconds, and its memory is not the device's
+    # The largest step takes Triton's interpreter seconds, and its memory is not the device's.
+    capabilities = replace(CudaBackend.capabilities, compiles=False, measures_memory=False, collectives="gloo")
     pinned = False
-    collectives = "gloo"
 
     def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
         super().__init__(settings)
@@ -42,11 +42,10 @@ class EmulatedCuda(CudaBackend):
         return TraceProfiler(profile(activities=[ProfilerActivity.CPU]), folder,
                              "torch.profiler on an emulated GPU: its host's operators, no kernels", {}, has_times=False)
 
-    def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device]:
+    def open_device(self, place: tuple[int, int]) -> tuple[Any, torch.device, tuple[int, int]]:
         self.check_count(place, emulated.device_count(), VISIBLE)
         device = torch.device("cpu")
-        self.limit_types(emulated.get_device_capability(device))
-        return emulated, device
+        return emulated, device, emulated.get_device_capability(device)
 
 
 def emulate(relax: Sequence[str] = ()) -> None:

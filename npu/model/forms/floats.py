@@ -38,10 +38,10 @@ class Floats(StoredForm):
     converted: Mapping[str, W8A8] = field(default_factory=dict)
 
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
-        return backend.weight_bytes(rows, inputs, dtype)
+        return backend.weights.nbytes(rows, inputs, dtype)
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
-        weight = form_of(backend.weight(matrix.rows, matrix.inputs, dtype))
+        weight = form_of(backend.weights.allocate(matrix.rows, matrix.inputs, dtype))
         return AllocatedWeight(weight, float_targets(matrix, weight.write, dtype.itemsize, dtype, self.converted))
 
     @property

@@ -59,18 +59,18 @@ class StoredInt4(StoredForm):
     scheme: W4A16
 
     def refusal(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> str:
-        """Return the result of `Backend.int4_refusal`."""
-        return backend.int4_refusal(rows, inputs, grouping_of(self.scheme), dtype)
+        """Return the result of `WeightLayout.int4_refusal`."""
+        return backend.weights.int4_refusal(rows, inputs, grouping_of(self.scheme), dtype)
 
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
         if self.refusal(rows, inputs, dtype, backend):
             return ConvertedInt4(self.scheme).nbytes(rows, inputs, dtype, backend)
-        return backend.int4_bytes(rows, inputs, grouping_of(self.scheme))
+        return backend.weights.int4_bytes(rows, inputs, grouping_of(self.scheme))
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
         if self.refusal(matrix.rows, matrix.inputs, dtype, backend):
             return ConvertedInt4(self.scheme).allocate(matrix, dtype, backend)
-        numbers = backend.int4_weight(matrix.rows, matrix.inputs, grouping_of(self.scheme))
+        numbers = backend.weights.allocate_int4(matrix.rows, matrix.inputs, grouping_of(self.scheme))
         targets: Targets = {}
         first = 0
         for name, rows in matrix.parts.items():
@@ -93,10 +93,10 @@ class ConvertedInt4(StoredForm):
     scheme: W4A16
 
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
-        return backend.weight_bytes(rows, inputs, dtype)
+        return backend.weights.nbytes(rows, inputs, dtype)
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
-        weight = form_of(backend.weight(matrix.rows, matrix.inputs, dtype))
+        weight = form_of(backend.weights.allocate(matrix.rows, matrix.inputs, dtype))
         targets: Targets = {}
         first = 0
         for name, rows in matrix.parts.items():

@@ -28,11 +28,11 @@ class StoredInt4Int8(StoredForm):
     scheme: W4A8
 
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
-        return backend.int4_bytes(rows, inputs, grouping_of(self.scheme.weights))
+        return backend.weights.int4_bytes(rows, inputs, grouping_of(self.scheme.weights))
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
-        numbers = backend.int4_weight(matrix.rows, matrix.inputs, grouping_of(self.scheme.weights))
-        weight = Int4Weight(numbers, dtype, Scheme(levels=backend.int8_levels))
+        numbers = backend.weights.allocate_int4(matrix.rows, matrix.inputs, grouping_of(self.scheme.weights))
+        weight = Int4Weight(numbers, dtype, Scheme(levels=backend.capabilities.int8_levels))
         targets = matrix.number_targets(partial(_put_levels, weight), 1, INT8)
         first = 0
         for name, rows in matrix.parts.items():

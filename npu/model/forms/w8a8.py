@@ -72,7 +72,7 @@ class _Numbers8(StoredForm):
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
         scheme = self.scheme
         of_inputs = 0 if scheme.dynamic else 4 if scheme.symmetric_inputs else 8
-        return backend.weight_bytes(rows, inputs, self.number_dtype) + of_inputs + rows * self.row_bytes(inputs)
+        return backend.weights.nbytes(rows, inputs, self.number_dtype) + of_inputs + rows * self.row_bytes(inputs)
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
         inputs = self.dynamic_inputs(backend)
@@ -104,13 +104,13 @@ class Int8(_Numbers8):
         return 8 if self.scheme.symmetric else 12
 
     def dynamic_inputs(self, backend: Backend) -> Scheme:
-        return Scheme(symmetric=self.scheme.symmetric_inputs, levels=backend.int8_levels)
+        return Scheme(symmetric=self.scheme.symmetric_inputs, levels=backend.capabilities.int8_levels)
 
     def empty_weight(self, matrix: StoredMatrix, inputs: Scheme, dtype: torch.dtype, backend: Backend
                      ) -> QuantizedWeight:
         rows = matrix.rows
         return QuantizedWeight(
-            backend.weight(rows, matrix.inputs, torch.int8), backend.empty((rows,), torch.float32),
+            backend.weights.allocate(rows, matrix.inputs, torch.int8), backend.empty((rows,), torch.float32),
             None if self.scheme.symmetric else backend.empty((rows,), torch.int32), backend.empty((rows,), torch.int32),
             inputs, dtype)
 
@@ -152,7 +152,7 @@ class Float8(_Numbers8):
         shape = inputs.scale_shape(matrix.rows, matrix.inputs)
         scale = backend.empty((math.prod(shape),), torch.float32).view(shape[::-1]).t()
         return QuantizedWeight(
-            backend.weight(matrix.rows, matrix.inputs, FLOAT8), scale, None, None, inputs, dtype)
+            backend.weights.allocate(matrix.rows, matrix.inputs, FLOAT8), scale, None, None, inputs, dtype)
 
     def targets(self, matrix: StoredMatrix, weight: QuantizedWeight) -> Targets:
         return matrix.number_targets(weight.write, 1, FLOAT8S) | _scale_targets(matrix.parts, self.scheme, weight)

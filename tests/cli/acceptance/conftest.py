@@ -13,13 +13,16 @@ from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.latency import LatencyCheck
 from npuserve.kernels import native
 from npuserve.kernels.bench import measure
+from npuserve.npu.backends.base import DeviceSettings
+from npuserve.npu.backends.cpu import CpuBackend
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Restore the numbers of threads at the end."""
+    """Use one thread, and restore the numbers of threads at the end."""
     of_kernels = native.library().threads if native.available() else 0
     of_torch = torch.get_num_threads()
+    CpuBackend(settings=DeviceSettings(threads=1))
     yield
     torch.set_num_threads(of_torch)
     if native.available():

@@ -9,6 +9,5 @@ from npuserve.npu.backends.base import Backend
 
 
 def loaded(folder: Path, backend: Backend, **settings: int) -> reference.Loaded:
-    backend.set_threads(1)
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16} | settings
     return reference.load(folder, backend, "auto", **sizes)

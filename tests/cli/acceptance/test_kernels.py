@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,12 +68,9 @@ def test_check_kernel_unsupported_heads_are_skipped(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("device", [{"int8_zeros": True}, {"int8_zeros": False, "int8_levels": 127.0}])
-def test_supported_cases_int8_has_levels_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: dict[str, Any]
-) -> None:
-    for name, value in device.items():
-        monkeypatch.setattr(CpuBackend, name, value)
-    cases = list(kernels.supported_cases(KERNELS["quantize"], CpuBackend(native=False), benchmark=False))
+def test_supported_cases_int8_has_levels_of_the_device(device: dict[str, Any]) -> None:
+    backend = CpuBackend(native=False, capabilities=replace(CpuBackend.capabilities, **device))
+    cases = list(kernels.supported_cases(KERNELS["quantize"], backend, benchmark=False))
     schemes = [case.make(torch.Generator(), torch.float32)[1] for case in cases]
     assert {scheme.levels for scheme in schemes} == {device.get("int8_levels", 127.5)}
     assert any(scheme.has_zero for scheme in schemes) == device["int8_zeros"]

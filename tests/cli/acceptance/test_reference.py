@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from npuserve.cli.acceptance import reference
 from npuserve.cli.acceptance.reference import forced_logits, load_reference
 from npuserve.kernels import native
 from npuserve.kernels.registry import GOLDEN
-from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.cpu import CpuBackend, HostMemory
 from npuserve.npu.model.config import ModelError
 from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import Step
@@ -39,12 +40,13 @@ def test_acceptance_reference_uses_other_kernels(folder: Path) -> None:
     assert reference.load_reference(folder, other(), "float32", 32, 1)[1].kernels == GOLDEN
 
 
+FLOAT8 = replace(CpuBackend.capabilities, float8=True, cache_dtypes=(torch.int8, torch.float8_e4m3fn))
+
+
 @built
 def test_acceptance_reference_takes_the_cache_of_the_device(folder: Path) -> None:
     """The native kernels have no float8; a runner and logits of given tokens use the golden functions."""
-    other: Any = SimpleNamespace(
-        int8_levels=127.5, float8=True, int4=True, scale_dtype=torch.bfloat16,
-        cache_dtypes=(torch.int8, torch.float8_e4m3fn), state_dtype=lambda dtype: torch.float32)
+    other: Any = SimpleNamespace(capabilities=FLOAT8, state_dtype=lambda dtype: torch.float32)
     kernels = {cached: reference.load_reference(folder, other, "float32", 32, 1, "auto", cached)[1].kernels
                for cached in ("auto", "int8", "fp8")}
     assert kernels == {"auto": "cpu", "int8": "cpu", "fp8": GOLDEN}
@@ -56,9 +58,7 @@ def test_acceptance_reference_takes_the_cache_of_the_device(folder: Path) -> Non
 
 
 def test_acceptance_reference_computes_float8_models(tmp_path: Path) -> None:
-    other: Any = SimpleNamespace(
-        int8_levels=127.5, float8=True, int4=True, scale_dtype=torch.bfloat16,
-        cache_dtypes=(torch.int8, torch.float8_e4m3fn), state_dtype=lambda dtype: torch.float32)
+    other: Any = SimpleNamespace(capabilities=FLOAT8, state_dtype=lambda dtype: torch.float32)
     model = random_model("qwen3", max_position_embeddings=128)
     plain, float8 = saved(model, tmp_path / "plain"), saved_w8a8(model, tmp_path / "float8", W8A8(float8=True))
     exact, found = (reference.load_reference(folder, other, "float32", 32, 1) for folder in (plain, float8))
@@ -69,7 +69,7 @@ def test_acceptance_reference_computes_float8_models(tmp_path: Path) -> None:
 
 
 def test_acceptance_reference_too_large_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuBackend, "memory_available", lambda _: 1 << 10)
+    monkeypatch.setattr(HostMemory, "available", lambda _: 1 << 10)
     with pytest.raises(ModelError, match=r"needs .* of memory"):
         reference.load_reference(folder, CpuBackend(), "float32", 32, 1)
 

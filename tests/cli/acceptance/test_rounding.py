@@ -46,8 +46,7 @@ def test_follow_takes_the_device_value_of_a_tie_alone(place: int, value: int, is
 
 
 DEVICE: Any = SimpleNamespace(
-    int8_levels=127, float8=False, int4=False, scale_dtype=CpuBackend.scale_dtype, cache_dtypes=CpuBackend.cache_dtypes,
-    state_dtype=lambda dtype: torch.float32)
+    capabilities=replace(CpuBackend.capabilities, int8_levels=127, int4=False), state_dtype=lambda dtype: torch.float32)
 """Backend other than the CPU's, so that its reference has native kernels."""
 
 

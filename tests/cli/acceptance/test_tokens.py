@@ -13,6 +13,7 @@ from torch import Tensor
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.tokens import agreement, rounding_dtype
 from npuserve.kernels.quantized import FLOAT8
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from tests.cli.acceptance.running import built
 
@@ -58,8 +59,7 @@ def test_answers_prompts_are_chunked_and_share_a_prefix(folder: Path) -> None:
     assert max(map(len, accept_tokens.prompts_of(storyteller.FOLDER, 2048, 9))) == 9
     without = accept_tokens.prompts_of(folder, 100, 200)
     assert all(ids and max(ids) < 100 for ids in without)
-    backend = CpuBackend()
-    backend.set_threads(1)
+    backend = CpuBackend(settings=DeviceSettings(threads=1))
     runner = reference.load(folder, backend, "auto", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64,
                              block_size=16).runner
     made = accept_tokens.answers(runner, without, 20, 2)

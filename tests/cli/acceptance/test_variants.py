@@ -15,6 +15,7 @@ from npuserve.cli.acceptance.reference import forced_logits, load_reference
 from npuserve.cli.acceptance.report import Finding
 from npuserve.cli.acceptance.variants import widen
 from npuserve.npu import storyteller
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from tests.cli.acceptance.running import built
 
@@ -22,9 +23,7 @@ W8A8 = "W8A8, int8 head"
 
 
 def started() -> CpuBackend:
-    backend = CpuBackend()
-    backend.set_threads(1)
-    return backend
+    return CpuBackend(settings=DeviceSettings(threads=1))
 
 
 @pytest.mark.slow

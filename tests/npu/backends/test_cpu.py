@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,45 +49,45 @@ def test_cpu_resolve_dtype_unsupported_is_refused():
         select("cpu").resolve_dtype("float16", "float16")
 
 
-def test_cpu_set_threads_sets_kernels_and_torch(monkeypatch, cpu):
+@pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_native), False])
+def test_cpu_start_sets_threads_of_kernels_and_torch(monkeypatch, is_native):
     set_to: list[tuple[str, int]] = []
     monkeypatch.setattr(torch, "set_num_threads", lambda count: set_to.append(("torch", count)))
     monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
         set_threads=lambda count, cpus: set_to.append(("native", count))))
     monkeypatch.setattr(cpu_module, "_TORCH_THREADS", 64)
     monkeypatch.setattr(cpu_module, "usable_cores", lambda: 3)
-    cpu.set_threads(5)
-    assert cpu.threads == 5
-    cpu.set_threads(0)
-    assert cpu.threads == 3
-    if cpu.kernels == GOLDEN:
-        assert set_to == [("torch", 5), ("torch", 3)]
-    else:  # torch's threads do not compete with the kernels'
+    started = [CpuBackend(is_native, DeviceSettings(threads=threads)) for threads in (None, 5, 0)]
+    assert [cpu.threads for cpu in started] == [3, 5, 3]
+    if is_native:  # torch's threads do not compete with the kernels'
         assert set_to == [("native", 5), ("torch", 1), ("native", 3), ("torch", 1)]
+    else:
+        assert set_to == [("torch", 5), ("torch", 3)]
 
 
 def test_cpu_uses_native_kernels_where_built():
-    assert (select("cpu").kernels == "cpu") == select("cpu").deterministic == native.available()
+    assert (select("cpu").kernels == "cpu") == select("cpu").capabilities.deterministic == native.available()
     plain = CpuBackend(native=False)
-    assert (plain.name, plain.kernels, plain.deterministic, plain.block_multiple) == ("cpu", GOLDEN, False, 1)
+    can = plain.capabilities
+    assert (plain.name, plain.kernels, can.deterministic, can.block_multiple) == ("cpu", GOLDEN, False, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 8), (37, 13)])
 def test_cpu_weight_written_in_pieces_equals_source(cpu, dtype, n, k):
     numbers = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weight = cpu.weight(n, k, dtype)
+    weight = cpu.weights.allocate(n, k, dtype)
     for first in range(0, n, 5):
         write(weight, first, numbers[first : first + 5])
     assert (tuple(weight.shape), weight.dtype) == ((n, k), dtype)
     assert torch.equal(dense(weight), numbers)
     words = weight.words if isinstance(weight, PackedWeight) else weight
-    assert words.nbytes == cpu.weight_bytes(n, k, dtype)
+    assert words.nbytes == cpu.weights.nbytes(n, k, dtype)
 
 
 @needs_native
 def test_packed_weight_write_beyond_rows_is_refused():
-    weight = CpuBackend().weight(20, 8, torch.float32)
+    weight = CpuBackend().weights.allocate(20, 8, torch.float32)
     for first, shape in ((19, (2, 8)), (-1, (1, 8)), (0, (1, 9))):
         with pytest.raises(ValueError, match=r"of a weight of \(20, 8\)"):
             write(weight, first, torch.ones(shape))
@@ -98,18 +99,18 @@ def test_packed_weight_write_beyond_rows_is_refused():
     (torch.int8, (5, 2, 2, 5, 16, 2), (5, 2, 16, 16, 2)),
 ])
 def test_cpu_cache_shapes_match_kernels(cpu, dtype, keys, values):
-    shapes = cpu.cache_shapes(5, 32, 2, 10, dtype)
+    shapes = cpu.cache.shapes(5, 32, 2, 10, dtype)
     assert shapes == ((keys, values) if cpu.kernels == "cpu" else ((5, 32, 2, 10),) * 2)
     assert cpu.empty(shapes[0], dtype).shape == shapes[0]
-    assert cpu.scale_shape(5, 32, 2) == ((5, 2, 32) if cpu.kernels == "cpu" else (5, 32, 2))
+    assert cpu.cache.scale_shape(5, 32, 2) == ((5, 2, 32) if cpu.kernels == "cpu" else (5, 32, 2))
 
 
-def test_cache_dtype_only_where_supported(cpu, monkeypatch):
+def test_cache_dtype_only_where_supported(cpu):
     assert cpu.cache_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert cpu.cache_dtype("int8", torch.bfloat16) == torch.int8
     with pytest.raises(BackendError, match="kv_cache_dtype: 'fp8' is not possible on cpu; possible are auto, int8"):
         cpu.cache_dtype("fp8", torch.bfloat16)
-    monkeypatch.setattr(CpuBackend, "cache_dtypes", ())
+    cpu.capabilities = replace(cpu.capabilities, cache_dtypes=())
     assert cpu.cache_dtype("auto", torch.float32) == torch.float32
     with pytest.raises(BackendError, match="kv_cache_dtype: 'int8' is not possible on cpu; only auto is possible"):
         cpu.cache_dtype("int8", torch.float32)
@@ -129,13 +130,13 @@ def resident_mib(address: int) -> int:
 @needs_native
 def test_arena_small_weights_share_and_release_pages():
     backend = CpuBackend()
-    small = [backend.weight(16, 16, torch.float32) for _ in range(100)]
+    small = [backend.weights.allocate(16, 16, torch.float32) for _ in range(100)]
     for weight in small:
         write(weight, 0, torch.ones(16, 16))
     assert all(weight.words.data_ptr() % 64 == 0 for weight in small)
     address = small[0].words.data_ptr()
     assert resident_mib(address) < 8
-    large = [backend.weight(4096, 2048, torch.float32) for _ in range(2)]
+    large = [backend.weights.allocate(4096, 2048, torch.float32) for _ in range(2)]
     for weight in large:
         write(weight, 0, torch.ones(4096, 2048))
     assert resident_mib(address) > 60
@@ -162,11 +163,11 @@ def test_arena_large_tensor_gets_own_mapping(monkeypatch):
 def test_cpu_memory_and_cores_are_limited_by_the_control_group(tmp_path, monkeypatch):
     monkeypatch.setattr(control_group, "ROOT", tmp_path)
     monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert select("cpu").memory_available() > 1 << 20
+    assert select("cpu").memory.available() > 1 << 20
     assert cpu_module.usable_cores() == 8
     for name, content in {"memory.max": "1000", "memory.current": "700", "cpu.max": "50000 100000"}.items():
         (tmp_path / name).write_text(content)
-    assert select("cpu").memory_available() == 300
+    assert select("cpu").memory.available() == 300
     assert cpu_module.usable_cores() == 1
 
 
@@ -227,11 +228,11 @@ def test_cpu_enqueue_ends_its_last_task_after_the_backend_is_gone():
     assert not waiting.is_alive()
 
 
-def test_cpu_enqueue_uses_last_set_threads():
-    backend, before = CpuBackend(native=False), torch.get_num_threads()
+def test_cpu_enqueue_uses_the_threads_of_the_settings():
+    before = torch.get_num_threads()
     try:
         for number in (1, 2, 3):
-            backend.set_threads(number)
+            backend = CpuBackend(native=False, settings=DeviceSettings(threads=number))
             assert backend.enqueue(torch.get_num_threads).wait() == number
     finally:
         torch.set_num_threads(before)
@@ -239,16 +240,16 @@ def test_cpu_enqueue_uses_last_set_threads():
 
 @needs_native
 def test_cpu_threads_pinned_if_one_per_core():
-    cpu, cores, before = CpuBackend(), set(os.sched_getaffinity(0)), native.library().threads
+    cores, before = set(os.sched_getaffinity(0)), native.library().threads
 
     def threads() -> set[str]:
         return set(os.listdir("/proc/self/task"))
 
     def check(number: int, expected: list[set[int]]) -> None:
         """Check the affinity of each thread. expected: processors by thread, the queue's thread first."""
-        cpu.set_threads(1)
+        CpuBackend(settings=DeviceSettings(threads=1))
         known = threads()
-        cpu.set_threads(number)
+        cpu = CpuBackend(settings=DeviceSettings(threads=number))
         started = [int(thread) for thread in threads() - known]
         until = time.monotonic() + 10  # a thread sets its affinity when it starts
         while (found := sorted(map(sorted, map(os.sched_getaffinity, started)))) != sorted(map(sorted, expected[1:])):
@@ -262,7 +263,7 @@ def test_cpu_threads_pinned_if_one_per_core():
             check(len(cores), [{core} for core in sorted(cores)])
         check(len(cores) + 1, [cores] * (len(cores) + 1))
     finally:
-        cpu.set_threads(before)
+        CpuBackend(settings=DeviceSettings(threads=before))
 
 
 @needs_native
@@ -278,7 +279,7 @@ def test_cpu_ranks_pin_their_threads_to_cores_of_their_own_if_they_take_all(monk
     monkeypatch.setattr(cpu_module, "library", lambda: SimpleNamespace(
         set_threads=lambda count, cores: found.append(cores)))
     for rank in range(size):
-        CpuBackend(settings=DeviceSettings((rank, size))).set_threads(threads)
+        CpuBackend(settings=DeviceSettings((rank, size), threads))
     assert found == cores
 
 
@@ -405,5 +406,5 @@ def test_cpu_captured_step_replays_any_rows(cpu):
 
 
 def test_cpu_kv_cache_share_is_bounded():
-    assert select("cpu").kv_cache_share(8 << 20) == 2 << 20
-    assert select("cpu").kv_cache_share(1 << 40) == 4 << 30
+    assert select("cpu").memory.cache_share(8 << 20) == 2 << 20
+    assert select("cpu").memory.cache_share(1 << 40) == 4 << 30

@@ -43,8 +43,6 @@ class Graph:
 class Capturing(CpuBackend):
     """Backend that records its graphs and the requested buckets in `captures`."""
 
-    cache_dtypes = (torch.int8,)
-
     def __init__(self, able: bool = True) -> None:
         super().__init__(native=False)
         self.captures: list[tuple[Graph, tuple[int, ...]]] = []

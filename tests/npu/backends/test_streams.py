@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from npuserve.npu.backends import streams
-from npuserve.npu.backends.streams import StreamBackend
+from npuserve.npu.backends.streams import StreamMemory
 
 GIB = 1 << 30
 
@@ -28,7 +28,5 @@ def test_wait_for_memory_ends_when_it_rises_no_more(
     module = SimpleNamespace(
         mem_get_info=lambda device: (total - reserved - next(readings) * GIB, total),
         memory_reserved=lambda device: reserved)
-    backend = SimpleNamespace(_streams=module, device=torch.device("cpu"))
-    backend._held_by_others = lambda: StreamBackend._held_by_others(backend)  # type: ignore[arg-type]
-    StreamBackend.wait_for_memory(backend)  # type: ignore[arg-type]
+    StreamMemory(module, torch.device("cpu")).wait()
     assert slept == [1.0] * seconds

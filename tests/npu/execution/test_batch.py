@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import msgspec
@@ -207,8 +208,7 @@ def test_fill_beyond_limits_is_refused(rows):
 class Padded(CpuBackend):
     """Backend with attention that reads lengths from the host, as on Ascend."""
 
-    padding_blocks = 2
-    host_lengths = True
+    capabilities = replace(CpuBackend.capabilities, padding_blocks=2, host_lengths=True)
 
 
 def test_padding_rows_and_tokens_have_distinct_slots():
@@ -279,7 +279,7 @@ def test_rows_beyond_a_padded_step_have_the_padding_slot(backend: CpuBackend) ->
         whole = buffers.tokens(size)
         lengths = whole.attention.cu_seqlens_q.diff().tolist()
         more = len(whole.state_slots) - len(rows)
-        padding = [size - part.tokens] if backend.host_lengths else [0]
+        padding = [size - part.tokens] if backend.capabilities.host_lengths else [0]
         assert lengths == [len(row.token_ids) for row in rows] + (padding + [0] * 4)[:more]
         assert whole.attention.context_lens.tolist()[len(rows) :] == (padding + [0] * 4)[:more]
         assert whole.state_slots.tolist() == [row.state_slot for row in rows] + [9] * more

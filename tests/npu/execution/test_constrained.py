@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from npuserve.kernels import native
 from npuserve.kernels.registry import KERNELS
 from npuserve.kernels.uniform import uniform
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load as load_module
 from npuserve.npu.execution.runner import Runner
@@ -24,7 +25,7 @@ from tests.npu.execution.test_dispatch import Bucketed
 
 VOCABULARY = 100
 NATIVE = pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
-BACKENDS = {"native": CpuBackend, "golden": lambda: CpuBackend(native=False), "bucketed": Bucketed}
+BACKENDS = {"native": CpuBackend, "golden": partial(CpuBackend, native=False), "bucketed": Bucketed}
 EACH_BACKEND = pytest.mark.parametrize("kind", [
     pytest.param("native", marks=NATIVE), "golden", pytest.param("bucketed", marks=NATIVE)])
 
@@ -36,15 +37,15 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def made(kind: str = "native" if native.available() else "golden", folder: Path | None = None,
              **settings: Any) -> Runner:
-        make: Callable[[], Backend] = BACKENDS[kind]
-        monkeypatch.setattr(load_module, "select", lambda *_: make())
+        make: Callable[..., Backend] = BACKENDS[kind]
+        monkeypatch.setattr(load_module, "select", lambda name, emulate, settings: make(settings=settings))
         defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 128, "threads": 1,
                     "kv_cache_memory": 16 << 20, "block_size": 16}
         return load_module.load_runner(folder or saved(tmp_path / "small", vocabulary=VOCABULARY),
                                        **{**defaults, **settings}, progress=lambda done, total: None)
 
     yield made
-    CpuBackend().set_threads(0)
+    CpuBackend(settings=DeviceSettings(threads=0))
     torch.set_num_threads(before)
 
 

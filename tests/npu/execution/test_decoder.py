@@ -118,7 +118,7 @@ def test_decoder_partial_rotary_embeddings_equal_transformers(tmp_path, monkeypa
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias", "llama-yarn"])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32])
 def test_decoder_mixed_step_with_scattered_blocks_equals_transformers(tmp_path, kind, block_size, backend):
-    if block_size % backend.block_multiple:
+    if block_size % backend.capabilities.block_multiple:
         return
     model = random_model(kind)
     bench = Bench(saved(model, tmp_path), backend, block_size, num_blocks=256)

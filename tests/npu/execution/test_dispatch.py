@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ class Graph:
 
 
 class Bucketed(CpuBackend):
-    padding_blocks = 1
+    capabilities = replace(CpuBackend.capabilities, padding_blocks=1)
 
     def capture(self, step: Callable[[int], Tensor], largest: int, *, decode: bool, **_: object) -> Captured | None:
         return Graph(step) if decode else None
@@ -64,7 +65,7 @@ def pair(tmp_path, monkeypatch) -> Iterator[tuple[Runner, Runner]]:
     before = native.library().threads
     folder = saved(random_model("qwen3", max_position_embeddings=128), tmp_path)
     plain = load(folder, max_num_seqs=8)
-    monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
+    monkeypatch.setattr(load_module, "select", lambda name, emulate, settings: Bucketed(settings=settings))
     yield load(folder, max_num_seqs=8), plain
     native.library().set_threads(before)
 
@@ -146,7 +147,7 @@ def test_mixed_step_still_replays_decode_rows(pair):
 
 
 def test_timed_step_runs_kernel_by_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_module, "select", lambda *_: Bucketed())
+    monkeypatch.setattr(load_module, "select", lambda name, emulate, settings: Bucketed(settings=settings))
     calls: list[str] = []
     folder = saved(random_model("qwen3"), tmp_path)
     runner = load(folder, kernel_sampling=2, observe=lambda name, *_: calls.append(name))
@@ -162,9 +163,9 @@ def test_timed_step_of_a_device_that_compiles_has_the_sizes_of_captured_steps(tm
     """A timed step of another size would wait for a compiler, and all streams with it."""
 
     class Compiling(Bucketed):
-        compiles = True
+        capabilities = replace(Bucketed.capabilities, compiles=True)
 
-    monkeypatch.setattr(load_module, "select", lambda *_: Compiling())
+    monkeypatch.setattr(load_module, "select", lambda name, emulate, settings: Compiling(settings=settings))
     runners = [load(saved(random_model("qwen3"), tmp_path), kernel_sampling=sampling) for sampling in (1, 0)]
     sizes: list[tuple[int, int]] = []
     forward = runners[0]._forward

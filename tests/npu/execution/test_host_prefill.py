@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from npuserve.npu.backends.base import Captured
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, Captured, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load as load_module
 from npuserve.npu.execution.host_prefill import HostPrefill, SlotRange, _portions
@@ -29,12 +30,10 @@ class Device(CpuBackend):
     """Device with memory of its own, although it is host memory."""
 
     name = "device"
-    padding_blocks = 1
-    block_size = 16
-    vocabulary_tile = 16
+    capabilities = replace(CpuBackend.capabilities, padding_blocks=1, block_size=16, vocabulary_tile=16)
 
-    def __init__(self) -> None:
-        super().__init__(native=False)
+    def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
+        super().__init__(native=False, settings=settings)
 
 
 class Graph:
@@ -73,7 +72,7 @@ def load(folder: Path, **settings: Any) -> Runner:
 @pytest.fixture(params=[Device, Bucketed])
 def pair(request, tmp_path, monkeypatch, restored_threads) -> tuple[Runner, Runner]:
     """Return runners of one model: all on the device, and prompts on the host."""
-    monkeypatch.setattr(load_module, "select", lambda *_: request.param())
+    monkeypatch.setattr(load_module, "select", lambda name, emulate, settings: request.param(settings=settings))
     folder = small.saved(tmp_path, head_dim=16)
     return load(folder), load(folder, prefill_device="cpu")
 
@@ -82,7 +81,7 @@ def pair(request, tmp_path, monkeypatch, restored_threads) -> tuple[Runner, Runn
 def restored_threads():
     before = torch.get_num_threads()
     yield
-    CpuBackend().set_threads(0)
+    CpuBackend(settings=DeviceSettings(threads=0))
     torch.set_num_threads(before)
 
 
@@ -95,7 +94,7 @@ def check_mirror(runner: Runner) -> int:
     assert all(run.last <= size for run in runs)
     slots = prefill._slots(runs)
     for own, cached in zip(prefill._mirror.paged, runner._store.paged, strict=True):
-        mirrored = prefill._host.read_cache(*own, slots, runner.config.attention.head_dim)
+        mirrored = prefill._host.cache.read(*own, slots, runner.config.attention.head_dim)
         for ours, theirs in zip(mirrored, cached, strict=True):
             there = theirs[: runner.num_blocks].flatten(0, 1)[slots.to(theirs.device)].cpu()
             assert torch.equal(ours, there[..., : runner.config.attention.head_dim])
@@ -299,7 +298,7 @@ def test_host_prefill_error_is_raised_by_collect(pair, monkeypatch):
 
 
 def test_host_prefill_times_kernels_of_both(tmp_path, monkeypatch, restored_threads):
-    monkeypatch.setattr(load_module, "select", lambda *_: Device())
+    monkeypatch.setattr(load_module, "select", lambda name, emulate, settings: Device(settings))
     calls: list[tuple[str, ...]] = []
     runner = load(small.saved(tmp_path, head_dim=16), prefill_device="cpu", kernel_sampling=1,
                   observe=lambda *call: calls.append(call[:3]))
@@ -321,15 +320,15 @@ def test_portions_of_slot_ranges():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_read_and_write_cache_slots_of_every_layout(cpu, dtype):
-    shapes = cpu.cache_shapes(5, 16, 3, 24, dtype)
+    shapes = cpu.cache.shapes(5, 16, 3, 24, dtype)
     keys, values = (cpu.empty(shape, dtype).zero_() for shape in shapes)
     slots = torch.tensor([79, 0, 17, 18, 33, 63])
     new = torch.randn(2, len(slots), 3, 24).to(dtype)
-    cpu.write_cache(keys, values, slots, *new)
-    for read, written in zip(cpu.read_cache(keys, values, slots, 24), new, strict=True):
+    cpu.cache.write(keys, values, slots, *new)
+    for read, written in zip(cpu.cache.read(keys, values, slots, 24), new, strict=True):
         assert torch.equal(read, written)
     everything = torch.arange(80)
-    for read, written in zip(cpu.read_cache(keys, values, everything, 24), new, strict=True):
+    for read, written in zip(cpu.cache.read(keys, values, everything, 24), new, strict=True):
         expected = torch.zeros(80, 3, 24, dtype=dtype)
         expected[slots] = written
         assert torch.equal(read, expected)

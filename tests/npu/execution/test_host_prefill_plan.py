@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from npuserve.cli import check
 from npuserve.npu.backends import BackendError, select_prefill
+from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load
 from npuserve.npu.execution.memory_plan import predict
@@ -29,10 +31,10 @@ def test_host_prefill_on_same_device_is_refused():
 def test_host_prefill_unsupported_dtype_or_block_size_is_refused(tmp_path, monkeypatch):
     config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
     device, host = Device(), CpuBackend()
-    device.dtypes = ("float16",)  # type: ignore[misc]
+    device.capabilities = replace(device.capabilities, dtypes=("float16",))
     with pytest.raises(BackendError, match=r"prefill_device: cpu does not compute in float16; .* float32, bfloat16"):
         predict(config, device, dtype="float16", prefill=host)
-    if host.block_multiple > 1:
+    if host.capabilities.block_multiple > 1:
         with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are powers of two from 16"):
             predict(config, Device(), block_size=8, prefill=host)
 
@@ -41,7 +43,7 @@ def test_host_prefill_unsupported_quantization_is_refused(tmp_path):
     """The device has float8, the host's kernels do not."""
     config = ModelConfig.from_folder(saved_w8a8(random_model("qwen3"), tmp_path, W8A8(float8=True)))
     device = Device()
-    device.float8 = True
+    device.capabilities = replace(device.capabilities, float8=True)
     assert predict(config, device).fits
     with pytest.raises(BackendError, match=(
             r"^prefill_device: cpu .* \(quantization_config: float8 .* not possible on cpu; .*\); possible is "
@@ -52,8 +54,8 @@ def test_host_prefill_unsupported_quantization_is_refused(tmp_path):
 def test_host_prefill_memory_is_planned(tmp_path, monkeypatch):
     config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
     device, host = Device(), CpuBackend()
-    monkeypatch.setattr(device, "memory_available", lambda: 1 << 30)
-    monkeypatch.setattr(host, "memory_available", lambda: 1 << 30)
+    monkeypatch.setattr(device.memory, "available", lambda: 1 << 30)
+    monkeypatch.setattr(host.memory, "available", lambda: 1 << 30)
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 2}
     whole, plan = predict(config, device, **settings), predict(config, device, prefill=host, **settings)
     assert whole.host is None
@@ -66,9 +68,9 @@ def test_host_prefill_memory_is_planned(tmp_path, monkeypatch):
         plan.host.weights + plan.host.kv_cache + plan.host.activations + plan.host.staging) <= 1 << 30
     # The mirror is part of the host's share, which limits the number of blocks on the device.
     free = plan.host.needed - plan.host.kv_cache + 8 * block
-    monkeypatch.setattr(host, "memory_available", lambda: free + 4 * 5 * block - 8 * block)
+    monkeypatch.setattr(host.memory, "available", lambda: free + 4 * 5 * block - 8 * block)
     assert predict(config, device, prefill=host, **settings).num_blocks == 5
-    monkeypatch.setattr(host, "memory_available", lambda: 1 << 10)
+    monkeypatch.setattr(host.memory, "available", lambda: 1 << 10)
     short = predict(config, device, prefill=host, **settings)
     assert not short.fits
     with pytest.raises(ModelError, match=r"computing prompts on cpu needs .* \(weights .* staging .*\), and 0.0 MiB"):
@@ -76,9 +78,7 @@ def test_host_prefill_memory_is_planned(tmp_path, monkeypatch):
 
 
 def test_host_prefill_check_prints_both_plans(tmp_path, monkeypatch):
-    def select(
-        name: str = "auto", emulate: Sequence[str] | None = None, place: tuple[int, int] = (0, 1)
-    ) -> CpuBackend:
+    def select(name: str, emulate: Sequence[str] | None, settings: DeviceSettings) -> CpuBackend:
         return CpuBackend() if name == "cpu" else Device()
 
     monkeypatch.setattr(load, "select", select)

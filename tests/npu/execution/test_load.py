@@ -31,7 +31,7 @@ def file() -> Iterator[int]:
 def shared(file: int) -> int:
     if not available():
         pytest.skip("the native kernels are not built")
-    with CpuBackend().sharing(file, filled=False) as possible:
+    with CpuBackend().memory.sharing(file, filled=False) as possible:
         if not possible:
             pytest.skip("this system makes no large pages of a file in memory")
     return file

@@ -34,7 +34,7 @@ BLOCK = block_bytes(CONFIG, 16, torch.float32, CpuBackend())
 @pytest.fixture
 def available(monkeypatch, cpu):
     def set_to(count: int) -> None:
-        monkeypatch.setattr(cpu, "memory_available", lambda: count)
+        monkeypatch.setattr(cpu.memory, "available", lambda: count)
 
     set_to(1 << 30)
     return set_to
@@ -68,8 +68,8 @@ def test_kv_cache_slow_allocation_shows_progress(monkeypatch, caplog):
 def test_kv_cache_has_padding_blocks_and_no_nan(monkeypatch):
     """Memory of a device is not zero."""
     backend = CpuBackend(native=False)
-    monkeypatch.setattr(CpuBackend, "padding_blocks", 2)
-    monkeypatch.setattr(backend, "empty", lambda shape, dtype: torch.full(shape, math.nan, dtype=dtype))
+    backend.capabilities = replace(backend.capabilities, padding_blocks=2)
+    monkeypatch.setattr(backend.memory, "empty", lambda shape, dtype: torch.full(shape, math.nan, dtype=dtype))
     config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
     cache = StateStore.allocate(config, 5, 16, torch.float32, backend)
     assert all(len(tensor) == 7 and not tensor.any() for tensor in cache.tensors)
@@ -93,7 +93,7 @@ def test_predict_int8_cache_tokens_and_bytes(cpu, head_dim, dtype):
 
 def test_predict_default_cache_holds_all_requests(cpu, available):
     plan = predict(CONFIG, cpu, max_num_seqs=5)
-    assert (plan.block_size, plan.max_model_len, plan.num_blocks) == (cpu.block_size, 64, 5)
+    assert (plan.block_size, plan.max_model_len, plan.num_blocks) == (cpu.capabilities.block_size, 64, 5)
     assert plan.fits
     assert predict(CONFIG, cpu, max_num_seqs=5, block_size=16).num_blocks == 5 * 4
 
@@ -112,7 +112,7 @@ def test_predict_default_cache_is_limited_to_share_of_free_memory(cpu, available
 
 
 def test_predict_dequantized_context_has_the_heads_of_one_rank(cpu, monkeypatch):
-    monkeypatch.setattr(cpu, "dequantized_bytes", lambda context, block_size, kv_heads, head_dim: 1000 * kv_heads)
+    monkeypatch.setattr(cpu.cache, "dequantized_bytes", lambda context, block_size, kv_heads, head_dim: 1000 * kv_heads)
     for size, heads in ((1, 2), (2, 1), (4, 1)):
         plain, int8 = (predict(CONFIG.sharded(Shard(0, size)), cpu, kv_cache_dtype=cached, kv_cache_memory=1 << 20)
                        for cached in ("auto", "int8"))
@@ -138,7 +138,7 @@ def test_plan_grown_takes_blocks_from_cache(cpu, available):
 
 @pytest.mark.parametrize("padding", [0, 1, 3])
 def test_plan_shrunk_keeps_padding_blocks(cpu, available, monkeypatch, padding):
-    monkeypatch.setattr(CpuBackend, "padding_blocks", padding)
+    monkeypatch.setattr(cpu, "capabilities", replace(cpu.capabilities, padding_blocks=padding))
     plan, less = (predict(CONFIG, cpu, max_num_seqs=seqs, block_size=16, max_model_len=64) for seqs in (5, 2))
     assert plan.shrunk(less.num_blocks, 64, BLOCK).kv_cache == less.kv_cache == (less.num_blocks + padding) * BLOCK
 
@@ -200,7 +200,7 @@ def test_predict_contradictory_settings_are_refused(cpu, available, settings, er
 
 def test_predict_unsupported_block_size_is_refused(cpu):
     assert predict(CONFIG, cpu, block_size=32).block_size == 32
-    if cpu.block_multiple == 1:
+    if cpu.capabilities.block_multiple == 1:
         assert predict(CONFIG, cpu, block_size=8).block_size == 8
         return
     with pytest.raises(ModelError, match="block_size: 8 is not possible here; possible are powers of two from 16"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npuserve.kernels.native import arena, available
 from npuserve.kernels.native.arena import Arena, can_populate, populate
-from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.cpu import CpuBackend, HostMemory
 from npuserve.npu.execution import page_population
 from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.state_store import StateStore
@@ -36,11 +36,11 @@ def mapped_bytes(tensor: Tensor) -> int:
     return sum(each & 1 for each in resident) * mmap.PAGESIZE
 
 
-class Recording(CpuBackend):
-    """Backend that records the first number of each mapped part instead of mapping it."""
+class Recording(HostMemory):
+    """Memory that records the first number of each mapped part instead of mapping it."""
 
     def __init__(self) -> None:
-        super().__init__(native=False)
+        super().__init__(1, None)
         self.parts: list[list[int]] = []
         self.error: Exception | None = None
 
@@ -62,23 +62,23 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_portions")
 def test_page_population_maps_tensors_side_by_side_in_the_order_of_their_blocks() -> None:
-    backend, numbers = Recording(), [torch.arange(10), torch.arange(100, 120)]
-    pages = PagePopulation([(backend, tensor) for tensor in numbers])
+    memory, numbers = Recording(), [torch.arange(10), torch.arange(100, 120)]
+    pages = PagePopulation([(memory, tensor) for tensor in numbers])
     pages.map_first()
-    assert backend.parts == [[0, 1], [100, 101, 102, 103, 104], [2, 3, 4], [105, 106, 107, 108, 109]]
+    assert memory.parts == [[0, 1], [100, 101, 102, 103, 104], [2, 3, 4], [105, 106, 107, 108, 109]]
     pages.start()
-    until(lambda: sum(map(len, backend.parts)) == 30)
+    until(lambda: sum(map(len, memory.parts)) == 30)
     for tensor in numbers:
-        assert [number for part in backend.parts for number in part if number in tensor] == tensor.tolist()
+        assert [number for part in memory.parts for number in part if number in tensor] == tensor.tolist()
 
 
 @pytest.mark.usefixtures("small_portions")
 def test_page_population_pauses_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(page_population.time, "sleep", pauses.append)
-    backend, numbers = Recording(), torch.arange(80)
+    memory, numbers = Recording(), torch.arange(80)
     for steps in (0, 2):
-        pages = PagePopulation([(backend, numbers)])
+        pages = PagePopulation([(memory, numbers)])
         pages.steps_in_flight = steps
         pages._map_others()
         assert pauses == [page_population.BUSY_PAUSE_SECONDS] * 10 * bool(steps)
@@ -86,20 +86,20 @@ def test_page_population_pauses_while_steps_run(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("small_portions")
 def test_page_population_ends_when_the_store_is_dropped() -> None:
-    backend = Recording()
-    pages = PagePopulation([(backend, torch.arange(1000))])
+    memory = Recording()
+    pages = PagePopulation([(memory, torch.arange(1000))])
     pages.map_first()
-    mapped = len(backend.parts)
+    mapped = len(memory.parts)
     pages.start()
     until(lambda: not any(thread.name == "npuserve-pages" for thread in threading.enumerate()))
-    assert len(backend.parts) == mapped
+    assert len(memory.parts) == mapped
 
 
 @pytest.mark.usefixtures("small_portions")
 def test_page_population_without_memory_warns(caplog: pytest.LogCaptureFixture) -> None:
-    backend, numbers = Recording(), torch.arange(1000)
-    pages = PagePopulation([(backend, numbers)])
-    backend.error = MemoryError("no memory for 64 bytes")
+    memory, numbers = Recording(), torch.arange(1000)
+    pages = PagePopulation([(memory, numbers)])
+    memory.error = MemoryError("no memory for 64 bytes")
     with caplog.at_level(logging.WARNING):
         pages.start()
         until(lambda: caplog.messages)
@@ -144,7 +144,7 @@ def test_state_store_is_cleared_where_pages_cannot_be_mapped(monkeypatch) -> Non
     can_populate.cache_clear()
     try:
         backend = CpuBackend()
-        assert not backend.fresh_is_zero
+        assert not backend.memory.fresh_is_zero
         config = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]})
         store = StateStore.allocate(config, 64, 128, torch.float32, backend)
         assert sum(map(mapped_bytes, store.tensors)) > sum(tensor.nbytes for tensor in store.tensors) * 3 // 4

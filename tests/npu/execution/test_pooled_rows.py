@@ -52,7 +52,7 @@ def test_pooled_row_that_the_host_computes_equals_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model("qwen3")
-    monkeypatch.setattr(host.load_module, "select", lambda *_: host.Device())
+    monkeypatch.setattr(host.load_module, "select", lambda name, emulate, settings: host.Device(settings))
     check_beside_samples(host.load(saved(model, tmp_path), prefill_device="cpu"), model)
 
 

@@ -170,7 +170,7 @@ def test_missing_experts_are_named(tmp_path: Path, stacked: bool) -> None:
 
 def test_devices_without_kernels_for_experts_refuse_them() -> None:
     backend = CpuBackend()
-    backend.experts = False
+    backend.capabilities = replace(backend.capabilities, experts=False)
     with pytest.raises(BackendError, match=r"does not serve mixtures of experts \(qwen3_moe\); possible is device"):
         predict(ModelConfig.from_dict(config_of(0)), backend)
 

@@ -76,7 +76,7 @@ def test_loader_writes_every_number(tmp_path, monkeypatch, kind, shards, cpu):
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3-untied", False)])
 def test_loader_pads_vocabulary_to_tile(tmp_path, kind, tied, cpu):
     weights = load(saved(random_model(kind), tmp_path), cpu)
-    assert cpu.vocabulary_tile == 64
+    assert cpu.capabilities.vocabulary_tile == 64
     embedding, head = dense(weights.embedding.values), dense(weights.lm_head.weight.values)
     assert weights.padded_vocabulary == len(embedding) == 128
     assert torch.equal(head[100:], head[:1].expand(28, -1))

@@ -234,7 +234,7 @@ def test_shared_beginnings_and_chats_hit_checkpoints(served: tuple[Runner, PreTr
 
 def test_devices_without_kernels_for_linear_attention_refuse_it() -> None:
     backend = CpuBackend()
-    backend.fixed_state = False
+    backend.capabilities = replace(backend.capabilities, fixed_state=False)
     with pytest.raises(BackendError, match=r"does not serve models with linear attention \(qwen3_5\); possible is"):
         predict(ModelConfig.from_dict(config_of()), backend)
 
@@ -286,7 +286,7 @@ def test_memory_beyond_two_slots_for_each_request_has_more_checkpoints_that_leav
 
 def test_context_that_the_free_memory_does_not_hold_names_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     config, backend = ModelConfig.from_dict(config_of(head_dim=256, max_position_embeddings=1 << 20)), CpuBackend()
-    monkeypatch.setattr(backend, "memory_available", lambda: 600 << 20)
+    monkeypatch.setattr(backend.memory, "available", lambda: 600 << 20)
     with pytest.raises(ModelError, match=r"fixed_state .* MiB is available; .* fits$") as error:
         predict(config, backend, max_model_len=1 << 20).require_fit()
     length = int(str(error.value).split("max_model_len ")[1].split()[0])
@@ -298,7 +298,7 @@ def test_context_that_the_free_memory_does_not_hold_names_one_that_fits(monkeypa
 def test_free_memory_that_holds_no_state_is_reported_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kv_cache_memory is set, so the message does not name it as wrong."""
     config, backend = ModelConfig.from_dict(config_of()), CpuBackend()
-    monkeypatch.setattr(backend, "memory_available", lambda: 1 << 20)
+    monkeypatch.setattr(backend.memory, "available", lambda: 1 << 20)
     plan = predict(config, backend)
     assert (plan.num_slots, plan.fits) == (2, False)
     with pytest.raises(ModelError, match=r"the model needs .* \(weights .*fixed_state .*, and 1.0 MiB is available"):

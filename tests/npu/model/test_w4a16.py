@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def backend(request: pytest.FixtureRequest) -> CpuBackend:
 class Converting(CpuBackend):
     """CPU that multiplies no weights of 4 bits, as other devices."""
 
-    int4 = False
+    capabilities = replace(CpuBackend.capabilities, int4=False)
 
 
 def logits(folder: Path, backend: CpuBackend) -> torch.Tensor:
@@ -122,7 +123,7 @@ def test_int4_ranks_have_their_parts(tmp_path, method, act_order, backend):
 
 
 def load(folder: Path, backend: CpuBackend, shard: Shard = WHOLE) -> ModelWeights:
-    config = ModelConfig.from_folder(folder, int4=backend.int4).sharded(shard)
+    config = ModelConfig.from_folder(folder, int4=backend.capabilities.int4).sharded(shard)
     return load_weights(folder, config, torch.float32, backend, lambda done, total: None)
 
 
@@ -159,7 +160,7 @@ def test_int4_stored_bytes_are_those_allocated(tmp_path, group, backend):
     weights = load(tmp_path, backend)
     numbers = sum(linear.weight.numbers.nbytes for block in weights.blocks for linear in block.linears)
     floats = stored_bytes(ModelConfig.from_folder(tmp_path), torch.float32, backend) - numbers
-    table = config.padded_vocabulary(backend.vocabulary_tile) * config.hidden_size * 4
+    table = config.padded_vocabulary(backend.capabilities.vocabulary_tile) * config.hidden_size * 4
     norms = sum(tensor.nbytes for block in weights.blocks for tensor in (block.norm, *block.weights)
                 if isinstance(tensor, torch.Tensor))
     assert floats == table + norms + weights.norm.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.storage import stored_bytes
+from npuserve.npu.model.storage import check_schemes, stored_bytes
 from npuserve.npu.quantization.w4a8 import W4A8
 from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
@@ -90,18 +91,18 @@ def test_w4a8_stored_bytes_are_those_of_4_bits(tmp_path, backend):
         assert isinstance(form, Int4Weight)
         assert form.inputs == DYNAMIC
         n, k = form.shape
-        assert form.numbers.nbytes == backend.int4_bytes(n, k, form.numbers.grouping)
+        assert form.numbers.nbytes == backend.weights.int4_bytes(n, k, form.numbers.grouping)
 
 
 @pytest.mark.parametrize("name", ["npu", "cuda"])
 def test_w4a8_is_refused_by_name_on_other_devices(name):
     class Other(CpuBackend):
-        w4a8 = False
+        capabilities = replace(CpuBackend.capabilities, w4a8=False)
 
     Other.name = name
     with pytest.raises(BackendError, match=rf"quantization_config: weights of 4 bits \(num_bits: 4\) with int8 "
                                            rf"input_activations \(W4A8\) are not possible on {name}; possible are"):
-        Other(native=False).check_scheme(W4A8(W4A16()))
+        check_schemes(SimpleNamespace(schemes=[W4A8(W4A16())]), Other(native=False))
 
 
 def test_w4a8_numbers_beyond_4_bits_are_refused(tmp_path, backend):

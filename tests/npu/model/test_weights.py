@@ -16,6 +16,7 @@ from npuserve.kernels.quantized import Scheme
 from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.weight import FloatWeight
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.weight_layout import Empty, WeightLayout
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
@@ -288,14 +289,14 @@ def test_int8_tied_quantized_head_is_refused(tmp_path):
     assert not isinstance(weights.embedding, QuantizedWeight)
 
 
-class Tiled(CpuBackend):
-    """Backend that reads int8 weights transposed."""
+class Transposed(WeightLayout):
+    """Layout of int8 weights, transposed."""
 
-    def __init__(self) -> None:
-        super().__init__(native=False)
+    def __init__(self, empty: Empty) -> None:
+        super().__init__(empty)
         self.arranged: list[tuple[QuantizedWeight, bool]] = []
 
-    def prepare_weight(self, weight: QuantizedWeight, *, table: bool) -> None:
+    def prepare(self, weight: QuantizedWeight, *, table: bool) -> None:
         assert isinstance(weight.values, torch.Tensor)
         assert torch.equal(weight.values.sum(dim=1, dtype=torch.int32), weight.sums)  # completely written
         self.arranged.append((weight, table))
@@ -303,17 +304,19 @@ class Tiled(CpuBackend):
 
 
 def test_int8_weights_are_arranged_once_complete(tmp_path):
-    backend = Tiled()
+    backend = CpuBackend(native=False)
+    backend.weights = layout = Transposed(backend.memory.empty)
     weights = load(saved_w8a8(random_model("qwen3"), tmp_path), backend, "int8")
     made = [linear.weight for x in weights.attention_layers() for linear in x.linears]
-    arranged = [weight for weight, _ in backend.arranged]
+    arranged = [weight for weight, _ in layout.arranged]
     assert all(one is other for one, other in zip(arranged, [*made, weights.lm_head.weight], strict=True))
-    assert [table for _, table in backend.arranged] == [False] * len(made) + [True]
+    assert [table for _, table in layout.arranged] == [False] * len(made) + [True]
     assert [weight.values.shape for weight in made if isinstance(weight, QuantizedWeight)][:2] == [(32, 128), (64, 32)]
     assert weights.padded_vocabulary == 128
-    untied = load(saved_w8a8(random_model("qwen3-untied"), tmp_path / "untied"), backend := Tiled(), "int8")
-    assert not any(table for _, table in backend.arranged)
-    assert backend.arranged[-1][0] is untied.lm_head.weight
+    layout.arranged.clear()
+    untied = load(saved_w8a8(random_model("qwen3-untied"), tmp_path / "untied"), backend, "int8")
+    assert not any(table for _, table in layout.arranged)
+    assert layout.arranged[-1][0] is untied.lm_head.weight
 
 
 def test_int8_too_many_inputs_are_refused(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import FineGrainedFP8Config
 
+from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.formats import quantization_of
 from npuserve.npu.quantization.w4a16 import W4A16
@@ -226,17 +227,20 @@ def test_quantization_config_of_method_fp8_as_transformers_writes_it():
 
 class Device(NamedTuple):
     name: str
-    int8_zeros: bool
-    float8: bool
+    capabilities: Capabilities
+
+
+def device(name: str, **products: bool) -> Device:
+    return Device(name, Capabilities(dtypes=(), vocabulary_tile=1, block_size=1, **products))
 
 
 def test_scheme_refusal_names_what_a_device_supports():
     float8, zeros = W8A8(float8=True), W8A8(symmetric=False)
-    assert float8.refusal(Device("npu", int8_zeros=True, float8=False)) == (
+    assert float8.refusal(device("npu", int8_zeros=True, float8=False)) == (
         "float8 weights and input_activations (type: float) are not possible on npu; possible is int8 (type: int)")
-    assert not float8.refusal(Device("cuda", int8_zeros=False, float8=True))
-    assert not zeros.refusal(Device("cpu", int8_zeros=True, float8=False))
-    assert zeros.refusal(Device("cuda", int8_zeros=False, float8=True)).startswith("weights with zero points")
+    assert not float8.refusal(device("cuda", int8_zeros=False, float8=True))
+    assert not zeros.refusal(device("cpu", int8_zeros=True, float8=False))
+    assert zeros.refusal(device("cuda", int8_zeros=False, float8=True)).startswith("weights with zero points")
 
 
 @pytest.mark.parametrize(("data", "message"), [

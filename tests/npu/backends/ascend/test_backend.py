@@ -158,7 +158,7 @@ def test_ascend_padding_beyond_a_block_has_distinct_slots(tmp_path: Path) -> Non
     prompts = [[(7 * i + 3 * j) % 90 for j in range(length)] for i, length in enumerate((450, 3, 40))]
     wide = {"max_num_seqs": 200, "max_num_batched_tokens": 512}
     npu = load(tmp_path, decode_buckets=(200, 65536), **wide)
-    assert npu.backend.padding_blocks == 2
+    assert npu.backend.capabilities.padding_blocks == 2
     assert len(npu._store.tensors[0]) == npu.num_blocks + 2
     assert npu._dispatch.chunks.hidden is not None
     assert npu._dispatch.chunks.hidden.largest == 512
@@ -373,24 +373,24 @@ def test_ascend_bucket_is_captured_once_per_sampling(tmp_path: Path, w8a8: bool,
 @emulated()
 def test_ascend_properties(tmp_path: Path) -> None:
     backend = started()
-    assert (backend.name, backend.kernels, backend.deterministic) == ("npu", "ascend", False)
-    assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (128, 128, 1)
-    assert backend.max_block_size == 128
+    assert (backend.name, backend.kernels, backend.capabilities.deterministic) == ("npu", "ascend", False)
+    can = backend.capabilities
+    assert (can.block_size, can.block_multiple, can.max_block_size, can.padding_blocks) == (128, 128, 128, 1)
     for buckets, blocks in (((1, 130), 1), ((4, 134), 2), ((512,), 4), ((1, 4, 16, 64, 256), 2)):
         assert select(backend.name, settings=DeviceSettings(decode_buckets=buckets)).padding_blocks == blocks
-    assert backend.cache_shapes(5, 128, 2, 64, torch.bfloat16) == ((5, 128, 2, 128),) * 2
-    free = backend.memory_available()
+    assert backend.cache.shapes(5, 128, 2, 64, torch.bfloat16) == ((5, 128, 2, 128),) * 2
+    free = backend.memory.available()
     held = backend.empty((32 << 20,), torch.uint8)
-    assert 30 << 20 < free - backend.memory_available() < 40 << 20
+    assert 30 << 20 < free - backend.memory.available() < 40 << 20
     del held
-    assert backend.kv_cache_share(1000) == 900
+    assert backend.memory.cache_share(1000) == 900
     for asked, checkpoint, dtype in (("auto", "bfloat16", "bfloat16"), ("auto", "float16", "float16"),
                                      ("auto", "float32", "bfloat16"), ("float16", "bfloat16", "float16")):
         assert backend.resolve_dtype(asked, checkpoint) == dtype
     with pytest.raises(BackendError, match="dtype: 'float32' is not one of auto, bfloat16, float16"):
         backend.resolve_dtype("float32", "float32")
-    assert backend.cache_shapes(5, 128, 2, 160, torch.bfloat16) == ((5, 128, 2, 256),) * 2
-    assert backend.cache_shapes(5, 128, 2, 256, torch.int8) == ((5, 2, 128, 256),) * 2
+    assert backend.cache.shapes(5, 128, 2, 160, torch.bfloat16) == ((5, 128, 2, 256),) * 2
+    assert backend.cache.shapes(5, 128, 2, 256, torch.int8) == ((5, 2, 128, 256),) * 2
     backend.check_heads(256, 64)
     for size in (48, 100, 264, 288, 512):
         with pytest.raises(BackendError, match=f"heads have {size} dimensions; npu takes multiples of 32 up to 256"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,9 +37,7 @@ def golden(folder: Path, **settings: Any) -> Runner:
     """Load the model on the CPU with golden functions and the device's scheme: scales in float32."""
 
     def cpu(name: str, emulate: object, settings: DeviceSettings) -> CpuBackend:
-        backend = CpuBackend(native=False, settings=settings)
-        backend.scale_dtype = torch.float32
-        return backend
+        return CpuBackend(False, settings, replace(CpuBackend.capabilities, scale_dtype=torch.float32))
 
     with patch("npuserve.npu.execution.load.select", cpu):
         return load(folder, "cpu", **{"block_size": 128, "threads": 1, "kv_cache_dtype": "int8", **settings})

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_memory_of_the_communicator_is_planned(place: Place, tmp_path: Path) -> 
     planned, before = backend.communicator_bytes(2), emulator.memory().used
     assert planned == 60 << 20
     Group(place.rank, place.size, place.store).ranks(
-        backend.collectives, backend.device, 1 << 16, shared=False, reduces=backend.reduces)
+        backend.capabilities.collectives, backend.device, 1 << 16, shared=False, reduces=backend.capabilities.reduces)
     backend.synchronize()
     assert 0 <= emulator.memory().used - before - planned < 8 << 20
     assert backend.communicator_bytes(1) == 0
@@ -223,10 +224,10 @@ def test_sums_in_place_take_no_planned_memory(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}
     backend = select("npu", settings=DeviceSettings((0, 1)))
     found = predict(config, backend, **settings)
-    backend.reduces = False
+    backend.capabilities = replace(backend.capabilities, reduces=False)
     gathering = predict(config, backend, **settings)
     assert gathering.activations - found.activations == 2 * 16 * config.hidden_size * 2
-    backend.shares_memory = True
+    backend.capabilities = replace(backend.capabilities, shares_memory=True)
     assert found.logits - predict(config, backend, **settings).logits == 3 * config.padded_vocabulary(64) * 2
 
 

@@ -336,10 +336,11 @@ def test_cuda_graph_with_device_read_is_refused() -> None:
 
 def test_cuda_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = started()
-    assert (backend.name, backend.kernels, backend.chip, backend.deterministic) == ("cuda", "cuda", "emulated", False)
-    assert (backend.block_size, backend.block_multiple, backend.padding_blocks) == (32, 16, 1)
-    assert 0 < backend.memory_available() <= cuda_emulated.MAX_BYTES
-    assert backend.kv_cache_share(1000) == 900
+    can = backend.capabilities
+    assert (backend.name, backend.kernels, backend.chip, can.deterministic) == ("cuda", "cuda", "emulated", False)
+    assert (can.block_size, can.block_multiple, can.padding_blocks) == (32, 16, 1)
+    assert 0 < backend.memory.available() <= cuda_emulated.MAX_BYTES
+    assert backend.memory.cache_share(1000) == 900
     for asked, checkpoint, dtype in (("auto", "bfloat16", "bfloat16"), ("auto", "float16", "float16"),
                                      ("auto", "float32", "bfloat16"), ("float32", "bfloat16", "float32")):
         assert backend.resolve_dtype(asked, checkpoint) == dtype

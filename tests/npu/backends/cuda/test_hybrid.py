@@ -177,8 +177,7 @@ def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     in flight."""
     folder = saved(hybrid(), tmp_path)
     monkeypatch.setattr(accept_tokens, "BUDGET", 24)
-    backend = backends.select("cuda", settings=DeviceSettings(decode_buckets=(2,)))
-    backend.choose_state_dtype(state)
+    backend = backends.select("cuda", settings=DeviceSettings(state_dtype=state, decode_buckets=(2,)))
     golden = load_reference(folder, backend, "float32", 64, 1)
     loaded = reference.load(folder, backend, "bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=24,
                             block_size=16)
@@ -189,9 +188,9 @@ def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_memory_plan_has_the_states(tmp_path: Path) -> None:
     """Slots, with one for padding, of states beside windows in the dtype of activations."""
-    config, backend = ModelConfig.from_folder(saved(hybrid(), tmp_path)), started()
+    config = ModelConfig.from_folder(saved(hybrid(), tmp_path))
     for state, itemsize in (("auto", 4), ("bfloat16", 2)):
-        backend.choose_state_dtype(state)
+        backend = backends.select("cuda", settings=DeviceSettings(state_dtype=state))
         plan = predict(config, backend, dtype="bfloat16", max_num_seqs=4, kv_cache_memory=4 << 20)
         size = slot_bytes(config, torch.bfloat16, backend)
         assert size == 2 * 16 * 16 * itemsize + (2 * 16 + 2 * 16) * 3 * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     monkeypatch.setattr(backends, "_emulated", {})  # restores the device's backend at the end
     monkeypatch.setattr(triton, "DEVICE", "cpu")
     emulated_backend.emulate()
-    monkeypatch.setattr(emulated_backend.EmulatedCuda, "measures_memory", True)
+    measuring = replace(emulated_backend.EmulatedCuda.capabilities, measures_memory=True)
+    monkeypatch.setattr(emulated_backend.EmulatedCuda, "capabilities", measuring)
     return Allocator(monkeypatch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,10 @@ def test_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
         EmulatedCuda(DeviceSettings((0, 3)))
 
 
-def test_torch_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_nccl_is_refused() -> None:
     backend = EmulatedCuda()
     backend.check_ranks(2)
-    monkeypatch.setattr(EmulatedCuda, "collectives", CudaBackend.collectives)
+    backend.capabilities = replace(backend.capabilities, collectives=CudaBackend.capabilities.collectives)
     backend.check_ranks(1)
     with pytest.raises(BackendError, match=r"^tensor_parallel_size: 2 is not possible, since this torch has no nccl"):
         backend.check_ranks(2)
@@ -178,7 +179,7 @@ def test_plan_counts_gathered_tensors(tmp_path: Path) -> None:
         "dtype": "float32", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64}
     backend = EmulatedCuda(DeviceSettings((0, 2)))
     found = predict(config, backend, **settings)
-    backend.shares_memory = True
+    backend.capabilities = replace(backend.capabilities, shares_memory=True)
     without = predict(config, backend, **settings)
     assert found.activations - without.activations == 2 * 16 * config.hidden_size * 4
     assert found.logits - without.logits == 3 * 512 * 4

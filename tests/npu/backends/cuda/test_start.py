@@ -102,7 +102,7 @@ def test_cuda_start_without_c_compiler_gives_advice(
 
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=Driver()))
-    monkeypatch.setattr(CudaBackend, "open_device", lambda *_: (cuda_emulated, torch.device("cpu")))
+    monkeypatch.setattr(CudaBackend, "open_device", lambda *_: (cuda_emulated, torch.device("cpu"), (9, 0)))
     with pytest.raises(BackendError, match=rf"^device: triton cannot build .* \(.*{said}.*\): install a C compiler"):
         select("cuda")
 
@@ -170,9 +170,11 @@ def test_float8_needs_its_capability(
     for name, value in (("get_device_capability", capability), ("device_count", 1), ("set_device", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     backend = CudaBackend.__new__(CudaBackend)
-    backend.open_device((0, 1))
-    assert [name for name, dtype in QUANTIZED.items() if dtype in backend.cache_dtypes] == possible
-    assert backend.float8 == takes_case(backend, Case("some", lambda *_: (), float8=True)) == ("fp8" in possible)
+    _, _, found = backend.open_device((0, 1))
+    backend.capabilities = cuda.limited(CudaBackend.capabilities, found)
+    assert [name for name, dtype in QUANTIZED.items() if dtype in backend.capabilities.cache_dtypes] == possible
+    takes_float8 = takes_case(backend, Case("some", lambda *_: (), float8=True))
+    assert backend.capabilities.float8 == takes_float8 == ("fp8" in possible)
     if "fp8" not in possible:
         with pytest.raises(BackendError, match=r"kv_cache_dtype: 'fp8' is not possible .*; possible are auto, int8$"):
             backend.cache_dtype("fp8", torch.bfloat16)
@@ -181,5 +183,5 @@ def test_float8_needs_its_capability(
 def test_cuda_class_properties() -> None:
     assert (CudaBackend.name, triton.LABEL) == ("cuda", "cuda")
     assert cuda.BACKEND is CudaBackend
-    assert CudaBackend.cache_dtypes == (torch.int8, torch.float8_e4m3fn)
-    assert not CudaBackend.int8_zeros
+    assert CudaBackend.capabilities.cache_dtypes == (torch.int8, torch.float8_e4m3fn)
+    assert not CudaBackend.capabilities.int8_zeros

@@ -1,0 +1,50 @@
+"""Layout of weights on a device: their allocation, their bytes, and the conversion to what its kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from npuserve.kernels.int4 import Grouping, Int4, PlainInt4
+from npuserve.kernels.native.packed import Matrix
+from npuserve.kernels.weight import WeightForm
+
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Function from a shape and a dtype to an uninitialized tensor on a device: `DeviceMemory.empty`."""
+
+
+class WeightLayout:
+    """Weights as rows of plain tensors on a device."""
+
+    def __init__(self, empty: Empty):
+        self._empty = empty
+
+    def allocate(self, n: int, k: int, dtype: torch.dtype) -> Matrix:
+        """Allocate a linear weight [n, k] or a table of n embeddings, to be filled with `packed.write`."""
+        return self._empty((n, k), dtype)
+
+    def nbytes(self, n: int, k: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a weight, after `prepare`."""
+        return n * k * dtype.itemsize
+
+    def allocate_int4(self, n: int, k: int, grouping: Grouping) -> Int4:
+        """Allocate the numbers of a linear weight [n, k] of 4 bits."""
+        return PlainInt4.allocate(n, k, grouping, lambda shape, dtype: self._empty(shape, dtype).zero_())
+
+    def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
+        """Return the bytes of the numbers of a weight of 4 bits, after `prepare`."""
+        return grouping.plain_bytes(n, k)
+
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
+        """Return why the kernels do not multiply activations of `dtype` by a weight of 4 bits, after "layers"; "" if
+        they do. Such weights become floats while loading."""
+        return ""
+
+    def prepare(self, weight: WeightForm, *, table: bool) -> None:
+        """Convert a completely written weight in place to the layout that the kernels read.
+
+        table: the embedding kernel reads it too.
+        """
+        return
