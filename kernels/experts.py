@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native
+from npuserve.kernels import native, triton
 from npuserve.kernels.int4_weight import int4_of
 from npuserve.kernels.quantize import native_quantize, quantize
-from npuserve.kernels.quantized import DYNAMIC, Quantized, Scheme, scheme_of
+from npuserve.kernels.quantized import DYNAMIC, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized, Scheme, scheme_of
 from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel, map_leaves
 from npuserve.kernels.swiglu import swiglu
@@ -72,7 +72,8 @@ def _route_case(
 
 @kernel("route_experts", by_layer=True, cases=[
     _route_case(1, 8, 4, 1), _route_case(5, 33, 7, 7), _route_case(19, 64, 128, 8, True),
-    _route_case(9, 40, 12, 3, True, (4, 5)),
+    _route_case(9, 40, 12, 3, True, (4, 5)), _route_case(150, 16, 128, 4),
+    _route_case(40, 24, 300, 10, True, (90, 150)),
     *(_route_case(tokens, 2048, 128, 8, True, benchmark=True) for tokens in (1, 32, 512))])
 def route_experts(
     x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
@@ -117,6 +118,15 @@ def _(
     return Routing(weights, places, begins)
 
 
+@triton.implementation(route_experts)
+def _(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> Routing:
+    from npuserve.kernels.triton import launch_experts
+
+    return launch_experts.route_experts(x, weight, top_k, renormalize, first, count, tokens)
+
+
 # Products
 
 
@@ -135,18 +145,31 @@ def _has_4_bits(numbers: str) -> bool:
 def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numbers: str) -> Weight:
     """Return the weight of a case.
 
-    numbers: "" for floats, "int8", "zeros" for int8 with zero points, "int4 SIZE", "w4a8 SIZE" for 4 bits and int8 x.
+    numbers: "" for floats, "int8", "zeros" for int8 with zero points, "float8", "grouped float8", "int4 SIZE",
+        "int4 zeros SIZE" with zero points, "w4a8 SIZE" for 4 bits and int8 x.
     """
     weight = torch.randn(n, k, generator=generator) * k**-0.5
     if _has_4_bits(numbers):
-        return int4_of(weight, int(numbers.split()[-1]), dtype, inputs=DYNAMIC if numbers.startswith("w4a8") else None)
-    return weight_of(weight, generator, dtype, Scheme(symmetric=numbers != "zeros")) if numbers else weight.to(dtype)
+        return int4_of(weight, int(numbers.split()[-1]), dtype, zeros="zeros" in numbers,
+                       inputs=DYNAMIC if numbers.startswith("w4a8") else None)
+    if not numbers:
+        return weight.to(dtype)
+    schemes = {"float8": FLOAT8_DYNAMIC, "grouped float8": FLOAT8_GROUPED}
+    return weight_of(weight, generator, dtype, schemes.get(numbers) or Scheme(symmetric=numbers != "zeros"))
+
+
+def _features(numbers: str, rows: int) -> dict[str, Any]:
+    """Return what a case with these numbers needs of a device, and its tolerance. rows: of the weight."""
+    is_exact = not numbers or (_has_4_bits(numbers) and not numbers.startswith("w4a8"))
+    return {"zeros": numbers == "zeros", "float8": "float8" in numbers, "int4": rows if _has_4_bits(numbers) else 0,
+            "w4a8": numbers.startswith("w4a8"), "tolerance": 0 if is_exact else FLIPS}
 
 
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, top k, K, I."""
 
 _SHAPES: Sequence[Shape] = (1, 4, 1, 8, 16), (3, 8, 3, 40, 32), (21, 5, 2, 64, 48), (90, 6, 2, 72, 16)
+_FLOAT8_SHAPES: Sequence[Shape] = (1, 4, 1, 40, 16), (40, 5, 2, 300, 144)
 _QWEN3_30B: Sequence[Shape] = tuple((tokens, 128, 8, 2048, 768) for tokens in (1, 8, 32, 512))
 
 
@@ -167,8 +190,7 @@ def _swiglu_case(
         return x, weight, routing, scheme_of(scheme, generator)
 
     return Case(_name(shape, numbers, one=one) + (scheme and " to " + scheme), make, benchmark,
-                zeros=numbers == "zeros", int4=experts * 2 * width if _has_4_bits(numbers) else 0,
-                w4a8=numbers.startswith("w4a8"), tolerance=0 if numbers in ("", "int4 32") else FLIPS)
+                **_features(numbers, experts * 2 * width))
 
 
 @kernel("experts_swiglu", by_layer=True, cases=[
@@ -176,6 +198,8 @@ def _swiglu_case(
       for numbers, scheme in (("", ""), ("", "int8"), ("int8", ""), ("zeros", ""))
       for one in (False, True) for shape in _SHAPES),
     *(_swiglu_case(shape, numbers) for numbers in ("int4 32", "w4a8 32") for shape in _SHAPES),
+    *(_swiglu_case(shape, numbers, numbers) for numbers in ("float8", "grouped float8") for shape in _FLOAT8_SHAPES),
+    _swiglu_case((21, 5, 2, 200, 48), "int4 zeros 64"),
     *(_swiglu_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_swiglu(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
     """Apply `linear_swiglu` of each expert to its rows of x [T, K]; weight: [E * 2 I, K]. Returns [T k, I] by place.
@@ -231,13 +255,14 @@ def _sum_case(
         return gated, weight, routing, *(torch.randn(tokens, n, generator=generator).to(dtype) for n in (hidden, 1))
 
     return Case(_name(shape, numbers, one=one) + (" shared" if shared else ""), make, benchmark,
-                int4=experts * hidden if _has_4_bits(numbers) else 0, w4a8=numbers.startswith("w4a8"),
-                tolerance=0 if numbers in ("", "int4 32") else FLIPS)
+                **_features(numbers, experts * hidden))
 
 
 @kernel("experts_sum", by_layer=True, cases=[
     *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32", "w4a8 32")
       for shared in (False, True) for shape in _SHAPES),
+    *(_sum_case(shape, numbers) for numbers in ("float8", "grouped float8") for shape in _FLOAT8_SHAPES),
+    _sum_case((21, 5, 2, 64, 200), "int4 zeros 64"),
     *(_sum_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_sum(
     x: Tensor | Quantized, weight: Weight, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None
@@ -326,3 +351,24 @@ def _(
     tensors = [results, routing.places, routing.weights, shared, gate, out]
     native.call("experts_sum", *calls, *product, ("sum_experts", form.dtype, tensors, [tokens, hidden, top_k]))
     return out
+
+
+@triton.implementation(experts_swiglu)
+def _(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
+    """Quantize x before it is read by expert, and the gated values in a launch of their own."""
+    from npuserve.kernels.triton import launch_experts
+
+    form = form_of(weight)
+    gated: Tensor = launch_experts.experts_swiglu(form.cuda_input(x), form, routing)
+    return gated if scheme is None else quantize.implementations[triton.LABEL].function(gated, scheme)
+
+
+@triton.implementation(experts_sum)
+def _(
+    x: Tensor | Quantized, weight: Weight, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    from npuserve.kernels.triton import launch_experts
+
+    form = form_of(weight)
+    results = launch_experts.experts_linear(form.cuda_input(x), form, routing)
+    return launch_experts.sum_experts(results, routing, shared, gate)

@@ -31,9 +31,18 @@ DIR/cuda.md are rewritten with each row. Parts run in processes of their own: on
 killed, and another continues with the rest. Several processes share numbers and candidates. Exit code 1: a number or a
 token is wrong, or something failed; 2: no GPU.
 
-With --shape qwen3.5-27b, numbers, steps and kernels measure a hybrid of linear and full attention:
+With --shape qwen3.5-27b, numbers, steps and kernels measure a hybrid of linear and full attention, with
+qwen3-30b-a3b and qwen3.5-35b-a3b mixtures of experts, whose floor has the bytes of the experts that as many random
+tokens are expected to choose. --kinds names the forms of the weights, and has steps profile each. What has not run on a
+GPU takes two calls, of 5.5 and 8 minutes:
 
-    python bench/gpu/gpu.py --shape qwen3.5-27b --parts numbers,machine,steps --budget steps=300 --seconds 540
+    G="python bench/gpu/gpu.py"
+    $G --out hybrid --shape qwen3.5-27b --kinds "FP8 blocks,bf16" --parts numbers,machine,steps --budget steps=200 \\
+        --seconds 330
+
+    $G --out experts --shape qwen3.5-35b-a3b --kinds "FP8 blocks" --parts numbers,machine,steps --seconds 240
+    $G --out experts-30b --shape qwen3-30b-a3b --kinds "FP8 blocks" --parts machine,steps --seconds 120
+    $G --out int4 --shape qwen3-14b --kinds "4 bits" --parts machine,steps --seconds 120
 
 A checkpoint for `served` or `goodput` is written to /dev/shm if there is space (33 GB for Qwen3-14B), else among
 temporary files.
@@ -65,6 +74,9 @@ BUDGETS = {"numbers": 110, "machine": 30, "replays": 30, "tokens": 45, "steps": 
            "kernels": 45, "served": 75, "goodput": 210, "candidates": 40, "sweep": 40}
 """Seconds of each part, in the order of execution."""
 
+KINDS = "bf16", "FP8", "FP8 blocks", "W8A8", "W8A8 and head", "4 bits"
+"""Forms of the weights of the part steps (gpu_parts/steps.py)."""
+
 SHARDS = 6
 """Number of processes that share a part without timings: a kernel takes seconds to compile on one core."""
 
@@ -84,8 +96,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("--wheels", type=Path, metavar="DIR")
     add("--trace", type=lambda text: Path(text).resolve(), metavar="CSV", help="Azure or Mooncake trace, for goodput")
     add("--profile", action="store_true", help="write DIR/trace-*.json.gz of ten decode steps, for a trace viewer")
-    add("--shape", choices=("qwen3-14b", "qwen3-0.6b", "qwen3.5-27b", "toy", "toy-hybrid"),
+    add("--shape", choices=("qwen3-14b", "qwen3-0.6b", "qwen3.5-27b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "toy",
+                            "toy-hybrid", "toy-experts"),
         help="for numbers, steps, peer, kernels (default: qwen3-14b)")
+    add("--kinds", type=lambda text: text.split(","), metavar="KIND,...",
+        help=f"for steps: some of {', '.join(KINDS)} (default: all but 4 bits)")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--emulate", action="store_true")
     add("--seed", type=int, default=time.time_ns() & 0x7FFFFFFF, help="seed of all inputs (default: from the clock)")
@@ -94,6 +109,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if wrong := [part for part in args.parts if part not in BUDGETS]:
         parser.error(f"--parts: {wrong[0]!r} is not one of {', '.join(BUDGETS)}")
+    if wrong := [kind for kind in args.kinds or () if kind not in KINDS]:
+        parser.error(f"--kinds: {wrong[0]!r} is not one of {', '.join(KINDS)}")
     args.budgets = dict(BUDGETS)
     for text in args.budget:
         part, _, seconds = text.partition("=")

@@ -56,18 +56,26 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Ti
 
     Raises TypeError or ValueError.
     """
-    operands = _operands(x, weight, bias)
+    operands = operands_of(x, weight, bias)
     tiles = tiles or _choose("linear", operands, bias)
     if tiles is None and operands.weight_scale is None:
         return F.linear(operands.x, operands.weight, bias)
     return _outputs("linear", operands, bias, tiles)
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [T, K] by a weight [N, K] of floats; the result is float32. Raises TypeError or ValueError."""
+    operands = operands_of(x, weight, None)._replace(dtype=torch.float32)
+    shape = len(x), *weight.shape
+    tiles = calculated("linear", x.itemsize, *shape, processors(x.device))
+    return _outputs("linear", operands, None, fitted(tiles, "linear", x.itemsize, shared_memory(x.device)))
+
+
 def linear_swiglu(
     x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Tiles | None = None
 ) -> Tensor | None:
     """Launch the kernel `linear_swiglu` without a scheme; None where `linear` and `swiglu` are faster by the table."""
-    operands = _operands(x, weight, bias)
+    operands = operands_of(x, weight, bias)
     if len(operands.weight) % 2:
         raise ValueError(f"weight: {len(operands.weight)} rows are not as many of gate and up")
     tiles = tiles or _choose("linear_swiglu", operands, bias)
@@ -80,7 +88,7 @@ def linear_argmax(
     x: Tensor | Quantized, weight: Weight, bias: Tensor | None, vocabulary: int, tiles: Tiles | None = None
 ) -> Tensor | None:
     """Launch the kernel `linear_argmax`; None where `linear` and `greedy` are faster by the table."""
-    operands = _operands(x, weight, bias)
+    operands = operands_of(x, weight, bias)
     values = operands.x
     within("vocabulary", vocabulary, 1, len(operands.weight))
     tiles = tiles or _choose("linear_argmax", operands, bias)
@@ -105,7 +113,7 @@ def library(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
 
     It stores the sums [T, N] of int8 in memory. Raises ValueError for operands that the library does not support.
     """
-    operands = _operands(x, weight, bias)
+    operands = operands_of(x, weight, bias)
     values, numbers = operands.x, operands.weight
     if numbers.dtype == FLOAT8:
         supported = kind == "linear" and _multiplies_float8(operands, bias)
@@ -116,7 +124,7 @@ def library(kind: Kind, x: Tensor | Quantized, weight: Weight, bias: Tensor | No
     return _outputs(kind, operands, bias, None)
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """Operands of a product.
 
     x: [T, K]; weight: [N, K], or words [N, K / 8] of 4 bits.
@@ -152,7 +160,7 @@ class _Operands(NamedTuple):
         return "grouped float8" if self.weight_scale.dim() == 2 else "float8"
 
 
-def _outputs(kind: Kind, operands: _Operands, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
+def _outputs(kind: Kind, operands: Operands, bias: Tensor | None, tiles: Tiles | None) -> Tensor:
     """Return the output for checked operands. tiles: None computes int8 and float8 by the library."""
     gated = kind == "linear_swiglu"
     x, weight, x_scale, weight_scale, dtype, *_ = operands
@@ -174,7 +182,7 @@ def _outputs(kind: Kind, operands: _Operands, bias: Tensor | None, tiles: Tiles 
     return out
 
 
-def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> _Operands:
+def operands_of(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Operands:
     """Return the operands after checks of x [T, K], weight [N, K] and their scales."""
     form = form_of(weight)
     if isinstance(form, Int4Weight):
@@ -206,10 +214,10 @@ def _operands(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> _Op
             raise ValueError(f"weight: products of {form.dtype}")
     if bias is not None:
         check("bias", bias, (n,), FLOATS, device)
-    return _Operands(values, numbers, x_scale, weight_scale, form.dtype, k)
+    return Operands(values, numbers, x_scale, weight_scale, form.dtype, k)
 
 
-def _int4_operands(x: Tensor | Quantized, weight: Int4Weight, bias: Tensor | None) -> _Operands:
+def _int4_operands(x: Tensor | Quantized, weight: Int4Weight, bias: Tensor | None) -> Operands:
     """Return the operands after checks of x [T, K] and a weight [N, K] of 4 bits."""
     numbers = weight.numbers
     if isinstance(x, Quantized):
@@ -231,10 +239,10 @@ def _int4_operands(x: Tensor | Quantized, weight: Int4Weight, bias: Tensor | Non
         check("zero points of weight", numbers.zero, groups, (torch.int8,), device)
     if bias is not None:
         check("bias", bias, (n,), FLOATS, device)
-    return _Operands(x, numbers.words, None, numbers.scale, weight.dtype, k, numbers.zero, numbers.grouping.size)
+    return Operands(x, numbers.words, None, numbers.scale, weight.dtype, k, numbers.zero, numbers.grouping.size)
 
 
-def _choose(kind: Kind, operands: _Operands, bias: Tensor | None) -> Tiles | None:
+def _choose(kind: Kind, operands: Operands, bias: Tensor | None) -> Tiles | None:
     values, numbers, form = operands.x, operands.weight, operands.form
     shape = kind, values.itemsize, len(values), len(numbers), operands.k, processors(values.device), form
     tiles = choose(*shape)
@@ -243,7 +251,7 @@ def _choose(kind: Kind, operands: _Operands, bias: Tensor | None) -> Tiles | Non
     return tiles and fitted(tiles, kind, values.itemsize, shared_memory(values.device))
 
 
-def _multiplies_float8(operands: _Operands, bias: Tensor | None) -> bool:
+def _multiplies_float8(operands: Operands, bias: Tensor | None) -> bool:
     """Return True if the library multiplies float8 by this weight. On a CPU it does not take scales of rows."""
     return (_on_gpu(operands.weight) and takes_float8(*operands.weight.shape) and operands.dtype == torch.bfloat16
             and bias is None and operands.form == "float8")
@@ -254,7 +262,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 @cache
-def _arrived(device: torch.device) -> Tensor:
+def arrived_of(device: torch.device) -> Tensor:
     """Return [TILES] int32, 0 between launches. All products of a device run in sequence on one stream."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first product of a process cannot be captured: run a step before")
@@ -269,7 +277,7 @@ def _ahead(weight: Tensor, rows: int) -> int:
 
 
 def _product(
-    kind: Kind, operands: _Operands, bias: Tensor | None, out: Tensor, tiles: Tiles, vocabulary: int = 0,
+    kind: Kind, operands: Operands, bias: Tensor | None, out: Tensor, tiles: Tiles, vocabulary: int = 0,
     best: Tensor | None = None, places: Tensor | None = None,
 ) -> None:
     """Fill `out`, or `best` and `places`, of which `out` is then the dtype, for checked operands."""
@@ -283,25 +291,47 @@ def _product(
     columns = n if best is None else vocabulary  # padding rows of an LM head are not read
     heights, widths = -(-rows // tiles.m), -(-columns // tiles.n)
     within("tiles", heights * widths * tiles.split, 1, INT32)
-    partial, arrived = None, None
-    if tiles.split > 1:
-        within("tiles whose K is split", heights * widths, 1, TILES)
-        size = heights * widths * tiles.split * (1 + gated) * tiles.n * tiles.m
-        whole = torch.int32 if numbers.dtype == torch.int8 else torch.float32
-        partial, arrived = torch.empty(size, dtype=whole, device=values.device), _arrived(values.device)
+    partial, arrived = parts_memory(heights * widths, kind, tiles, operands)
     is_grouped = operands.form == "grouped float8"
-    if is_grouped and GROUP % tiles.k:
-        raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {GROUP} share a scale")
-    if operands.int4_group and tiles.k % operands.int4_group:
-        raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {operands.int4_group} share a scale")
-    precise = numbers.dtype == FLOAT8 and tiles.m <= PRECISE_ROWS
     product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=x_scale, weight=numbers, weight_scale=weight_scale, weight_zero=operands.weight_zero,
         bias=bias, out=out, best=best, places=places, partial=partial, arrived=arrived, tokens=rows, n=columns, k=k,
         x_stride=values.stride(0), ahead=0 if is_grouped and (columns % 4 or len(numbers) % 4) else _ahead(
             numbers, heights * widths * tiles.split * tiles.n * (1 + gated)),
-        scale_stride=operands.scale_stride, GATED=gated, BLOCK_N=tiles.n, BLOCK_M=tiles.m, BLOCK_K=tiles.k,
-        SPLIT=tiles.split, GROUP=_GROUP, EVEN=k % tiles.k == 0, ONCE=heights == 1,
-        WIDE=not values.is_cuda and values.dtype == torch.bfloat16, IMPRECISE=tiles.k if precise else None,
-        SCALED_K=GROUP if is_grouped else 0, INT4_GROUP=operands.int4_group, num_warps=tiles.warps,
-        num_stages=tiles.stages, **dependent(values))
+        scale_stride=operands.scale_stride, GATED=gated, ONCE=heights == 1, **constants_of(operands, tiles),
+        **dependent(values))
+
+
+def constants_of(operands: Operands, tiles: Tiles) -> dict[str, int | bool | None]:
+    """Return the constants of a product's kernel that depend on the tiles and on the form of the numbers.
+
+    Raises ValueError for tiles that are not possible.
+    """
+    is_grouped = operands.form == "grouped float8"
+    if is_grouped and GROUP % tiles.k:
+        raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {GROUP} share a scale")
+    if operands.int4_group and tiles.k % operands.int4_group:
+        raise ValueError(f"tiles: blocks of {tiles.k} numbers, and {operands.int4_group} share a scale")
+    values = operands.x
+    is_precise = operands.weight.dtype == FLOAT8 and tiles.m <= PRECISE_ROWS
+    return {
+        "BLOCK_N": tiles.n, "BLOCK_M": tiles.m, "BLOCK_K": tiles.k, "SPLIT": tiles.split, "GROUP": _GROUP,
+        "EVEN": operands.k % tiles.k == 0, "WIDE": not values.is_cuda and values.dtype == torch.bfloat16,
+        "IMPRECISE": tiles.k if is_precise else None, "SCALED_K": GROUP if is_grouped else 0,
+        "INT4_GROUP": operands.int4_group, "num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def parts_memory(
+    count: int, kind: Kind, tiles: Tiles, operands: Operands
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for the parts of `count` tiles whose K is split, and for the numbers of those that arrived.
+
+    None if no tile is split. Raises ValueError for too many tiles.
+    """
+    if tiles.split == 1:
+        return None, None
+    within("tiles whose K is split", count, 1, TILES)
+    size = count * tiles.split * (1 + (kind == "linear_swiglu")) * tiles.n * tiles.m
+    whole = torch.int32 if operands.weight.dtype == torch.int8 else torch.float32
+    device = operands.x.device
+    return torch.empty(size, dtype=whole, device=device), arrived_of(device)

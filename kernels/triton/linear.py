@@ -53,28 +53,21 @@ def product_kernel(
     tiles_m = tl.cdiv(tokens, BLOCK_M)
     tile = tl.program_id(0) % (tiles_n * tiles_m)
     part = tl.program_id(0) // (tiles_n * tiles_m)
-    first_m = tile // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first_m, GROUP)
-    tile_m = first_m + tile % (GROUP * tiles_n) % height
-    tile_n = tile % (GROUP * tiles_n) // height
-
+    tile_n, tile_m = place_of_tile(tile, tiles_n, tiles_m, GROUP)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    inner = tl.arange(0, BLOCK_K)
-    PACKED: tl.constexpr = 8 if INT4_GROUP > 0 else 1  # numbers of an element of the weight
-    LINE: tl.constexpr = BLOCK_K // PACKED
-    places_of_line = tl.arange(0, LINE)
     blocks = tl.cdiv(k, BLOCK_K)
     begin, end = blocks * part // SPLIT, blocks * (part + 1) // SPLIT
-    own = weight + tl.minimum(columns, n - 1).to(tl.int64) * (k // PACKED) + begin * LINE
-    up = tl.cast(n, tl.int64) * (k // PACKED)  # offset from a gate to its up
     if PDL:
         if ahead > 0:
+            PACKED: tl.constexpr = 8 if INT4_GROUP > 0 else 1  # numbers of an element of the weight
+            LINE: tl.constexpr = BLOCK_K // PACKED
+            own = weight + tl.minimum(columns, n - 1).to(tl.int64) * (k // PACKED) + begin * LINE
             SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
             nbytes = tl.minimum(tl.minimum(ahead, (end - begin) * LINE), k // PACKED - begin * LINE) * SIZE
             to_l2(own, nbytes)
             if GATED:
-                to_l2(own + up, nbytes)
+                to_l2(own + tl.cast(n, tl.int64) * (k // PACKED), nbytes)
             if SCALED_K > 0:  # all scales of the tile's part, up to 64 groups
                 groups = tl.minimum(begin * BLOCK_K // SCALED_K + tl.arange(0, 64), (end * BLOCK_K - 1) // SCALED_K)
                 scales = weight_scale + tl.maximum(groups, 0).to(tl.int64) * scale_stride + tile_n * BLOCK_N
@@ -84,22 +77,68 @@ def product_kernel(
                     to_l2(scales + n, of_tile)
         gdc_wait()
 
+    there = rows < tokens
+    acc, acc_up = sums_of(
+        x, x_scale, weight, weight_scale, weight_zero, rows, there, columns, begin, end, tokens, n, k, x_stride,
+        scale_stride, GATED, BLOCK_N, BLOCK_M, BLOCK_K, EVEN, ONCE, WIDE, IMPRECISE, SCALED_K, INT4_GROUP)
+    if PDL:
+        gdc_launch_dependents()  # before the loop it costs 5% of a step on an H200
+    if SCALED_K > 0 or INT4_GROUP > 0:  # the sums are scaled
+        x_scale = None
+        weight_scale = None
+
+    if SPLIT == 1:
+        finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, rows, there, columns, tile_n, tiles_n,
+               n, GATED)
+    else:
+        if is_last(acc, acc_up, partial, arrived, tile, part, there, GATED, BLOCK_N, BLOCK_M, SPLIT):
+            acc, acc_up = whole_sums(partial, arrived, tile, there, acc.dtype, GATED, BLOCK_N, BLOCK_M, SPLIT)
+            finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, rows, there, columns, tile_n,
+                   tiles_n, n, GATED)
+
+
+@triton.jit
+def place_of_tile(tile, tiles_n, tiles_m, GROUP: tl.constexpr):
+    """Return the tile of n and the tile of rows of a program. GROUP tiles of rows pass over the weight together."""
+    first_m = tile // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first_m, GROUP)
+    return tile % (GROUP * tiles_n) // height, first_m + tile % (GROUP * tiles_n) % height
+
+
+@triton.jit
+def sums_of(
+    x, x_scale, weight, weight_scale, weight_zero, rows, there, columns, begin, end, x_rows, n, k, x_stride,
+    scale_stride,
+    GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    ONCE: tl.constexpr, WIDE: tl.constexpr, IMPRECISE: tl.constexpr, SCALED_K: tl.constexpr, INT4_GROUP: tl.constexpr,
+):
+    """Return the sums [BLOCK_N, BLOCK_M] of `columns` of the weight times `rows` of x, and those of up.
+
+    rows: [BLOCK_M], of the x_rows rows of x. there: [BLOCK_M], which of them are computed.
+    begin, end: blocks of K. Other arguments as in `product_kernel`.
+    """
     ACC: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     KEEP: tl.constexpr = "evict_first" if ONCE else ""
     NOTHING: tl.constexpr = 0 if INT4_GROUP > 0 else 0.0
+    PACKED: tl.constexpr = 8 if INT4_GROUP > 0 else 1  # numbers of an element of the weight
+    LINE: tl.constexpr = BLOCK_K // PACKED
+    inner = tl.arange(0, BLOCK_K)
+    places_of_line = tl.arange(0, LINE)
+    own = weight + tl.minimum(columns, n - 1).to(tl.int64) * (k // PACKED) + begin * LINE
+    up = tl.cast(n, tl.int64) * (k // PACKED)  # offset from a gate to its up
     acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
     acc_up = acc
     w = own[:, None] + places_of_line[None, :]
     xs = x + rows.to(tl.int64)[None, :] * x_stride + (begin * BLOCK_K + inner)[:, None]
     if SCALED_K > 0:  # scales are loaded a block before their use; Triton does not pipeline loops that load earlier
         of_now = _scales_of(x_scale, weight_scale, tl.minimum(begin, tl.maximum(end - 1, 0)) * BLOCK_K // SCALED_K,
-                            rows, columns, tokens, n, scale_stride, GATED)
+                            rows, there, columns, x_rows, n, scale_stride, GATED)
     for block in range(begin, end):
         if EVEN:
-            right = tl.load(xs, mask=(rows < tokens)[None, :], other=0.0)
+            right = tl.load(xs, mask=there[None, :], other=0.0)
             left = tl.load(w, eviction_policy=KEEP)
         else:
-            right = tl.load(xs, mask=(rows < tokens)[None, :] & (inner < k - block * BLOCK_K)[:, None], other=0.0)
+            right = tl.load(xs, mask=there[None, :] & (inner < k - block * BLOCK_K)[:, None], other=0.0)
             within = places_of_line < k // PACKED - block * LINE
             left = tl.load(w, mask=within[None, :], other=NOTHING, eviction_policy=KEEP)
         if INT4_GROUP > 0:
@@ -109,7 +148,7 @@ def product_kernel(
             right, left = right.to(tl.float32), left.to(tl.float32)
         if SCALED_K > 0:
             of_next = _scales_of(x_scale, weight_scale, tl.minimum(block + 1, end - 1) * BLOCK_K // SCALED_K, rows,
-                                 columns, tokens, n, scale_stride, GATED)
+                                 there, columns, x_rows, n, scale_stride, GATED)
             acc += tl.dot(left, right) * (of_now[0][:, None] * of_now[2][None, :])
         else:
             acc = tl.dot(left, right, acc, input_precision="ieee", max_num_imprecise_acc=IMPRECISE, out_dtype=ACC)
@@ -132,42 +171,58 @@ def product_kernel(
             of_now = of_next
         w += LINE
         xs += BLOCK_K
-    if PDL:
-        gdc_launch_dependents()  # before the loop it costs 5% of a step on an H200
-    if SCALED_K > 0 or INT4_GROUP > 0:  # the sums are scaled
-        x_scale = None
-        weight_scale = None
+    return acc, acc_up
 
-    if SPLIT == 1:
-        _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
-                GATED)
+
+@triton.jit
+def is_last(
+    acc, acc_up, partial, arrived, tile, part, there, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
+):
+    """Store this program's sums of a tile whose K is split; return True in the last program of the tile.
+
+    Arguments as in `product_kernel`. there: [BLOCK_M], rows that are computed.
+    """
+    PARTS: tl.constexpr = 2 if GATED else 1
+    TILE: tl.constexpr = BLOCK_N * BLOCK_M
+    own = _parts_of(partial, tile, PARTS, BLOCK_N, BLOCK_M, SPLIT)
+    tl.store(own + part * (PARTS * TILE), acc, mask=there[None, :])
+    if GATED:
+        tl.store(own + part * (PARTS * TILE) + TILE, acc_up, mask=there[None, :])
+    tl.debug_barrier()  # all stores of the program precede its arrival
+    return tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+
+
+@triton.jit
+def whole_sums(
+    partial, arrived, tile, there, TYPE: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT: tl.constexpr,
+):
+    """Return the sums of a tile whose programs have all stored theirs, and reset their count; see `is_last`."""
+    PARTS: tl.constexpr = 2 if GATED else 1
+    TILE: tl.constexpr = BLOCK_N * BLOCK_M
+    parts = _parts_of(partial, tile, PARTS, BLOCK_N, BLOCK_M, SPLIT)
+    tl.debug_barrier()
+    tl.store(arrived + tile, 0)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), TYPE)
+    acc_up = acc
+    if TILE <= 4096:  # the registers hold all parts at once
+        for each in tl.static_range(SPLIT):
+            acc += _part(parts, each, 0, there[None, :], PARTS, TILE)
+            if GATED:
+                acc_up += _part(parts, each, 1, there[None, :], PARTS, TILE)
     else:
-        TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        PARTS: tl.constexpr = 2 if GATED else 1
-        here = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        there = (rows < tokens)[None, :]
-        parts = partial + tl.cast(tile, tl.int64) * (SPLIT * PARTS * TILE) + here
-        tl.store(parts + part * (PARTS * TILE), acc, mask=there)
-        if GATED:
-            tl.store(parts + part * (PARTS * TILE) + TILE, acc_up, mask=there)
-        tl.debug_barrier()  # all stores of the program precede its arrival
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
-            tl.debug_barrier()
-            tl.store(arrived + tile, 0)
-            acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
-            acc_up = acc
-            if TILE <= 4096:  # the registers hold all parts at once
-                for each in tl.static_range(SPLIT):
-                    acc += _part(parts, each, 0, there, PARTS, TILE)
-                    if GATED:
-                        acc_up += _part(parts, each, 1, there, PARTS, TILE)
-            else:
-                for each in tl.range(SPLIT, num_stages=1):
-                    acc += _part(parts, each, 0, there, PARTS, TILE)
-                    if GATED:
-                        acc_up += _part(parts, each, 1, there, PARTS, TILE)
-            _finish(acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens,
-                    n, GATED)
+        for each in tl.range(SPLIT, num_stages=1):
+            acc += _part(parts, each, 0, there[None, :], PARTS, TILE)
+            if GATED:
+                acc_up += _part(parts, each, 1, there[None, :], PARTS, TILE)
+    return acc, acc_up
+
+
+@triton.jit
+def _parts_of(partial, tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr):
+    here = tl.arange(0, BLOCK_M)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    return partial + tl.cast(tile, tl.int64) * (SPLIT * PARTS * BLOCK_N * BLOCK_M) + here
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -187,7 +242,8 @@ def finish_kernel(
     acc_up = acc
     if GATED:
         acc_up = tl.load(own + n, mask=(columns < n)[:, None], other=0)
-    _finish(acc, acc_up, x_scale, weight_scale, bias, out, None, None, rows, columns, 0, 0, tokens, n, GATED)
+    finish(acc, acc_up, x_scale, weight_scale, bias, out, None, None, rows, rows, rows < tokens, columns, 0, 0, n,
+           GATED)
 
 
 @triton.jit
@@ -214,14 +270,16 @@ def _dequantized(
 
 
 @triton.jit
-def _scales_of(x_scale, weight_scale, group, rows, columns, tokens, n, scale_stride, GATED: tl.constexpr):
-    """Return the scales of a group: of the weight's rows, of the rows of up, and of x; see `product_kernel`."""
+def _scales_of(
+    x_scale, weight_scale, group, rows, there, columns, x_rows, n, scale_stride, GATED: tl.constexpr,
+):
+    """Return the scales of a group: of the weight's rows, of the rows of up, and of x; see `sums_of`."""
     own = weight_scale + tl.cast(group, tl.int64) * scale_stride + columns
     of_rows = tl.load(own, mask=columns < n, other=0.0)
     of_up = of_rows
     if GATED:
         of_up = tl.load(own + n, mask=columns < n, other=0.0)
-    return of_rows, of_up, tl.load(x_scale + group * tokens + rows, mask=rows < tokens, other=0.0)
+    return of_rows, of_up, tl.load(x_scale + group * x_rows + rows, mask=there, other=0.0)
 
 
 @triton.jit
@@ -230,21 +288,25 @@ def _part(parts, each, up, there, PARTS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _finish(
-    acc, acc_up, x_scale, weight_scale, bias, out, best, places, rows, columns, tile_n, tiles_n, tokens, n,
+def finish(
+    acc, acc_up, x_scale, weight_scale, bias, out, best, places, sources, rows, there, columns, tile_n, tiles_n, n,
     GATED: tl.constexpr,
 ):
-    """Apply the epilogue to the sums of a tile and store the results."""
+    """Apply the epilogue to the sums of a tile and store the results.
+
+    sources, rows: [BLOCK_M], rows of x and of the results. there: [BLOCK_M], which of them are stored. Other arguments
+    as in `product_kernel`.
+    """
     scales = None
     if x_scale is not None:
-        scales = tl.load(x_scale + rows, mask=rows < tokens, other=0)
+        scales = tl.load(x_scale + sources, mask=there, other=0)
     value = _scaled(acc, scales, weight_scale, bias, columns, columns < n)
     if GATED:
         value = value / (1 + tl.exp(-value)) * _scaled(acc_up, scales, weight_scale, bias, columns + n, columns < n)
     value = value.to(out.dtype.element_ty)
     if best is None:
         where = out + rows.to(tl.int64)[None, :] * n + columns[:, None]
-        tl.store(where, value, mask=(rows < tokens)[None, :] & (columns < n)[:, None])
+        tl.store(where, value, mask=there[None, :] & (columns < n)[:, None])
     else:
         real = (columns < n)[:, None]
         score = value.to(tl.float32)
@@ -252,8 +314,8 @@ def _finish(
         largest = tl.max(score, 0)
         first = tl.min(tl.where(real & (score == largest[None, :]), columns[:, None], 0x7FFFFFFF), 0)
         where = rows.to(tl.int64) * tiles_n + tile_n
-        tl.store(best + where, largest, mask=rows < tokens)
-        tl.store(places + where, first, mask=rows < tokens)
+        tl.store(best + where, largest, mask=there)
+        tl.store(places + where, first, mask=there)
 
 
 @triton.jit

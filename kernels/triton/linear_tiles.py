@@ -178,7 +178,11 @@ def split(tiles: Tiles, kind: Kind, itemsize: int, rows: int, n: int, k: int, pr
     if kind == "linear_argmax" or rows > BUCKETS[-2]:
         return 1
     outputs = n // 2 if kind == "linear_swiglu" else n
-    count = -(-outputs // tiles.n) * -(-bucket(rows) // tiles.m)
+    return parts_of(-(-outputs // tiles.n) * -(-bucket(rows) // tiles.m), tiles, kind, itemsize, k, processors)
+
+
+def parts_of(count: int, tiles: Tiles, kind: Kind, itemsize: int, k: int, processors: int) -> int:
+    """Return the parts of K of `split` for a product of `count` tiles."""
     at_once = processors * max(1, SHARED_BYTES // (tiles.shared_bytes(kind, itemsize) + _RESERVED))
     wanted = -(-min(at_once, 2 * processors) // count)
     most = min(at_once // count, -(-k // tiles.k) // _LEAST_BLOCKS, _SPLITS)

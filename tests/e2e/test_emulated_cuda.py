@@ -21,6 +21,7 @@ from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_ranks import is_alive
 from tests.npu.backends.small import saved
 from tests.support.hybrids import random_hybrid
+from tests.support.mixtures import random_mixture
 from tests.support.models import saved as save
 from tests.support.real_models import model_folder, published
 
@@ -38,6 +39,12 @@ def hybrid() -> PreTrainedModel:
     return random_hybrid(0, num_hidden_layers=2, full_attention_interval=2, linear_num_key_heads=1)
 
 
+def mixture() -> PreTrainedModel:
+    """Return a Qwen3.5 of such layers, with experts."""
+    return random_mixture(2, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=4,
+                          num_experts_per_tok=2)
+
+
 def tokens(server: Server, number: int = 4) -> Iterator[list[int]]:
     """Yield the tokens of the first requests, sent concurrently: all prompts, and one of them sampled."""
     asks = [request(prompt, ANSWER, ignore_eos=True) for prompt in PROMPTS]
@@ -47,6 +54,14 @@ def tokens(server: Server, number: int = 4) -> Iterator[list[int]]:
         for _, ids, finish in pool.map(lambda ask: streamed(server.stub, ask), asks):
             assert len(ids) == finish.usage.generated_tokens == ANSWER
             yield ids
+
+
+def samples(server: Server) -> list[list[int]]:
+    """Return the tokens of three samples of one call, more than the server computes at a time."""
+    ask = request(PROMPTS[2], ANSWER, n=3, ignore_eos=True, temperature=1.5, seed=7, top_k=50)
+    made = [list(each.token_ids) for each in server.stub.Generate(ask, timeout=300).samples]
+    assert len(set(map(tuple, made))) == ask.n
+    return made
 
 
 def served_by_cpu(folder: str) -> list[list[int]]:
@@ -78,6 +93,18 @@ def test_tokens_are_those_of_the_cpu_in_float32(
         assert captured + decoder >= 4 * (ANSWER - 1)  # the sampler is not captured on CUDA
         assert cuda.stop() == 0
     assert got == expected
+
+
+@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.full), "experts"])
+def test_samples_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    """Samples share the prompt's blocks, and each continues a copy of its state. A model with experts also has a shared
+    one and linear attention."""
+    folder = str(save(hybrid() if name == "hybrid" else mixture(), tmp_path))
+    found = []
+    for device in (("--device", "cpu"), ("--device", "cuda", "--emulate", "--decode-buckets", "2")):
+        with serving(folder, *device, *LIMITS) as server:
+            found.append([*tokens(server, 2), *samples(server)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.full

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from gpu_parts.shapes import SHAPES
+from gpu_parts.shapes import SHAPES, inner_size
 from gpu_parts.worker import Context
 from npuserve.kernels import (
     attention,
     causal_conv_silu,
     embedding,
+    experts,
     gated_delta_rule,
     gated_rms_norm,
     greedy,
@@ -35,6 +36,10 @@ FLOAT8 = ("float8", "grouped float8")
 """Forms of float8, for which fewer numbers of rows are tested and timed."""
 
 
+INT4 = "int4 128"
+"""Form of 4 bits in groups of 128, for which as many are."""
+
+
 def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]]:
     """Return kernel -> cases at the run's shape: with each number of rows, and with many rows of one prompt."""
     shape = SHAPES[context.args.shape]
@@ -44,6 +49,8 @@ def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]
     cases = _cases(shape, rows, many, context.toy)
     if "linear_num_key_heads" in shape:
         cases = chain(_hybrid_cases(shape, rows, many), cases)
+    if "num_experts" in shape:
+        cases = chain(_experts_cases(shape, rows, many), cases)
     for name, case in cases:
         case = quantized.with_levels(replace(case, benchmark=True), context.backend.capabilities.int8_levels)
         if takes_case(context.backend, case):
@@ -52,15 +59,15 @@ def large_cases(context: Context, rows: tuple[int, ...]) -> dict[str, list[Case]
 
 
 def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -> Iterator[tuple[str, Case]]:
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    hidden, inner, head = shape["hidden_size"], inner_size(shape), shape["head_dim"]
     heads, kv_heads, vocabulary = shape["num_attention_heads"], shape["num_key_value_heads"], shape["vocab_size"]
     width = heads * head
     products = ((hidden, width + 2 * kv_heads * head), (width, hidden), (inner, hidden))
     few = [n for n in rows if n in (rows[0], 64, 256)]
-    for int8 in ("", "given", *FLOAT8):
-        for tokens in (*(few if int8 in FLOAT8 else rows), many):
+    for int8 in ("", "given", *FLOAT8, INT4):
+        for tokens in (*(few if int8 in (*FLOAT8, INT4) else rows), many):
             yield from (("linear", linear._case(tokens, k, n, int8=int8)) for k, n in products)
-            scheme = "int8" if int8 == "given" else int8
+            scheme = "int8" if int8 == "given" else "" if int8 == INT4 else int8
             yield "linear_swiglu", linear._swiglu_case(tokens, hidden, inner, int8=int8, scheme=scheme)
     for tokens in rows:
         yield from (("linear_argmax", linear._argmax_case(tokens, hidden, vocabulary, 0, int8=i)) for i in ("", "made"))
@@ -102,6 +109,22 @@ def _hybrid_cases(shape: dict[str, Any], rows: tuple[int, ...], many: int) -> It
         yield from (("qk_norm_rope_kv_write", qk_norm_rope_kv_write._case(
             tokens, heads, kv_heads, head, cached=cached, rotary_dim=rotary, wide_gamma=True))
             for cached in ("", *QUANTIZED))
+
+
+def _experts_cases(shape: dict[str, Any], rows: tuple[int, ...], many: int) -> Iterator[tuple[str, Case]]:
+    """Yield the cases of a mixture of experts, whose tokens choose their own experts, and the same."""
+    hidden, width = shape["hidden_size"], shape["moe_intermediate_size"]
+    count, top_k = shape["num_experts"], shape["num_experts_per_tok"]
+    few = [n for n in rows if n in (rows[0], 8, 64)]
+    for tokens in (*rows, many):
+        yield "route_experts", experts._route_case(tokens, hidden, count, top_k, True)
+    for numbers in ("", "grouped float8", "int8", INT4):
+        for tokens in (*(rows if numbers == "grouped float8" else few), many):
+            sizes = tokens, count, top_k, hidden, width
+            scheme = "" if numbers == INT4 else numbers
+            yield "experts_swiglu", experts._swiglu_case(sizes, numbers, scheme)
+            yield "experts_sum", experts._sum_case(sizes, numbers, shared="shared_expert_intermediate_size" in shape)
+        yield "experts_swiglu", experts._swiglu_case((rows[-1], count, top_k, hidden, width), numbers, one=True)
 
 
 def made_on(case: Case, device: torch.device) -> Case:

@@ -19,10 +19,10 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.allocation import allocate
 from npuserve.npu.model.config import HeadDtype, ModelConfig
-from npuserve.npu.model.forms.targets import FLOAT8S, INT8, Target
+from npuserve.npu.model.forms.targets import FLOAT8S, INT8, INT32, Target
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization.assignment import LINEAR, Quantization
-from npuserve.npu.quantization.w8a8 import W8A8
+from npuserve.npu.quantization.scheme import WeightScheme
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
@@ -41,10 +41,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 16, "partial_rotary_factor": 0.25, "linear_num_key_heads": 1,
         "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4, "vocab_size": 300, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "vocab_size": 151936, "tie_word_embeddings": False},
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "partial_rotary_factor": 0.25, "rope_theta": 1e7, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320, "tie_word_embeddings": False},
+    "toy-experts": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 64,
+        "num_hidden_layers": 2, "full_attention_interval": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "partial_rotary_factor": 0.25, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "vocab_size": 300, "tie_word_embeddings": False},
     "toy": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": False},
 }
-FLOATS = "lm_head", "re:.*in_proj_[ab]"
+FLOATS = "lm_head", "re:.*in_proj_[ab]", "re:.*shared_expert_gate"
 """Layers that the published checkpoints do not quantize."""
 
 PIECE = 1 << 26
@@ -60,7 +79,14 @@ FILE_BYTES = 1400 << 20
 """Default size of a file, so that every thread has a few of Qwen3-14B's."""
 
 
-def json_of(shape: str, scheme: W8A8 | None = None) -> dict[str, Any]:
+def inner_size(shape: dict[str, Any]) -> int:
+    """Return the columns of an MLP: of the shared expert, or of an expert, where no layer has another."""
+    sizes = (shape.get(key) for key in (
+        "intermediate_size", "shared_expert_intermediate_size", "moe_intermediate_size"))
+    return next(size for size in sizes if size is not None)
+
+
+def json_of(shape: str, scheme: WeightScheme | None = None) -> dict[str, Any]:
     """Return the content of config.json. scheme: of the layers; None for floats."""
     found = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
@@ -71,7 +97,7 @@ def json_of(shape: str, scheme: W8A8 | None = None) -> dict[str, Any]:
     return found
 
 
-def config_of(shape: str, scheme: W8A8 | None = None, head: HeadDtype = "auto") -> ModelConfig:
+def config_of(shape: str, scheme: WeightScheme | None = None, head: HeadDtype = "auto") -> ModelConfig:
     return replace(ModelConfig.from_dict(json_of(shape, scheme)), lm_head_dtype=head)
 
 
@@ -96,12 +122,17 @@ def random_rows(name: str, target: Target, targets: dict[str, Target], rows: int
     shape, device = (rows, *target.shapes[0][1:]), generator.device
     if target.dtypes is INT8:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device, generator=generator)
+    if target.dtypes is INT32:  # words of 4 bits
+        return torch.randint(-(1 << 31), 1 << 31, shape, device=device, generator=generator).int()
     numbers = torch.randn(shape, device=device, generator=generator)
     if target.dtypes is FLOAT8S:
         return (73 * numbers).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
-    if name.endswith("_scale"):  # uniform int8 values, and the float8 values, have a standard deviation of 73
-        inputs = targets[name.removesuffix("_scale")].shapes[0][-1]
-        return (1 + 0.1 * numbers.clamp(-3, 3)) * (inputs**-0.5 / 73)
+    if name.endswith("_scale"):
+        module = name.removesuffix("_scale")
+        packed = targets.get(f"{module}_packed")
+        # Uniform int8 values, and the float8 values, have a standard deviation of 73, those of 4 bits of 4.6.
+        inputs, deviation = (targets[module].shapes[0][-1], 73) if packed is None else (8 * packed.shapes[0][-1], 4.6)
+        return ((1 + 0.1 * numbers.clamp(-3, 3)) * (inputs**-0.5 / deviation)).bfloat16().float()
     if len(shape) == 1:
         return 1 + 0.1 * numbers
     return numbers * (1.0 if "embed" in name else shape[1] ** -0.5)

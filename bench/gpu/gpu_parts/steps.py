@@ -1,4 +1,4 @@
-"""The engine's step at a whole model's shape, in bf16, FP8 and W8A8: runner and kernels, no scheduler, no gRPC."""
+"""The engine's step at a model's shape, with weights of several forms: runner and kernels, no scheduler, no gRPC."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ from npuserve.npu.model.config import HeadDtype, ModelConfig
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.gated_delta_net import GatedDeltaNet
 from npuserve.npu.model.weights import ModelWeights
+from npuserve.npu.quantization.scheme import WeightScheme
+from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 
-KINDS: dict[str, tuple[W8A8 | None, HeadDtype]] = {
+KINDS: dict[str, tuple[WeightScheme | None, HeadDtype]] = {
     "bf16": (None, "auto"), "FP8": (W8A8(float8=True), "auto"),
     "FP8 blocks": (W8A8(per_channel=False, float8=True, blocks=True), "auto"), "W8A8": (W8A8(), "auto"),
-    "W8A8 and head": (W8A8(), "int8")}
-"""Name -> (scheme of the layers, dtype of the LM head), where the device supports the scheme. FP8 is timed without
-profiles and comparisons, and its prefill is compared with the peak of int8, which Hopper's tensor cores share."""
+    "W8A8 and head": (W8A8(), "int8"), "4 bits": (W4A16(group=128), "auto")}
+"""Name -> (scheme of the layers, dtype of the LM head), where the device supports the scheme. The prefill of FP8 is
+compared with the peak of int8, which Hopper's tensor cores share."""
+
+DEFAULT_KINDS = tuple(kind for kind in KINDS if kind != "4 bits")
+"""Kinds that are measured unless others are named."""
+
+BRIEF = "FP8", "FP8 blocks", "W8A8 and head", "4 bits"
+"""Kinds without profiles and comparisons, unless kinds are named."""
 
 EAGER_ROWS = 64
 WARM_UP = 5
@@ -90,15 +98,17 @@ def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]
 
 def units(context: Context) -> Units:
     batches, length, prompts, steps = sizes(context)
-    for kind, (scheme, _) in KINDS.items():
-        if scheme and scheme.float8 > context.backend.capabilities.float8:
+    named = context.args.kinds
+    for kind in named or DEFAULT_KINDS:
+        scheme, _ = KINDS[kind]
+        if isinstance(scheme, W8A8) and scheme.float8 > context.backend.capabilities.float8:
             continue
         if kind == "W8A8 and head":
             batches = batches[:1]
         if kind != "W8A8 and head":
             yield f"{kind} prefill", _unit(context, kind, lambda load: _prefill(context, load(), prompts))
         yield f"{kind} decode", _unit(context, kind, lambda load, b=batches: _decode(context, load(), b, length, steps))
-        if kind in ("FP8", "FP8 blocks", "W8A8 and head"):
+        if kind in BRIEF and not named:
             continue
         yield f"{kind} overlap", _unit(context, kind, lambda load, b=batches: _overlap(load(), b, steps))
         yield f"{kind} profile", _unit(context, kind, lambda load, k=kind, b=batches: _profile(context, load(), k, b))
@@ -161,12 +171,13 @@ def _decode(context: Context, loaded: Loaded, batches: Sequence[int], length: in
         made = decode(loaded, rows, steps)
         context_tokens = rows * (length + WARM_UP + steps / 2)
         states = 2 * rows * loaded.runner.slot_bytes  # read and written
-        nbytes = loaded.runner.read_bytes + loaded.runner.token_bytes * context_tokens + states
+        weights = loaded.runner.read_bytes - loaded.runner.unread_expert_bytes(rows)
+        nbytes = weights + loaded.runner.token_bytes * context_tokens + states
         floor = nbytes / (best["read_gbs"] * 1e9)
         yield {"table": "Decode steps beside the floor by bytes", "batch": rows, "context": length,
                "TPOT ms": made.mean * 1e3, "median ms": made.median * 1e3, "tokens/s": rows / made.mean,
-               "GB": nbytes / 1e9, "GB of states": states / 1e9, "floor ms": floor * 1e3,
-               "floor / TPOT": floor / made.mean,
+               "GB": nbytes / 1e9, "GB of weights": weights / 1e9, "GB of states": states / 1e9,
+               "floor ms": floor * 1e3, "floor / TPOT": floor / made.mean,
                "idle between steps": max(0.0, 1 - made.device / made.mean), "made and filled in s": loaded.seconds}
 
 
@@ -198,7 +209,7 @@ def prefill_operations(config: ModelConfig, tokens: int) -> float:
     mixers = [mixer.layer for mixer, _ in config.layers]
     attention = sum(4 * mixer.q_size * (tokens * (tokens + 1) // 2) for mixer in mixers if isinstance(mixer, Attention))
     states = sum(6 * mixer.key_dim * mixer.values * tokens for mixer in mixers if isinstance(mixer, GatedDeltaNet))
-    return 2.0 * (config.num_parameters - tables) * tokens + attention + states
+    return 2.0 * (config.active_parameters - tables) * tokens + attention + states
 
 
 def _overlap(loaded: Loaded, batches: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:

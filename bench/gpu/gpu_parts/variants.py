@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from gpu_parts.cases import made_on
-from gpu_parts.shapes import SHAPES
+from gpu_parts.shapes import SHAPES, inner_size
 from gpu_parts.worker import Context
 from npuserve.kernels import attention, linear, quantized
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL
+from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.machine import takes_case
 
 CHOSEN = "chosen"
@@ -62,7 +63,7 @@ def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[S
     from npuserve.kernels.triton.linear_tiles import candidates, key
 
     shape = SHAPES[context.args.shape]
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    hidden, inner = shape["hidden_size"], inner_size(shape)
     width = shape["num_attention_heads"] * shape["head_dim"]
     qkv = width + 2 * shape["num_key_value_heads"] * shape["head_dim"]
     form: Any = int8 if "float8" in int8 else ""
@@ -87,7 +88,7 @@ def _product(kind: str, tiles: Any, int8: str) -> Callable[..., Any]:
     from npuserve.kernels.triton import launch_linear as launch
 
     def call(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-        x = linear._given(x, weight)
+        x = form_of(weight).cuda_input(x)
         if tiles is not None:
             arguments = rest if kind == "linear_argmax" else ()
             return getattr(launch, kind)(x, weight, bias, *arguments, tiles=tiles)

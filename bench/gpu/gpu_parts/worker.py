@@ -48,7 +48,7 @@ class Context:
 
     @property
     def toy(self) -> bool:
-        return self.args.shape in ("toy", "toy-hybrid")
+        return str(self.args.shape).startswith("toy")
 
     @property
     def quick(self) -> bool:

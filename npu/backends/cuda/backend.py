@@ -48,6 +48,8 @@ KERNEL_NAMES = {
     "causal_conv_silu_kernel": "causal_conv_silu", "gated_rms_norm_kernel": "gated_rms_norm",
     "recurrent_kernel|chunk_products_kernel|chunk_states_kernel": "gated_delta_rule",
     "sigmoid_gate_kernel": "sigmoid_gate",
+    "choose_experts_kernel|place_experts_kernel": "route_experts",
+    "experts_product_kernel|sources_kernel": "experts_swiglu,experts_sum", "sum_experts_kernel": "experts_sum",
     "product_kernel|finish_kernel|argmax_merge_kernel|gemm|gemv|nvjet|cutlass|cublas|splitk":
         "linear,linear_swiglu,linear_argmax",
 }
@@ -101,7 +103,7 @@ class CudaBackend(StreamBackend):
         dtypes=("bfloat16", "float16"), explicit_dtypes=("float32",),  # whose GEMMs are many times slower
         vocabulary_tile=128, float8=True, int4=True, block_size=32, block_multiple=16, padding_blocks=1,
         cache_dtypes=tuple(QUANTIZED.values()), fixed_state=True, state_dtypes=("float32", "bfloat16"), compiles=True,
-        sampling_bytes=8, measures_memory=True, collectives="nccl")
+        experts=True, sampling_bytes=8, measures_memory=True, collectives="nccl")
 
     def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
         self.kernels = triton.LABEL

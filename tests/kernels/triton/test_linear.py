@@ -41,7 +41,7 @@ def calls(interpreted: ModuleType) -> Iterator[ModuleType]:
     from npuserve.kernels.triton import launch_linear
 
     yield launch_linear
-    assert not launch_linear._arrived(torch.device("cpu")).any()
+    assert not launch_linear.arrived_of(torch.device("cpu")).any()
 
 
 def floats(rows: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,6 +245,23 @@ def test_argmax_of_rounded_numbers(calls: ModuleType, make: type, dtype: torch.d
         assert ids.shape == (20, 1)
         assert ids.dtype == torch.int64
         assert torch.equal(ids, product[:, :vocabulary].double().argmax(dim=1, keepdim=True))
+
+
+@pytest.mark.slow
+def test_argmax_of_int8_at_the_vocabulary_of_qwen35(calls: ModuleType) -> None:
+    """248,320 ids by the table's tiles: in the first tile, the last one, and two equal ones."""
+    vocabulary, k = 248320, 32
+    x, weight, _ = int8(3, vocabulary, k)
+    numbers, scale, _ = weight.parts
+    ids = torch.tensor([[5], [vocabulary - 1], [130_000]])
+    for row, (place,) in enumerate(ids.tolist()):
+        numbers[place] = torch.where(x.values[row] > 0, 127, -128)
+        scale[place] = 0.02
+    numbers[vocabulary - 2], scale[vocabulary - 2] = numbers[130_000], scale[130_000]
+    found = calls.linear_argmax(x, QuantizedWeight.of(numbers, scale, torch.float32), None, vocabulary)
+    assert torch.equal(found, ids)
+    product = F.linear(x.values.double(), numbers.double()) * x.scale.double().unsqueeze(1) * scale.double()
+    assert torch.equal(product.argmax(dim=1, keepdim=True), ids)
 
 
 def test_argmax_of_ties_nan_and_infinities(calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.quantization.w8a8 import W8A8
 from tests.npu.backends.small import saved
 from tests.npu.rank import PROMPTS, Answers, reports
-from tests.npu.test_parallel import GREEDY, MIXED
+from tests.npu.test_parallel import GREEDY, MIXED, MIXTURES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CUDA: dict[str, Any] = {"backend": "cuda", "emulate": [], "decode_buckets": [3], "max_model_len": 64, "tokens": 6}
@@ -83,6 +83,37 @@ def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -
     assert divided == alone
     assert {len(tokens) for tokens, *_ in divided.answers} == {3}
     assert len(divided.answers) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole: bool) -> None:
+    """Each rank has a part of the rows of all experts, or whole ones. Those of seed 1 and 2 have a shared expert, and
+    linear attention, whose heads are divided."""
+    from tests.support.mixtures import random_mixture
+    from tests.support.models import saved
+
+    few = {"num_experts": 4, "num_experts_per_tok": 2}
+    folder = saved(random_mixture(seed, **MIXTURES[seed], **few), tmp_path)
+    settings = CUDA | {"tokens": 3}
+    alone = reports(folder, 1, GREEDY, tokens=3, max_model_len=64).answers
+    divided = reports(folder, 2, GREEDY, shared=False, counts=True, expert_parallel=whole, **settings)
+    assert [tokens for tokens, *_ in divided.answers] == [tokens for tokens, *_ in alone]
+    assert {step.captured for step in divided.steps} == {True}
+
+
+def test_hybrid_ranks_equal_one_process(tmp_path: Path) -> None:
+    """Linear attention by heads, with states in slots, in captured steps."""
+    from tests.support.hybrids import random_hybrid
+    from tests.support.models import saved
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+             "num_hidden_layers": 2, "full_attention_interval": 2, "intermediate_size": 40}
+    folder = saved(random_hybrid(0, **sizes), tmp_path)
+    alone = reports(folder, 1, GREEDY, tokens=4, max_model_len=64).answers
+    divided = reports(folder, 2, GREEDY, shared=False, counts=True, **(CUDA | {"tokens": 4}))
+    assert [tokens for tokens, *_ in divided.answers] == [tokens for tokens, *_ in alone]
+    assert {step.captured for step in divided.steps} == {True}
 
 
 # Kernels with the tensors of several ranks
