@@ -103,6 +103,28 @@ def test_steps_of_a_hybrid_continue_kept_states(tmp_path: Path) -> None:
     assert {row["rows with the same tokens"] for row in single} == {"1 of 1", "2 of 2"}
 
 
+@built
+@pytest.mark.slow
+def test_mixture_is_measured_beside_the_bytes_of_its_chosen_experts(tmp_path: Path) -> None:
+    """In two forms, by name. The floor of one row has the weights of 2 of 8 experts."""
+    code, report, said = run(tmp_path, "--device", "cpu", "--parts", "numbers,machine,steps", "--shape", "toy-experts",
+                             "--kinds", "bf16,4 bits")
+    assert (code, report["wrong"]) == (0, []), said
+    assert report["notes"] == []
+    large = {row["kernel"] for row in report["rows"] if row["table"] == "Numbers, toy-experts"}
+    assert large >= {"route_experts", "experts_swiglu", "experts_sum", "gated_delta_rule", "linear"}
+    steps = [row for row in report["rows"] if row["part"] == "steps"]
+    assert {row["numbers"] for row in steps} == {"bf16", "4 bits"}
+    weights = {(row["numbers"], row["batch"]): 1e9 * row["GB of weights"] for row in steps if "GB of weights" in row}
+    expert = 3 * 64 * 32 * 2
+    assert weights["bf16", 2] - weights["bf16", 1] == pytest.approx(2 * (3.5 - 2) * expert, rel=0.2)
+    assert 4 * weights["4 bits", 1] < 3 * weights["bf16", 1]
+
+
+def test_kinds_are_those_of_the_steps(script: ModuleType, part: Callable[[str], ModuleType]) -> None:
+    assert tuple(part("steps").KINDS) == script.KINDS
+
+
 @pytest.mark.full
 @built
 def test_parts_before_the_server_need_no_grpc(tmp_path: Path) -> None:
@@ -154,6 +176,7 @@ def test_no_gpu_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "wrong"), [
     (["--parts", "machine,lunch"], "--parts: 'lunch' is not one of numbers,"),
     (["--budget", "steps=long"], "--budget: 'steps=long' is not PART=SECONDS"),
+    (["--kinds", "bf16,fp4"], "--kinds: 'fp4' is not one of bf16, FP8,"),
 ])
 def test_invalid_argument_is_named(
     script: ModuleType, arguments: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
