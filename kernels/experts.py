@@ -355,12 +355,14 @@ def _(
 
 @triton.implementation(experts_swiglu)
 def _(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
-    """Quantize x before it is read by expert, and the gated values in a launch of their own."""
+    """Quantize x before it is read by expert, and the gated values in the product or in a launch of their own."""
     from npuserve.kernels.triton import launch_experts
 
     form = form_of(weight)
-    gated: Tensor = launch_experts.experts_swiglu(form.cuda_input(x), form, routing)
-    return gated if scheme is None else quantize.implementations[triton.LABEL].function(gated, scheme)
+    gated: Tensor | Quantized = launch_experts.experts_swiglu(form.cuda_input(x), form, routing, scheme)
+    if scheme is None or isinstance(gated, Quantized):
+        return gated
+    return quantize.implementations[triton.LABEL].function(gated, scheme)
 
 
 @triton.implementation(experts_sum)

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from npuserve.kernels.triton.linear import finish, is_last, place_of_tile, sums_of, whole_sums
+from npuserve.kernels.triton.rows import quantize_groups
 
 
 @triton.jit(do_not_specialize=["tokens", "first", "count"])
@@ -147,7 +148,7 @@ def sources_kernel(places, sources, pairs, TOP_K: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["pairs", "tiles_m"])
 def experts_product_kernel(
-    x, x_scale, weight, weight_scale, weight_zero, places, sources, begins, out, partial, arrived,
+    x, x_scale, weight, weight_scale, weight_zero, places, sources, begins, out, out_scale, partial, arrived,
     pairs, x_rows, experts, tiles_m, n, k, x_stride, scale_stride,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SEARCHED: tl.constexpr, EVEN: tl.constexpr,
@@ -163,6 +164,8 @@ def experts_product_kernel(
         or None. Without both, the row of x is the place.
     SEARCHED: a power of two, at least `pairs`; 0 without places.
     EXPERTS: a power of two, at least `experts`.
+    out_scale: [groups of BLOCK_N columns, pairs] float32, scales of an out in float8, whose numbers are first rounded
+        to bfloat16; or None. Only for scaled sums of gate and up.
     tiles_m: tiles of rows in the grid, at least those of all experts.
     ONCE: one tile has all rows of an expert.
 
@@ -214,13 +217,31 @@ def experts_product_kernel(
         of_rows = None if IS_SCALED else x_scale
         of_columns = None if IS_SCALED else scale_of_expert
         if SPLIT == 1:
-            finish(acc, acc_up, of_rows, of_columns, None, out, None, None, of_x, rows, there, columns, tile_n,
-                   tiles_n, n, GATED)
+            _store_results(acc, acc_up, of_rows, of_columns, out, out_scale, of_x, rows, there, columns, tile_n,
+                           tiles_n, pairs, n, GATED)
         else:
             if is_last(acc, acc_up, partial, arrived, tile, part, there, GATED, BLOCK_N, BLOCK_M, SPLIT):
                 acc, acc_up = whole_sums(partial, arrived, tile, there, acc.dtype, GATED, BLOCK_N, BLOCK_M, SPLIT)
-                finish(acc, acc_up, of_rows, of_columns, None, out, None, None, of_x, rows, there, columns, tile_n,
-                       tiles_n, n, GATED)
+                _store_results(acc, acc_up, of_rows, of_columns, out, out_scale, of_x, rows, there, columns, tile_n,
+                               tiles_n, pairs, n, GATED)
+
+
+@triton.jit
+def _store_results(
+    acc, acc_up, of_rows, of_columns, out, out_scale, of_x, rows, there, columns, tile_n, tiles_n, pairs, n,
+    GATED: tl.constexpr,
+):
+    """Store the results of a tile, in float8 if there is an `out_scale`; see `experts_product_kernel`."""
+    if out_scale is None:
+        finish(acc, acc_up, of_rows, of_columns, None, out, None, None, of_x, rows, there, columns, tile_n, tiles_n, n,
+               GATED)
+    else:
+        real = (columns < n)[:, None]
+        gated = (acc / (1 + tl.exp(-acc)) * acc_up).to(tl.bfloat16).to(tl.float32)
+        numbers, scales = quantize_groups(tl.where(real, gated, 0.0), 448.0, 0)
+        tl.store(out_scale + tile_n * pairs + rows, scales, mask=there)
+        where = out + rows.to(tl.int64)[None, :] * n + columns[:, None]
+        tl.store(where, numbers.to(out.dtype.element_ty), mask=there[None, :] & real)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.experts import Routing, distinct_experts
-from npuserve.kernels.quantized import Quantized
+from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized, Scheme
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.experts import (
@@ -38,6 +38,9 @@ their own."""
 
 _SEARCHES = 16 * SEARCHED[-1]
 """Maximum comparisons of a program that searches."""
+
+_GROUPED_ROWS = 32
+"""Maximum rows of a tile whose results the same program quantizes in groups."""
 
 _COLUMNS = 1024
 """Columns of a program that adds the results of a token, and pairs of one that sorts them."""
@@ -82,17 +85,26 @@ def route_experts(
 
 
 def experts_swiglu(
-    x: Tensor | Quantized, weight: Weight, routing: Routing, tiles: Tiles | None = None
-) -> Tensor:
-    """Launch the kernel `experts_swiglu` without a scheme. tiles: replace the calculated ones. Raises ValueError."""
-    return _product("linear_swiglu", x, weight, routing, tiles)
+    x: Tensor | Quantized, weight: Weight, routing: Routing, scheme: Scheme | None = None, tiles: Tiles | None = None
+) -> Tensor | Quantized:
+    """Launch the kernel `experts_swiglu`.
+
+    scheme: a scheme that quantizes in groups of float8 is computed by the same launch, for few rows. For other schemes
+        the result is not quantized.
+    tiles: replace the calculated ones.
+
+    Raises ValueError.
+    """
+    return _product("linear_swiglu", x, weight, routing, tiles, scheme)
 
 
 def experts_linear(
     x: Tensor | Quantized, weight: Weight, routing: Routing, tiles: Tiles | None = None
 ) -> Tensor:
     """Multiply the rows x [T k, I], by place, by their experts: [T k, H]. Arguments as for `experts_swiglu`."""
-    return _product("linear", x, weight, routing, tiles)
+    results = _product("linear", x, weight, routing, tiles)
+    assert isinstance(results, Tensor)
+    return results
 
 
 def sum_experts(results: Tensor, routing: Routing, shared: Tensor | None, gate: Tensor | None) -> Tensor:
@@ -119,10 +131,12 @@ def sum_experts(results: Tensor, routing: Routing, shared: Tensor | None, gate: 
 
 def choose_tiles(
     kind: Kind, itemsize: int, tokens: int, top_k: int, experts: int, n: int, k: int, processors: int, form: Form = "",
+    *, groups: bool = False,
 ) -> Tiles:
     """Return the tiles of a product by `experts`, of which each of `tokens` chooses `top_k`, each as often as another.
 
     n: rows of the weight of an expert. The other arguments are those of `linear_tiles.choose`.
+    groups: the results are to be quantized in groups, which tiles of few rows then have whole (`quantizes`).
 
     A tile holds half as many rows again as an expert has on average, so that few weights are read twice. Nothing was
     measured on a device.
@@ -130,9 +144,17 @@ def choose_tiles(
     chosen = max(1.0, distinct_experts(tokens, top_k, experts))
     rows = math.ceil(1.5 * tokens * top_k / chosen) if tokens > BUCKETS[0] else 1
     tiles = replace(calculated(kind, itemsize, rows, n, k, processors, form), split=1)
+    if groups and form == "grouped float8" and tiles.m <= _GROUPED_ROWS:
+        tiles = replace(tiles, n=GROUP, warps=8, stages=3)
     outputs = n // 2 if kind == "linear_swiglu" else n
     count = -(-outputs // tiles.n) * round(chosen)
     return replace(tiles, split=parts_of(count, tiles, kind, itemsize, k, processors))
+
+
+def quantizes(tiles: Tiles, form: Form, scheme: Scheme) -> bool:
+    """Return True if a program has whole groups of columns, and registers for their scales."""
+    return (scheme.grouped and scheme.dtype == FLOAT8 and form == "grouped float8" and tiles.n == GROUP
+            and tiles.m <= _GROUPED_ROWS)
 
 
 def tile_bound(tokens: int, top_k: int, experts: int, m: int) -> int:
@@ -142,7 +164,10 @@ def tile_bound(tokens: int, top_k: int, experts: int, m: int) -> int:
     return min(experts * -(-tokens // m), (pairs + chosen * (m - 1)) // m)
 
 
-def _product(kind: Kind, x: Tensor | Quantized, weight: Weight, routing: Routing, tiles: Tiles | None) -> Tensor:
+def _product(
+    kind: Kind, x: Tensor | Quantized, weight: Weight, routing: Routing, tiles: Tiles | None,
+    scheme: Scheme | None = None,
+) -> Tensor | Quantized:
     gated = kind == "linear_swiglu"
     operands = operands_of(x, weight, None)
     values = operands.x
@@ -154,12 +179,17 @@ def _product(kind: Kind, x: Tensor | Quantized, weight: Weight, routing: Routing
     if len(form_of(weight)) % experts or rows_of_expert % (1 + gated):
         raise ValueError(f"weight: {len(form_of(weight))} rows are not those of {experts} experts")
     n = rows_of_expert // (1 + gated)
-    out = torch.empty(pairs, n, dtype=operands.dtype, device=values.device)
     if not pairs:
-        return out
+        return torch.empty(0, n, dtype=operands.dtype, device=values.device)
     shape = kind, values.itemsize, tokens, top_k, experts, rows_of_expert, operands.k
-    tiles = tiles or fitted(choose_tiles(*shape, processors(values.device), operands.form), kind, values.itemsize,
-                            shared_memory(values.device))
+    tiles = tiles or fitted(
+        choose_tiles(*shape, processors(values.device), operands.form, groups=scheme is not None and scheme.grouped),
+        kind, values.itemsize, shared_memory(values.device))
+    out = torch.empty(pairs, n, dtype=operands.dtype, device=values.device)
+    out_scale = None
+    if scheme is not None and operands.dtype == torch.bfloat16 and quantizes(tiles, operands.form, scheme):
+        out = torch.empty(pairs, n, dtype=scheme.dtype, device=values.device)
+        out_scale = torch.empty(*scheme.scale_shape(pairs, n)[::-1], dtype=torch.float32, device=values.device)
     heights, widths = tile_bound(tokens, top_k, experts, tiles.m), -(-n // tiles.n)
     within("tiles", heights * widths * tiles.split, 1, INT32)
     partial, arrived = parts_memory(heights * widths, kind, tiles, operands)
@@ -170,11 +200,11 @@ def _product(kind: Kind, x: Tensor | Quantized, weight: Weight, routing: Routing
     experts_product_kernel[(heights * widths * tiles.split,)](
         x=values, x_scale=operands.x_scale, weight=operands.weight, weight_scale=operands.weight_scale,
         weight_zero=operands.weight_zero, places=routing.places if searched else None, sources=sources,
-        begins=routing.begins, out=out, partial=partial, arrived=arrived, pairs=pairs, x_rows=len(values),
-        experts=experts, tiles_m=heights, n=n, k=operands.k, x_stride=values.stride(0),
+        begins=routing.begins, out=out, out_scale=out_scale, partial=partial, arrived=arrived, pairs=pairs,
+        x_rows=len(values), experts=experts, tiles_m=heights, n=n, k=operands.k, x_stride=values.stride(0),
         scale_stride=operands.scale_stride, GATED=gated, EXPERTS=power(experts), TOP_K=top_k, SEARCHED=searched,
         ONCE=tokens <= tiles.m, **constants_of(operands, tiles), **dependent(values))
-    return out
+    return out if out_scale is None else Quantized(out, out_scale.t())
 
 
 def _sources(routing: Routing) -> Tensor:

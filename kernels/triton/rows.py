@@ -71,11 +71,8 @@ def _quantize(
     if GROUP > 0:
         COUNT: tl.constexpr = BLOCK // GROUP
         groups = tl.arange(0, COUNT)
-        parts = tl.reshape(x, (COUNT, GROUP))
-        of_group = tl.div_rn(tl.max(tl.abs(parts), 1), levels)
-        of_group = tl.where(of_group > 0, of_group, 1.0)
+        near, of_group = quantize_groups(tl.reshape(x, (COUNT, GROUP)), levels, 1)
         tl.store(scales + groups * tl.num_programs(0) + row, of_group, mask=groups * GROUP < width)
-        near = _e4m3(tl.minimum(tl.maximum(tl.div_rn(parts, of_group[:, None]), -448.0), 448.0))
         at = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(values + row * width + at, near.to(values.dtype.element_ty), mask=at < width)
         return
@@ -105,6 +102,15 @@ def _quantize(
     else:
         whole = _e4m3(tl.minimum(tl.maximum(near, -448.0), 448.0)).to(values.dtype.element_ty)
     tl.store(values + row * width + places, whole, mask=places < width)
+
+
+@triton.jit
+def quantize_groups(x, levels, AXIS: tl.constexpr):
+    """Return x [n, m] float32 as numbers of float8, in float32, and the scale of each group along AXIS."""
+    scales = tl.div_rn(tl.max(tl.abs(x), AXIS), levels)
+    scales = tl.where(scales > 0, scales, 1.0)
+    near = tl.div_rn(x, tl.expand_dims(scales, AXIS))
+    return _e4m3(tl.minimum(tl.maximum(near, -448.0), 448.0)), scales
 
 
 @triton.jit

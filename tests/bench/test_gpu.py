@@ -116,8 +116,8 @@ def test_mixture_is_measured_beside_the_bytes_of_its_chosen_experts(tmp_path: Pa
     steps = [row for row in report["rows"] if row["part"] == "steps"]
     assert {row["numbers"] for row in steps} == {"bf16", "4 bits"}
     weights = {(row["numbers"], row["batch"]): 1e9 * row["GB of weights"] for row in steps if "GB of weights" in row}
-    expert = 3 * 64 * 32 * 2
-    assert weights["bf16", 2] - weights["bf16", 1] == pytest.approx(2 * (3.5 - 2) * expert, rel=0.2)
+    more = 2 * (3.5 - 2) * 3 * 64 * 32 * 2  # of two layers: two tokens are expected to choose 3.5 experts
+    assert 0.7 * more < weights["bf16", 2] - weights["bf16", 1] <= more  # the CPU's weights may be compact
     assert 4 * weights["4 bits", 1] < 3 * weights["bf16", 1]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.experts import Routing, experts_sum, experts_swiglu, route_experts
+from npuserve.kernels.quantized import FLOAT8_GROUPED
 from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Form, Kind, Tiles
 from tests.kernels.comparison import generator, randn
 from tests.kernels.triton.hopper import Launch, compiled
@@ -97,7 +98,7 @@ def test_tiles_do_not_change_results(launch: ModuleType, tiles: Tiles, one: bool
     routing = route_experts(logits, torch.eye(EXPERTS), TOP_K, False, 0, EXPERTS)
     x, gate_up = randn(tokens, HIDDEN), randn(EXPERTS * 2 * WIDTH, HIDDEN, seed=1)
     down = randn(EXPERTS * HIDDEN, WIDTH, seed=2)
-    gated = launch.experts_swiglu(x, gate_up, routing, tiles)
+    gated = launch.experts_swiglu(x, gate_up, routing, tiles=tiles)
     torch.testing.assert_close(gated, experts_swiglu(x, gate_up, routing), atol=1e-4, rtol=1e-4)
     total = launch.sum_experts(launch.experts_linear(gated, down, routing, tiles), routing, None, None)
     torch.testing.assert_close(total, experts_sum(gated, down, routing), atol=1e-3, rtol=1e-4)
@@ -163,7 +164,7 @@ def product(launch: ModuleType, kind: Kind, name: str, model: str, tokens: int) 
     gated = kind == "linear_swiglu"
     form: Form = FORMS.get(name, "int4" if name.startswith("int4") else "")
     tiles: Tiles = launch.choose_tiles(
-        kind, ITEMSIZES[name], tokens, 8, experts, n * (1 + gated), k, 132, form)
+        kind, ITEMSIZES[name], tokens, 8, experts, n * (1 + gated), k, 132, form, groups=gated)
     number, is_int4 = name.rpartition(" ")[2], name.startswith("int4")
     signature = {
         **dict.fromkeys(("x", "weight"), f"*{number}"), "out": "*bf16" if name in QUANTIZED else f"*{number}",
@@ -174,6 +175,9 @@ def product(launch: ModuleType, kind: Kind, name: str, model: str, tokens: int) 
         signature |= {"weight": "*i32", "weight_scale": "*bf16", "weight_zero": "*i8"}
     if name in QUANTIZED:
         signature |= {"x_scale": "*fp32", "weight_scale": "*fp32"}
+    in_groups = gated and launch.quantizes(tiles, form, FLOAT8_GROUPED)
+    if in_groups:
+        signature |= {"out": "*fp8e4nv", "out_scale": "*fp32"}
     searched = next((most for most in launch.SEARCHED if 8 * tokens <= most), 0) if gated else 0
     if gated:
         signature["places" if searched else "sources"] = "*i32"
@@ -182,7 +186,7 @@ def product(launch: ModuleType, kind: Kind, name: str, model: str, tokens: int) 
         "EXPERTS": experts, "TOP_K": 8, "SEARCHED": searched, "EVEN": True, "ONCE": tokens <= tiles.m, "WIDE": False,
         "IMPRECISE": tiles.k if name == "fp8e4nv" and tiles.m <= 64 else None,
         "SCALED_K": 128 if name == "grouped fp8e4nv" else 0, "INT4_GROUP": 128 if is_int4 else 0, "PDL": True}
-    every = ("x_scale", "weight_scale", "weight_zero", "places", "sources")
+    every = ("x_scale", "out_scale", "weight_scale", "weight_zero", "places", "sources")
     constants |= {argument: None for argument in every if argument not in signature}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     return Launch("experts", "experts_product_kernel", signature, constants, options), tiles

@@ -29,7 +29,7 @@ from tests.support.loop import serve
 from tests.support.mixtures import random_mixture, restack
 from tests.support.models import PLAIN_W8A8, saved, saved_w8a8
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.timeout(600)]
 
 FEW_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -41,25 +41,26 @@ def test_tokens_equal_the_cpu(tmp_path: Path, seed: int) -> None:
     folder = saved(random_mixture(seed), tmp_path)
     restack(folder, stacked=seed % 2 == 0)
     found = []
-    for runner in both(folder, max_num_batched_tokens=32):
+    for runner in both(folder, max_num_batched_tokens=16):
         assert runner.fallbacks == []
-        asks = [ask(ids_of(length, length), 3, index) for index, length in enumerate((29, 4, 13))]
-        answers, _ = serve(runner, asks, 2, 64, 3, 32)
+        asks = [ask(ids_of(length, length), 2, index) for index, length in enumerate((14, 4, 9))]
+        answers, _ = serve(runner, asks, 2, 64, 3, 16)
         found.append([answer.tokens for answer in answers])
     assert found[0] == found[1]
-    assert [len(tokens) for tokens in found[0]] == [3] * 3
+    assert [len(tokens) for tokens in found[0]] == [2] * 3
 
 
 def test_one_graph_serves_any_choice_of_experts(tmp_path: Path) -> None:
     """Rows with the same tokens choose the same experts, others do not; the host learns neither."""
     steps = []
-    for prompts in ([[5], [5], [5]], [[9], [70], [33]]):
-        first = 10 * len(steps)
-        steps.append(Step([Row(first + index, prompt, 0, [index], True, state_slot=index)
-                           for index, prompt in enumerate(prompts)],
-                          [NewRequest(first + index, prompt, [], GREEDY) for index, prompt in enumerate(prompts)],
-                          list(range(first - 10, first - 7)) if first else []))
-        steps.append(Step([Row(first + index, [index + 40], 1, [index], True, state_slot=index) for index in range(3)]))
+    for first, ended, prompts in ((0, [], [[5], [5], [5]]), (3, [0, 1, 2], [[9], [70], [33]])):
+        requests = range(first, first + 3)
+        steps.append(Step([Row(request, prompt, 0, [slot], True, state_slot=slot)
+                           for slot, (request, prompt) in enumerate(zip(requests, prompts, strict=True))],
+                          [NewRequest(request, prompt, [], GREEDY)
+                           for request, prompt in zip(requests, prompts, strict=True)], ended))
+        steps.append(Step([Row(request, [slot + 40], 1, [slot], True, state_slot=slot)
+                           for slot, request in enumerate(requests)]))
     found = []
     for runner in both(saved(random_mixture(2), tmp_path)):
         results = [runner.collect(runner.launch(step)) for step in steps]
