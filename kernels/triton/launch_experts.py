@@ -144,6 +144,8 @@ def choose_tiles(
     chosen = max(1.0, distinct_experts(tokens, top_k, experts))
     rows = math.ceil(1.5 * tokens * top_k / chosen) if tokens > BUCKETS[0] else 1
     tiles = replace(calculated(kind, itemsize, rows, n, k, processors, form), split=1)
+    if form == "int4" and kind == "linear_swiglu" and tiles.m == 64:  # the pointers of x take registers too
+        tiles = replace(tiles, m=32)
     if groups and form == "grouped float8" and tiles.m <= _GROUPED_ROWS:
         tiles = replace(tiles, n=GROUP, warps=8, stages=3)
     outputs = n // 2 if kind == "linear_swiglu" else n

@@ -259,8 +259,10 @@ def _dequantized(
     place = tl.arange(0, 8)
     shifts = place % 2 * 16 + place // 2 * 4  # int4.SHIFTS
     codes = (words[:, :, None] >> shifts[None, None, :]) & 15
-    levels = tl.reshape(codes, (BLOCK_N, BLOCK_K // SIZE, SIZE)).to(tl.float32) - 8
-    group = block * (BLOCK_K // SIZE) + tl.arange(0, BLOCK_K // SIZE)
+    # In units of 32 columns for groups of all sizes: with larger ones the compiler spills registers.
+    UNIT: tl.constexpr = 32
+    levels = tl.reshape(codes, (BLOCK_N, BLOCK_K // UNIT, UNIT)).to(tl.float32) - 8
+    group = (block * BLOCK_K + tl.arange(0, BLOCK_K // UNIT) * UNIT) // SIZE
     place_of_group = rows.to(tl.int64)[:, None] * groups + group[None, :]
     inside = real[:, None] & (group < groups)[None, :]
     if zero is not None:

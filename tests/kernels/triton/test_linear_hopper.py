@@ -18,9 +18,9 @@ FORMS: dict[str, Form] = {"fp8e4nv": "float8", "grouped fp8e4nv": "grouped float
 QUANTIZED = ("i8", "fp8e4nv", "grouped fp8e4nv")
 
 
-def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
+def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True, int4_group: int = 32) -> Launch:
     """Return a launch. name: type of the numbers. even: tiles divide K, and rows begin at multiples of 16 bytes, as in
-    a model."""
+    a model. int4_group: columns of a group of 4 bits."""
     size = "i32/16" if even else "i32"
     number = name.rpartition(" ")[2]
     is_int4 = name.startswith("int4")
@@ -40,7 +40,7 @@ def launch(kind: Kind, name: str, tiles: Tiles, even: bool = True) -> Launch:
         "GATED": kind == "linear_swiglu", "BLOCK_N": tiles.n, "BLOCK_M": tiles.m, "BLOCK_K": tiles.k,
         "SPLIT": tiles.split, "GROUP": 8, "EVEN": even, "ONCE": tiles.m < 256,
         "WIDE": False, "IMPRECISE": tiles.k if name == "fp8e4nv" and tiles.m <= 64 else None,
-        "SCALED_K": 128 if name == "grouped fp8e4nv" else 0, "INT4_GROUP": 32 if is_int4 else 0, "PDL": True}
+        "SCALED_K": 128 if name == "grouped fp8e4nv" else 0, "INT4_GROUP": int4_group if is_int4 else 0, "PDL": True}
     for arguments, kind_of in given.items():
         for argument in arguments:
             if kind_of is None:
@@ -121,11 +121,13 @@ def test_odd_shapes_and_candidates_compile(interpreted: ModuleType) -> None:
     assert not any(x.local for x in made[len(odd):])
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize(("kind", "n", "k"), SHAPES)
-def test_int4_tiles_fit(interpreted: ModuleType, kind: Kind, n: int, k: int) -> None:
+def test_int4_tiles_fit(interpreted: ModuleType, kind: Kind, n: int, k: int, group: int) -> None:
     """The tensor cores multiply the dequantized numbers, nothing is spilled, and blocks are copied asynchronously."""
     tiles = [own(kind, "int4 bf16", rows, n, k) for rows in (1, 64, 2048)]
-    for of_rows, made in zip(tiles, compiled([launch(kind, "int4 bf16", each) for each in tiles]), strict=True):
+    for of_rows, made in zip(tiles, compiled(
+            [launch(kind, "int4 bf16", each, int4_group=group) for each in tiles]), strict=True):
         assert made.local == 0
         assert made.shared <= of_rows.shared_bytes(kind, 2)
         assert "wgmma.mma_async" in made.ptx
