@@ -249,7 +249,7 @@ def test_argmax_of_rounded_numbers(calls: ModuleType, make: type, dtype: torch.d
 
 @pytest.mark.slow
 def test_argmax_of_int8_at_the_vocabulary_of_qwen35(calls: ModuleType) -> None:
-    """248,320 ids by the table's tiles: in the first tile, the last one, and two equal ones."""
+    """248,320 ids: in the first tile, the last one, and two equal ones. The tiles are wide, for the interpreter."""
     vocabulary, k = 248320, 32
     x, weight, _ = int8(3, vocabulary, k)
     numbers, scale, _ = weight.parts
@@ -258,7 +258,8 @@ def test_argmax_of_int8_at_the_vocabulary_of_qwen35(calls: ModuleType) -> None:
         numbers[place] = torch.where(x.values[row] > 0, 127, -128)
         scale[place] = 0.02
     numbers[vocabulary - 2], scale[vocabulary - 2] = numbers[130_000], scale[130_000]
-    found = calls.linear_argmax(x, QuantizedWeight.of(numbers, scale, torch.float32), None, vocabulary)
+    wide = Tiles(n=512, m=16, k=32, split=1, warps=4, stages=2)
+    found = calls.linear_argmax(x, QuantizedWeight.of(numbers, scale, torch.float32), None, vocabulary, wide)
     assert torch.equal(found, ids)
     product = F.linear(x.values.double(), numbers.double()) * x.scale.double().unsqueeze(1) * scale.double()
     assert torch.equal(product.argmax(dim=1, keepdim=True), ids)
