@@ -32,6 +32,9 @@ MAX_EXPERTS = 4096
 CHOSEN_AT_ONCE = 8192
 """Logits of a program that chooses experts: up to 64 tokens of 128 experts, which are chosen in one launch."""
 
+_FEW_TOKENS = 1, 16
+"""Tokens of such a program in small steps: few different numbers, since each is compiled."""
+
 SEARCHED = 64, 512
 """Pairs of tokens and experts among which each program searches those of its rows. More are sorted by a launch of
 their own."""
@@ -65,7 +68,7 @@ def route_experts(
         return Routing(weights, places, begins.zero_())
     width = power(experts)
     most = max(1, CHOSEN_AT_ONCE // width)
-    block = min(power(rows), most)
+    block = min(most, next((few for few in _FEW_TOKENS if rows <= few), most))
     programs = -(-rows // block)
     sizes = {"EXPERTS": width, "TOP_K": top_k, "CHOICES": power(top_k), "TOKENS": block,
              "num_warps": min(max(block * width // 1024, 1), 8)}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from npuserve.cli.bench.workload import TimedRequest, read_trace
 from npuserve.kernels import native
+from npuserve.kernels.experts import route_experts
 from npuserve.kernels.linear import linear_argmax
 from npuserve.kernels.registry import KERNELS, Implementation
 from npuserve.kernels.swiglu import swiglu
@@ -304,6 +305,27 @@ def test_another_argmax_is_judged_by_its_value(
     oracle = part("numbers").Chosen(linear_argmax, linear_argmax.cases[1], torch.float32, seed=3)
     assert oracle.chooses
     assert oracle.as_good("made", torch.device("cpu")) is is_best
+
+
+@pytest.mark.parametrize(("change", "good"), [("none", True), ("tie", True), ("low", False), ("twice", False)])
+def test_other_experts_are_judged_by_their_logits(
+    part: Callable[[str], ModuleType], change: str, good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts with equal logits may be exchanged, others not; two pairs may not have one place."""
+    def routed(x: Tensor, weight: Tensor, *sizes: Any) -> Any:
+        if change == "low":
+            x = -x
+        if change == "tie":
+            weight = weight + 1e-7 * torch.arange(len(weight)).flip(0).unsqueeze(1)
+        routing = route_experts.golden(x, weight, *sizes)
+        if change == "twice":
+            routing.places[0, 0] = routing.places[1, 0]
+        return routing
+
+    monkeypatch.setitem(route_experts.implementations, "made", Implementation(routed))
+    oracle = part("numbers").Chosen(route_experts, route_experts.cases[2], torch.float32, seed=3)
+    assert oracle.chooses
+    assert oracle.as_good("made", torch.device("cpu")) is good
 
 
 # The supervisor

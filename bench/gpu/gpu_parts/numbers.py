@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,6 +14,7 @@ from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
 from npuserve.kernels.bench.accuracy import Accuracy, Oracle
 from npuserve.kernels.bench.tensors import widened
+from npuserve.kernels.experts import Routing
 from npuserve.kernels.linear import linear
 from npuserve.kernels.quantized import FLOAT8, with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved
@@ -98,7 +100,8 @@ def judged_by(oracle: Chosen, context: Context, label: str) -> tuple[float, bool
 
 
 class Chosen(Oracle):
-    """Oracle that accepts another argmax of a rounded product if its value is as high as the largest."""
+    """Oracle that accepts another argmax of a rounded product if its value is as high as the largest, and other experts
+    of a token if their logits are as high as the largest ones."""
 
     def __init__(self, kernel: Kernel[..., Any], case: Case, dtype: torch.dtype, **where: Any):
         super().__init__(kernel, case, dtype, **where)
@@ -112,9 +115,27 @@ class Chosen(Oracle):
 
     @property
     def chooses(self) -> bool:
-        return self.kernel.name == "linear_argmax"
+        return self.kernel.name in ("linear_argmax", "route_experts")
 
     def as_good(self, label: str, device: torch.device) -> bool:
+        return (self._routes if self.kernel.name == "route_experts" else self._finds_largest)(label, device)
+
+    def _routes(self, label: str, device: torch.device) -> bool:
+        """Return True if each token has places of distinct experts of the largest logits, all on this rank."""
+        x, weight, top_k, _, first, count, *_ = (widened(arg) for arg in moved(self.args, str(device)))
+        made = self.implementation(label)
+        routing: Routing = made.function(*made.adapt(self.args))
+        places, begins = (part.to(x.device).long() for part in (routing.places, routing.begins))
+        logits = F.linear(x, weight)
+        if count < len(weight) or not torch.equal(places.flatten().sort().values, torch.arange(
+                places.numel(), device=places.device)):
+            return False
+        experts = torch.searchsorted(begins[1:], places, right=True) + first
+        least = logits.topk(top_k).values[:, -1:]
+        high = logits.gather(1, experts.clamp(max=len(weight) - 1)) >= least - self._tolerance * (1 + least.abs())
+        return bool(high.all()) and bool((experts.sort(dim=1).values.diff(dim=1) > 0).all())
+
+    def _finds_largest(self, label: str, device: torch.device) -> bool:
         x, weight, bias, vocabulary = (widened(arg) for arg in moved(self.args, str(device)))
         logits = linear.golden(x, weight, bias)[:, :vocabulary].double()
         made = self.implementation(label)
