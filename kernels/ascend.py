@@ -38,10 +38,6 @@ LABEL = "ascend"
 FusedHeads = Callable[..., Tensor]
 """Function with the arguments of qk_norm_rope_kv_write."""
 
-fused_heads: FusedHeads | None = None
-"""Launch of the Triton kernel that replaces the operators of qk_norm_rope_kv_write; None where there is none. The
-backend sets it at the start."""
-
 
 class _Module:
     """Module that is imported when one of its attributes is first read."""

@@ -43,6 +43,8 @@ class DeltaOperators:
         return self.chunk and max(key_heads, value_heads) <= 64 and key_dim == value_dim == 128
 
 
+ALL = DeltaOperators()
+
 CHUNK = 64
 CORES = 24
 """Tokens of a chunk of npu_chunk_gated_delta_rule, and the most cube cores of an A2. The operator works on two chunks
@@ -65,9 +67,6 @@ def chunk_bytes(
     masks = CORES * CHUNK * (4 * 4 * CHUNK + 2 * 4 * (2 * CHUNK + 3 * key_dim + value_dim))
     return max(convolution, states + intermediate + masks + (16 << 20))
 
-
-operators = DeltaOperators()
-"""Operators in use. The backend sets it when it loads a model with linear attention."""
 
 
 @dataclass(frozen=True, slots=True)

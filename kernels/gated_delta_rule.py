@@ -145,7 +145,7 @@ def _by_key(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @ascend.implementation(gated_delta_rule, adapt=_by_value, restore=_by_key)
-def _(
+def by_operators(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
@@ -155,8 +155,9 @@ def _(
     metadata: AttentionMetadata,
     state_slots: Tensor,
     key_heads: int,
+    operators: ascend_delta.DeltaOperators = ascend_delta.ALL,
 ) -> Tensor:
-    """Call the operator for rows of one token, or the one for chunks; without them, operators of torch.
+    """Call the operator for rows of one token, or the one for chunks; without them in `operators`, torch's.
 
     The operator for chunks takes and returns the states of the rows. A row without tokens keeps its state. The results
     of both operators are in bfloat16.
@@ -172,7 +173,6 @@ def _(
     q, k = torch_npu.npu_rms_norm(both, gamma, epsilon=NORM_EPS / key_dim)[0].split(key_heads, 1)
     v = qkv[:, 2 * key_heads * key_dim :].unflatten(1, (value_heads, value_dim))
     step = F.softplus(a + dt_bias)
-    operators = ascend_delta.operators
     fits = qkv.dtype == state.dtype == operators.dtype
     sizes = key_heads, value_heads, key_dim, value_dim
     scale = key_dim**-0.5

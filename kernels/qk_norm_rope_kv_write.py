@@ -212,7 +212,7 @@ def _without_padding(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @ascend.implementation(qk_norm_rope_kv_write, adapt=_with_padding, restore=_without_padding)
-def _(
+def by_operators(
     qkv: Tensor,
     q_gamma: Tensor | None,
     k_gamma: Tensor | None,
@@ -224,7 +224,7 @@ def _(
     v_cache: Cache,
     num_q_heads: int,
 ) -> Tensor:
-    """Launch one Triton kernel where there is one, else the operators of torch_npu.
+    """Call the operators of torch_npu.
 
     npu_mrope rotates as many numbers of a head as the table has columns. The operators round cosines and sines to qkv's
     dtype, as transformers does, and take gamma in it. One token takes five operators. For more
@@ -241,10 +241,6 @@ def _(
     dim = head_dim_of(qkv, num_q_heads, kv_heads)
     q_weight = None if q_gamma is None else ascend.table_as(q_gamma, qkv.dtype)
     k_weight = None if k_gamma is None else ascend.table_as(k_gamma, qkv.dtype)
-    if (ascend.fused_heads is not None and isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
-            and dim == k_cache.shape[-1]):
-        return ascend.fused_heads(
-            qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads)
     heads = qkv.view(tokens, -1, dim)
     q_part, k_part, v_part = slice(num_q_heads), slice(num_q_heads, num_q_heads + kv_heads), slice(-kv_heads, None)
     q, k = _normed(heads, q_weight, eps, q_part), _normed(heads, k_weight, eps, k_part)
@@ -254,6 +250,28 @@ def _(
     _write(k.view(tokens, kv_heads, dim), heads[:, v_part].contiguous(), k_cache, v_cache, slot_mapping)
     turned: Tensor = q.view(tokens, num_q_heads, dim)
     return turned
+
+
+def with_fused_heads(launch: ascend.FusedHeads) -> ascend.FusedHeads:
+    """Return the implementation that launches one Triton kernel for a cache of floats with heads as in qkv.
+
+    Another cache is written by the operators.
+    """
+
+    def write(
+        qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, eps: float, cos_sin: Tensor, positions: Tensor,
+        slot_mapping: Tensor, k_cache: Cache, v_cache: Cache, num_q_heads: int,
+    ) -> Tensor:
+        if (isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)
+                and head_dim_of(qkv, num_q_heads, k_cache.shape[2]) == k_cache.shape[-1]):
+            q_weight, k_weight = (
+                None if gamma is None else ascend.table_as(gamma, qkv.dtype) for gamma in (q_gamma, k_gamma))
+            return launch(
+                qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads)
+        return by_operators(  # type: ignore[no-any-return]
+            qkv, q_gamma, k_gamma, eps, cos_sin, positions, slot_mapping, k_cache, v_cache, num_q_heads)
+
+    return write
 
 
 def _write(k: Tensor, v: Tensor, k_cache: Cache, v_cache: Cache, slots: Tensor) -> None:

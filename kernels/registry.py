@@ -16,7 +16,7 @@ independent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -233,6 +233,7 @@ class KernelSet:
     labels: kernel -> backend that serves it; "golden" if `backend` has no implementation of it.
     fallbacks: kernels served by their golden functions, without those that no layer of the model calls, and `replaced`.
 
+    own: functions of the backend in place of its registered implementations (`Backend.own_kernels`).
     layer_kernels: kernels that the model's layers name (`Layer.kernels`).
     replaced: kernels whose implementation computes this model without the device's operator
         (`Backend.lacks_operator`).
@@ -277,7 +278,8 @@ class KernelSet:
 
     def __init__(
         self, backend: str, observe: Observe | None = None, start: Callable[[], Span] = HostSpan, *, fuse: bool = True,
-        layer_kernels: Collection[str] = (), replaced: Collection[str] = (),
+        own: Mapping[str, Callable[..., Any]] | None = None, layer_kernels: Collection[str] = (),
+        replaced: Collection[str] = (),
     ):
         self.backend = backend
         self.labels = {name: backend if backend in k.implementations else GOLDEN for name, k in KERNELS.items()
@@ -290,7 +292,7 @@ class KernelSet:
         self._functions = {
             name: k.implementations[backend].function if backend in k.implementations else k.golden
             for name, k in KERNELS.items() if name in self.labels
-        }
+        } | dict(own or {})
         self.__dict__.update(dict.fromkeys(KERNELS.keys() - self.labels.keys(), lambda *_: None))
         self.__dict__.update(self._functions)
 

@@ -12,7 +12,7 @@ from npuserve.cli.acceptance import captures, latency, model
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.kernels.ascend import BLOCK
 from npuserve.npu.backends.ascend import fault_codes
-from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.faults import Fault
 from npuserve.npu.backends.graphs import default_buckets
 from npuserve.npu.cann import codes, versions
 from npuserve.service.config import ServerConfig

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.cuda.backend import MIN_CAPABILITY, CudaBackend
 from npuserve.npu.backends.cuda.graphs import MAX_TOKENS, token_buckets
+from npuserve.npu.backends.faults import Fault
 from npuserve.service.config import ServerConfig
 from tests.test_ascend_docs import ROOT, names, numbers, row, rows, sources
 

@@ -53,12 +53,13 @@ def check_kernels(backend: Backend) -> Iterator[Finding]:
     """Yield a finding for each kernel and dtype."""
     import npuserve.kernels  # noqa: F401  fills the registry
     from npuserve.kernels.registry import GOLDEN, KERNELS, KernelSet
+    from npuserve.npu.backends.machine import served_kernel
 
     for name, label in KernelSet(backend.kernels).served_labels.items():
         if label == GOLDEN:
             yield Finding("kernels", name, "served by its golden function", None)
             continue
-        kernel = KERNELS[name]
+        kernel = served_kernel(backend, KERNELS[name])
         for dtype in supported_dtypes(kernel, backend):
             yield check_kernel(kernel, dtype, backend)
 
@@ -144,11 +145,12 @@ def supported_cases(kernel: Kernel[..., Any], backend: Backend, *, benchmark: bo
 def check_sizes(backend: Backend, *, quick: bool) -> Iterator[Finding]:
     """Yield a finding for each of SIZES and each of its kernels. quick: one case of a kernel, with several rows."""
     from npuserve.kernels.registry import GOLDEN, KERNELS, KernelSet
+    from npuserve.npu.backends.machine import served_kernel
 
     labels = KernelSet(backend.kernels).served_labels
     for size in SIZES:
         for name in size.kernels:
-            kernel = KERNELS[name]
+            kernel = served_kernel(backend, KERNELS[name])
             cases = [case for case in supported_cases(kernel, backend, benchmark=True) if size.wanted(case.name)]
             if labels.get(name, GOLDEN) == GOLDEN or not cases:
                 continue

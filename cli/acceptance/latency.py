@@ -21,6 +21,7 @@ from npuserve.kernels.registry import KERNELS, Implementation, Span
 from npuserve.kernels.sample import Filters, sample
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.machine import served_kernel
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
@@ -89,7 +90,7 @@ class LatencyCheck:
                 continue
             dtype = supported_dtypes(kernel, backend)[0]
             for case in supported_cases(kernel, backend, benchmark=True):
-                bench = KernelBench(kernel, case, dtype)
+                bench = KernelBench(served_kernel(backend, kernel), case, dtype)
                 accuracy = bench.accuracy(backend.kernels)
                 if accuracy.excess > 1:
                     yield Finding("kernels", f"{kernel.name} {case.name}", f"error {accuracy.error:.1e}", False,

@@ -60,7 +60,7 @@ def load(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
         num_slots=plan.num_slots)
-    model = Model.of(config, weights, plan.max_model_len, KernelSet(backend.kernels), backend)
+    model = Model.of(config, weights, plan.max_model_len, KernelSet(backend.kernels, own=backend.own_kernels), backend)
     return Loaded(runner, model, backend)
 
 
@@ -91,7 +91,8 @@ def load_reference(
             state_dtypes=(state_dtype,)))
     predict(config, backend, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1).require_fit()
     weights = load_weights(folder, config, getattr(torch, dtype), backend)
-    return Model.of(config, weights, max_model_len, KernelSet(backend.kernels), backend), backend
+    kernels = KernelSet(backend.kernels, own=backend.own_kernels)
+    return Model.of(config, weights, max_model_len, kernels, backend), backend
 
 
 def reference_runner(

@@ -47,7 +47,7 @@ def guarded(part: str, where: str, findings: Iterable[Finding]) -> Iterator[Find
 def failure(part: str, error: Exception, where: str = "") -> Finding:
     """Return the finding for an exception of the device or its software. where: as in `guarded`."""
     from npuserve.npu.backends import fault
-    from npuserve.npu.backends.base import Fault
+    from npuserve.npu.backends.faults import Fault
 
     kind = fault(error)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -283,4 +283,5 @@ def load(
     layers = layers or config.num_layers
     kept = dataclasses.replace(weights, layers=weights.layers[:layers])
     length = max_model_len or config.context_length
-    return Model.of(config.first_layers(layers), kept, length, KernelSet(device.kernels, fuse=False), device), device
+    kernels = KernelSet(device.kernels, fuse=False, own=device.own_kernels)
+    return Model.of(config.first_layers(layers), kept, length, kernels, device), device

@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 
-from npuserve.npu.backends.base import DEFAULT_SETTINGS, Backend, BackendError, DeviceSettings, Fault
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, Backend, BackendError, DeviceSettings
+from npuserve.npu.backends.faults import Fault
 from npuserve.npu.step import LostStep
 
 MODULES = {"npu": "ascend.backend", "cuda": "cuda.backend", "cpu": "cpu"}
@@ -79,22 +80,22 @@ def fault(error: BaseException) -> Fault | None:
     """Return the reaction to an error of any device; None if no device caused it."""
     if isinstance(error, LostStep):
         return Fault.ENGINE
-    return next((fault for name in present() if (fault := backend_class(name).fault(error)) is not None), None)
+    return next((fault for name in present() if (fault := backend_class(name).errors.fault(error)) is not None), None)
 
 
 def explain(error: BaseException) -> str:
     """Return the meaning of a device error and advice; "" if no device has any."""
-    return next(filter(None, (backend_class(name).explain(error) for name in present())), "")
+    return next(filter(None, (backend_class(name).errors.explain(error) for name in present())), "")
 
 
 def explain_code(code: int) -> str:
     """Return the meaning of an error code of a device's software and advice; "" for an unknown one."""
-    return next(filter(None, (backend_class(name).explain_code(code) for name in present())), "")
+    return next(filter(None, (backend_class(name).errors.explain_code(code) for name in present())), "")
 
 
 def is_capture_error(error: BaseException) -> bool:
     """Return True for an error at run time that does not occur without captured steps."""
-    return any(backend_class(name).is_capture_error(error) for name in present())
+    return any(backend_class(name).errors.is_capture_error(error) for name in present())
 
 
 def _emulate(name: str, relax: Sequence[str]) -> None:

@@ -7,11 +7,10 @@ and the kernel implementations refers to a device by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +20,7 @@ from npuserve.kernels.registry import Span
 from npuserve.npu.backends.cache_layout import CacheLayout
 from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.device_profiler import DeviceProfiler
+from npuserve.npu.backends.faults import DeviceErrors
 from npuserve.npu.backends.memory import DeviceMemory
 from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.notices import Notice
@@ -42,22 +42,6 @@ class CaptureError(BackendError):
     """
 
     next_mode: CaptureMode = "off"
-
-
-class Fault(Enum):
-    """Required reaction to a device error at run time.
-
-    In each case the engine process exits. After RETRYABLE and ENGINE the supervisor restarts it, and the front ends
-    submit its requests again; after NODE the server exits. service/processes/child.py defines the exit codes. A failed
-    step is never repeated in place, because part of it has already sampled, counted and written.
-    """
-
-    RETRYABLE = "retryable"
-    """A resource was exhausted or an operation timed out; the same work may succeed on retry."""
-    ENGINE = "engine"
-    """The process's state on the device is lost."""
-    NODE = "node"
-    """The device, its driver or its interconnect is defective; a restart on this node does not help."""
 
 
 T = TypeVar("T")
@@ -152,7 +136,9 @@ class Backend(ABC):
 
     name: name of the device in settings and messages.
     kernels: label of its kernel implementations in the registry.
+    own_kernels: kernel -> function in place of its registered implementation, chosen when the device was opened.
     capabilities: what it computes, and its limits. The class has those of the newest device, a backend its own.
+    errors: errors of its software, and what they mean.
     memory, weights, cache: its memory, and the layout of weights and KV cache in it.
     settings: how the device is used.
     device: torch's device of its tensors.
@@ -160,7 +146,9 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    errors: ClassVar[DeviceErrors] = DeviceErrors()
     kernels: str
+    own_kernels: Mapping[str, Callable[..., Any]] = {}
     capabilities: Capabilities
     memory: DeviceMemory
     weights: WeightLayout
@@ -193,11 +181,6 @@ class Backend(ABC):
         return f"{cls.name} not available on this machine"
 
     @classmethod
-    def fault(cls, error: BaseException) -> Fault | None:
-        """Return the reaction to an error at run time; None if this device did not cause it."""
-        return None
-
-    @classmethod
     def preflight(cls, *, captures: bool, ranks: int = 1) -> Sequence[Notice]:
         """Check versions, environment variables and the host, whether or not the device can be started.
 
@@ -205,21 +188,6 @@ class Backend(ABC):
         ranks: number of ranks that share a model.
         """
         return ()
-
-    @classmethod
-    def explain(cls, error: BaseException) -> str:
-        """Return the meaning of a device error and advice, for a log line; "" if there is none."""
-        return ""
-
-    @classmethod
-    def explain_code(cls, code: int) -> str:
-        """Return name, meaning and advice of an error code of the device's software; "" for an unknown one."""
-        return ""
-
-    @classmethod
-    def is_capture_error(cls, error: BaseException) -> bool:
-        """Return True for an error at run time that does not occur without captured steps."""
-        return False
 
     def choose_kernels(self, wanted: CpuKernelSettings, inputs: int) -> CpuKernels | None:
         """Choose the CPU kernels of this process as `choice.choose` does; None if the device uses none.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from npuserve.kernels.bench.ceilings import HOST, Machine
-from npuserve.kernels.registry import Case, Span
+from npuserve.kernels.registry import Case, Kernel, Span
 from npuserve.npu.backends.base import Backend, BackendError, Captured
 from npuserve.npu.backends.cpu import CpuBackend
 
@@ -56,6 +57,15 @@ def capture_bucket(backend: Backend, step: Callable[[int], torch.Tensor], rows: 
 def machine_of(backend: Backend) -> Machine:
     """Return the machine of a backend; the CPU's kernels are measured without a backend."""
     return HOST if isinstance(backend, CpuBackend) else Device(backend)
+
+
+def served_kernel(backend: Backend, kernel: Kernel[..., Any]) -> Kernel[..., Any]:
+    """Return a kernel with the backend's own function for it, if it has one."""
+    if kernel.name not in backend.own_kernels:
+        return kernel
+    registered = kernel.implementations[backend.kernels]
+    own = replace(registered, function=backend.own_kernels[kernel.name])
+    return replace(kernel, implementations={**kernel.implementations, backend.kernels: own})
 
 
 def takes_case(backend: Backend, case: Case) -> bool:

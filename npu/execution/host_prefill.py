@@ -112,7 +112,7 @@ class HostPrefill:
         self._head_dim = state.head_dim
         self._cache = cache
         self._held = [0] * num_blocks
-        self._kernels = KernelSet(host.kernels, observe, host.span)
+        self._kernels = KernelSet(host.kernels, observe, host.span, own=host.own_kernels)
         self._model = Model.of(config, weights, max_model_len, self._kernels, host)
         self._mirror = StateStore.allocate(config, num_blocks, block_size, dtype, host)
         self._buffers = BatchBuffers(max_tokens, max_rows, -(-max_model_len // block_size), block_size, None, host)

@@ -134,7 +134,8 @@ class Runner:
         replaced = {kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
                     if backend.lacks_operator(kernel, sizes, dtype)}
         self._kernels = KernelSet(
-            backend.kernels, observe, backend.span, layer_kernels=config.layer_kernels, replaced=replaced)
+            backend.kernels, observe, backend.span, own=backend.own_kernels, layer_kernels=config.layer_kernels,
+            replaced=replaced)
         model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)

@@ -27,7 +27,7 @@ def fault_code(error: Exception, may_drop_captures: bool) -> int:
     """Log an error of the device and return the exit code for it. Raise any other error again."""
     _held.append(error)
     from npuserve.npu.backends import explain, fault
-    from npuserve.npu.backends.base import Fault
+    from npuserve.npu.backends.faults import Fault
 
     device_fault = fault(error)
     if device_fault is None:

@@ -65,6 +65,16 @@ def test_optional_kernel_without_an_implementation_returns_none(monkeypatch: pyt
     assert KernelSet("other", fuse=False).decoder_layers() is None
 
 
+def test_own_function_of_a_backend_replaces_its_implementation(other: str) -> None:
+    k = KernelSet(other, own={"swiglu": lambda x: x + 1})
+    x = torch.zeros(1, 4)
+    assert torch.equal(k.swiglu(x), x + 1)
+    with k.timed("decode") as timings:
+        assert torch.equal(k.swiglu(x), x + 1)
+    assert [name for name, _ in timings.spans] == ["swiglu"]
+    assert not torch.equal(KernelSet(other).swiglu(x), x + 1)
+
+
 def test_timed_calls_are_observed_once_read(other: str) -> None:
     seen: list[tuple[str, str, str, float]] = []
     k = KernelSet(other, lambda *call: seen.append(call))

@@ -154,6 +154,6 @@ def start(args: argparse.Namespace, out: Path) -> Context:
 def lost(error: Exception) -> bool:
     """Return True if the process lost its device memory."""
     from npuserve.npu.backends import fault
-    from npuserve.npu.backends.base import Fault
+    from npuserve.npu.backends.faults import Fault
 
     return fault(error) in (Fault.ENGINE, Fault.NODE)

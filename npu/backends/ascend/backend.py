@@ -22,10 +22,11 @@ import torch
 
 from npuserve.kernels import ascend, ascend_delta
 from npuserve.kernels.int4 import WORD_CODES
+from npuserve.kernels.qk_norm_rope_kv_write import with_fused_heads
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend import fault_codes, functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
-from npuserve.npu.backends.ascend.delta_check import working_operators
+from npuserve.npu.backends.ascend.delta_check import WorkingOperators
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.layouts import AscendCache, AscendWeights
 from npuserve.npu.backends.ascend.lengths import LengthThread
@@ -38,7 +39,6 @@ from npuserve.npu.backends.base import (
     CaptureError,
     DeviceSettings,
     Event,
-    Fault,
 )
 from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.device_profiler import DeviceProfiler
@@ -86,6 +86,7 @@ class AscendBackend(StreamBackend):
     """Backend for an Ascend NPU."""
 
     name = "npu"
+    errors = fault_codes.AscendErrors()
     capabilities = Capabilities(
         dtypes=("bfloat16", "float16"), vocabulary_tile=64, int8_levels=ascend.LEVELS, int4=True, int4_rows=WORD_CODES,
         block_size=ascend.BLOCK, block_multiple=ascend.BLOCK, max_block_size=ascend.BLOCK, padding_blocks=1,
@@ -119,10 +120,11 @@ class AscendBackend(StreamBackend):
         self._acl = functions.runtime()
         self._takes_lengths = False
         self._captured = False
-        self._delta_operators: ascend_delta.DeltaOperators | None = None
         self._lengths = self._first_lengths()
-        ascend.fused_heads = None  # of an earlier backend
-        ascend.fused_heads = self.fused_heads()
+        self._delta_operators = WorkingOperators(device)
+        self.own_kernels = {"gated_delta_rule": self._delta_operators.gated_delta_rule}
+        if launch := self.fused_heads():
+            self.own_kernels["qk_norm_rope_kv_write"] = with_fused_heads(launch)
 
     @classmethod
     def unavailable(cls) -> str:
@@ -174,22 +176,6 @@ class AscendBackend(StreamBackend):
         """Return True for multiples of 32 (required by npu_mrope) up to `ascend.MAX_HEAD_DIM`."""
         return head_dim <= ascend.MAX_HEAD_DIM and head_dim % 32 == 0
 
-    @classmethod
-    def fault(cls, error: BaseException) -> Fault | None:
-        return fault_codes.fault_of(error)
-
-    @classmethod
-    def explain(cls, error: BaseException) -> str:
-        return fault_codes.explain(error)
-
-    @classmethod
-    def explain_code(cls, code: int) -> str:
-        return fault_codes.explain_code(code)
-
-    @classmethod
-    def is_capture_error(cls, error: BaseException) -> bool:
-        return fault_codes.is_capture_error(error)
-
     def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Call the operators of the gated delta rule once; both must take the model's dtypes and sizes."""
         if kernel != "gated_delta_rule":
@@ -198,9 +184,7 @@ class AscendBackend(StreamBackend):
             log.warning("linear attention is computed without its operators, which take a state in bfloat16 and "
                         "activations in bfloat16 alone")
             return True
-        if self._delta_operators is None or self._delta_operators.dtype != dtype:
-            self._delta_operators = working_operators(dtype, self.device)
-        operators = ascend_delta.operators = self._delta_operators
+        operators = self._delta_operators.of(dtype)
         key_heads, value_heads, key_dim, value_dim = sizes
         return not (operators.can_recur(key_heads, value_heads, key_dim, value_dim)
                     and operators.can_chunk(key_heads, value_heads, key_dim, value_dim))

@@ -12,8 +12,7 @@ import re
 import torch
 
 from npuserve.npu.backends.ascend.functions import runtime
-from npuserve.npu.backends.base import Fault
-from npuserve.npu.backends.causes import causes
+from npuserve.npu.backends.faults import DeviceErrors, Fault, causes
 from npuserve.npu.cann.codes import (
     CODES,
     MORE_MEMORY,
@@ -208,3 +207,19 @@ def advice(error: BaseException) -> str:
     if known_code is not None and known_code.advice in (OLD_DRIVER, UPDATE_DRIVER):
         return f"the NPU driver is too old for this CANN (error {code}): {UPDATE_DRIVER}"
     return f"the NPU cannot be started ({first[:200]}): npu-smi info shows its state, and CANN's logs say more"
+
+
+class AscendErrors(DeviceErrors):
+    """Errors of CANN and torch_npu."""
+
+    def fault(self, error: BaseException) -> Fault | None:
+        return fault_of(error)
+
+    def explain(self, error: BaseException) -> str:
+        return explain(error)
+
+    def explain_code(self, code: int) -> str:
+        return explain_code(code)
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        return is_capture_error(error)

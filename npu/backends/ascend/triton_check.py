@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from npuserve.kernels import ascend
-from npuserve.kernels.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from npuserve.kernels.qk_norm_rope_kv_write import by_operators
 
 TOLERANCE = 0.06
 """Largest difference in bfloat16 of values up to about 5: the operators round cosines, sines and the norm's result."""
@@ -18,10 +18,7 @@ SIZES = (128, 128), (256, 64)
 
 
 def agrees(launch: ascend.FusedHeads, device: torch.device) -> bool:
-    """Return True if `launch` gives the operators' results for heads of `SIZES`.
-
-    Call it while `ascend.fused_heads` is None.
-    """
+    """Return True if `launch` gives the operators' results for heads of `SIZES`."""
     return all(_agrees(launch, device, *sizes) for sizes in SIZES)
 
 
@@ -46,6 +43,5 @@ def _agrees(launch: ascend.FusedHeads, device: torch.device, dim: int, rotary_di
         q = function(qkv, q_gamma, k_gamma, 1e-6, table, positions, slots, *caches, heads)
         return [tensor.float().cpu() for tensor in (q, *caches)]
 
-    operators = qk_norm_rope_kv_write.implementations[ascend.LABEL].function
     return all(bool(((a - b).abs() <= TOLERANCE * (1 + b.abs())).all())
-               for a, b in zip(run(launch), run(operators), strict=True))
+               for a, b in zip(run(launch), run(by_operators), strict=True))

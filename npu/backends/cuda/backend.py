@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from npuserve.kernels import triton
 from npuserve.kernels.decoder_layers import register_cuda
 from npuserve.kernels.kv_cache import QUANTIZED
-from npuserve.npu.backends.base import DEFAULT_SETTINGS, BackendError, Captured, CaptureError, DeviceSettings, Fault
+from npuserve.npu.backends.base import DEFAULT_SETTINGS, BackendError, Captured, CaptureError, DeviceSettings
 from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.cuda import fault_codes
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
@@ -99,6 +99,7 @@ class CudaBackend(StreamBackend):
     """Backend for a GPU. Its own choice of row counts of decode steps is `graphs.default_buckets`."""
 
     name = "cuda"
+    errors = fault_codes.CudaErrors()
     capabilities = Capabilities(
         dtypes=("bfloat16", "float16"), explicit_dtypes=("float32",),  # whose GEMMs are many times slower
         vocabulary_tile=128, float8=True, int4=True, block_size=32, block_multiple=16, padding_blocks=1,
@@ -150,14 +151,6 @@ class CudaBackend(StreamBackend):
             return (f"{torch.cuda.get_device_name(0)} has compute capability {has}, and {needed} or later is needed "
                     "(Ampere, Ada, Hopper, Blackwell)")
         return ""
-
-    @classmethod
-    def fault(cls, error: BaseException) -> Fault | None:
-        return fault_codes.fault_of(error)
-
-    @classmethod
-    def is_capture_error(cls, error: BaseException) -> bool:
-        return fault_codes.is_capture_error(error)
 
     def profiler(self, folder: Path) -> DeviceProfiler:
         self.synchronize()

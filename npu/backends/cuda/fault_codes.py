@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from npuserve.npu.backends.base import Fault
-from npuserve.npu.backends.causes import causes
+from npuserve.npu.backends.faults import DeviceErrors, Fault, causes
 
 FAULTS: dict[int, tuple[str, Fault]] = {
     2: ("out of memory", Fault.RETRYABLE),
@@ -82,3 +81,13 @@ def _sort(error: BaseException) -> Fault | None:
     if "CUBLAS_STATUS_ALLOC_FAILED" in message:
         return Fault.RETRYABLE
     return next((fault for known, fault in _TEXTS if known in message), Fault.ENGINE)
+
+
+class CudaErrors(DeviceErrors):
+    """Errors of CUDA, torch and Triton."""
+
+    def fault(self, error: BaseException) -> Fault | None:
+        return fault_of(error)
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        return is_capture_error(error)

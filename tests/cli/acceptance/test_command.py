@@ -70,7 +70,7 @@ def test_check_accept_wrong_kernel_fails_kernels_and_tokens(
 
 @pytest.mark.usefixtures("no_large_cases")
 def test_findings_fatal_fault_ends_the_check(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from npuserve.npu.backends.base import Fault
+    from npuserve.npu.backends.faults import Fault
 
     def lost(*_: Any) -> Iterator[Finding]:
         yield Finding("kernels", "linear", "", True)

@@ -16,7 +16,7 @@ from npuserve.kernels.registry import GOLDEN, Case
 from npuserve.kernels.swiglu import swiglu
 from npuserve.npu.backends.base import BackendError, Captured
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.backends.machine import Device, machine_of, takes_case
+from npuserve.npu.backends.machine import Device, machine_of, served_kernel, takes_case
 
 
 class Graph:
@@ -63,6 +63,17 @@ class Capturing(CpuBackend):
 
 def test_machine_of_cpu_is_host() -> None:
     assert machine_of(CpuBackend(native=False)) is HOST
+
+
+def test_served_kernel_has_the_own_function_of_the_backend() -> None:
+    backend = Capturing()
+    assert served_kernel(backend, swiglu) is swiglu
+    backend.own_kernels = {"swiglu": torch.neg}
+    backend.kernels = "cpu"
+    swiglu_of_backend = served_kernel(backend, swiglu)
+    assert swiglu_of_backend.implementations["cpu"].function is torch.neg
+    assert swiglu_of_backend.implementations["cpu"].adapt is swiglu.implementations["cpu"].adapt
+    assert swiglu.implementations["cpu"].function is not torch.neg
 
 
 def test_device_record_is_one_dispatch_of_one_bucket() -> None:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from npuserve.npu import backends
-from npuserve.npu.backends.base import CaptureError, Fault
+from npuserve.npu.backends.base import CaptureError
+from npuserve.npu.backends.faults import Fault
 from npuserve.service.config import ServerConfig
 from npuserve.service.processes import child
 from npuserve.service.ranks import faults, processes

@@ -377,7 +377,8 @@ def test_ascend_properties(tmp_path: Path) -> None:
     can = backend.capabilities
     assert (can.block_size, can.block_multiple, can.max_block_size, can.padding_blocks) == (128, 128, 128, 1)
     for buckets, blocks in (((1, 130), 1), ((4, 134), 2), ((512,), 4), ((1, 4, 16, 64, 256), 2)):
-        assert select(backend.name, settings=DeviceSettings(decode_buckets=buckets)).padding_blocks == blocks
+        other = select(backend.name, settings=DeviceSettings(decode_buckets=buckets))
+        assert other.capabilities.padding_blocks == blocks
     assert backend.cache.shapes(5, 128, 2, 64, torch.bfloat16) == ((5, 128, 2, 128),) * 2
     free = backend.memory.available()
     held = backend.empty((32 << 20,), torch.uint8)

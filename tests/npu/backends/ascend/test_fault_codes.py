@@ -10,7 +10,8 @@ import torch
 
 from npuserve.npu import backends, emulator
 from npuserve.npu.backends.ascend import fault_codes, graphs
-from npuserve.npu.backends.base import CaptureError, Fault
+from npuserve.npu.backends.base import CaptureError
+from npuserve.npu.backends.faults import Fault
 from npuserve.npu.cann import codes
 from npuserve.npu.step import LostStep, NewRequest, Row, Step
 from tests.npu.backends.ascend.test_backend import load

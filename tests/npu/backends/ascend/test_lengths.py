@@ -19,7 +19,7 @@ from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.graphs import AscendGraphs
 from npuserve.npu.backends.ascend.lengths import LengthThread
 from npuserve.npu.backends.ascend.native_lengths import NativeLengths, UnsupportedCall
-from npuserve.npu.backends.base import Fault
+from npuserve.npu.backends.faults import Fault
 from npuserve.npu.step import NewRequest, Row, Step
 from tests.npu.backends.ascend.test_backend import RELAX, equal_to_the_cpu, let_go, load, started
 from tests.npu.backends.small import GREEDY, answers, asks, saved
@@ -148,7 +148,7 @@ def test_ascend_failed_length_update_raises_device_error(tmp_path: Path, updater
     launched = runner.launch(Step([Row(1, [3], 2, [0], True)]))
     with pytest.raises(RuntimeError, match="507899") as raised:
         runner.collect(launched)
-    assert AscendBackend.fault(raised.value) is Fault.NODE
+    assert AscendBackend.errors.fault(raised.value) is Fault.NODE
     with pytest.raises(RuntimeError, match="507899"):
         runner.backend.synchronize()
     let_go()
@@ -164,8 +164,8 @@ def test_ascend_update_that_needs_more_workspace_than_was_captured_fails(tmp_pat
         said = r"new lengths need a workspace of \d+ bytes, and \d+ were captured"
         with pytest.raises(RuntimeError, match=said) as raised:
             runner.collect(launched)
-    assert AscendBackend.is_capture_error(raised.value)
-    assert AscendBackend.fault(raised.value) is Fault.ENGINE
+    assert AscendBackend.errors.is_capture_error(raised.value)
+    assert AscendBackend.errors.fault(raised.value) is Fault.ENGINE
     let_go()
 
 

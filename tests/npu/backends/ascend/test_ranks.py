@@ -14,7 +14,8 @@ import pytest
 
 from npuserve.npu import backends, emulator
 from npuserve.npu.backends import select
-from npuserve.npu.backends.base import BackendError, CaptureError, DeviceSettings, Fault
+from npuserve.npu.backends.base import BackendError, CaptureError, DeviceSettings
+from npuserve.npu.backends.faults import Fault
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig

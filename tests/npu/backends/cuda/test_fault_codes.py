@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from npuserve.npu import backends
-from npuserve.npu.backends.base import Fault
 from npuserve.npu.backends.cuda import fault_codes
 from npuserve.npu.backends.cuda.backend import CudaBackend
+from npuserve.npu.backends.faults import Fault
 
 TORCH = ("CUDA error: {}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
          "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
@@ -37,7 +37,7 @@ CUBLAS = "CUDA error: {} when calling `cublasGemmEx( handle, opa, opb, m, n, k)`
 def test_fault_by_message(text: str, fault: Fault) -> None:
     for error in (RuntimeError(TORCH.format(text)), RuntimeError(TRITON.format(text)),
                   torch.AcceleratorError(TORCH.format(text))):
-        assert CudaBackend.fault(error) is backends.fault(error) is fault
+        assert CudaBackend.errors.fault(error) is backends.fault(error) is fault
 
 
 @pytest.mark.parametrize(("status", "fault"), [
