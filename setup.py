@@ -15,12 +15,12 @@ import hashlib
 import itertools
 import logging
 import os
-import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -78,8 +78,10 @@ def isas_of(machine: str) -> dict[str, tuple[str, ...]]:
     return {"x86_64": X86 | {"portable": ("-O1",)}, "aarch64": AARCH64}.get(machine, PORTABLE)
 
 
-ISAS = isas_of(platform.machine())
-"""Instruction sets of this machine. A compiler that does not know the flags of a set builds the others."""
+MACHINE = sysconfig.get_platform().rpartition("-")[2]
+"""Machine that the wheel is for: this one, unless _PYTHON_HOST_PLATFORM names another, as linux-aarch64."""
+ISAS = isas_of(MACHINE)
+"""Instruction sets of MACHINE. A compiler that does not know the flags of a set builds the others."""
 
 
 class BuildError(Exception):
@@ -98,7 +100,7 @@ def _add_file(digest: hashlib._Hash, file: Path, folder: Path) -> None:
 
 def digest(folder: Path) -> str:
     """Return the digest of the sources, the flags and the machine that a library is built from."""
-    made = hashlib.sha256(repr((platform.machine(), FLAGS, LINK_FLAGS, ISAS)).encode())
+    made = hashlib.sha256(repr((MACHINE, FLAGS, LINK_FLAGS, ISAS)).encode())
     for file in [*sources(folder, "*.cpp"), *sources(folder, "*.h")]:
         _add_file(made, file, folder)
     return made.hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -46,7 +47,8 @@ async def _run(key: str, supervisor: Supervisor) -> int:
     is_abandoned = asyncio.Event()
 
     def wait_for_end_of_stdin() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 4096):  # a reader with a lock would abort the end of the interpreter
+            pass
         loop.call_soon_threadsafe(is_abandoned.set)
 
     threading.Thread(target=wait_for_end_of_stdin, daemon=True).start()

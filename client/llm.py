@@ -12,86 +12,32 @@ with a random key on 127.0.0.1, and ends with this process.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import subprocess
-import sys
-import threading
-import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from npuserve.client.rpc_errors import ClientError
+from npuserve.client.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    completion,
+    position_logprobs,
+)
+from npuserve.client.private_server import PrivateServer
 from npuserve.client.sampling_params import SamplingParams
 from npuserve.client.sync import Client
-from npuserve.common.answer import value_name
-from npuserve.v1 import generate_pb2 as pb
 
 START_SECONDS = 3600.0
 """Maximum time in which the private server loads the model, a download included."""
-STOP_SECONDS = 30.0
-"""Maximum time in which the private server ends before it is killed."""
-MAX_ERROR_LINES = 20
-"""Lines of the server's messages that an error quotes."""
-FINISH_REASONS = {"EOS": "stop", "STOP_TOKEN": "stop", "STOP_STRING": "stop", "LENGTH": "length"}
-"""vLLM's names of finish reasons. Others are "abort"."""
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with the key `prompt` or `prompt_token_ids`."""
 Chat = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Log-probability of one token. rank: 1 for the most likely token."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One sample of an answer.
-
-    logprobs: by position, token id -> Logprob; None if they were not requested.
-    stop_reason: stop string or stop token that ended the answer; None for another end.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str
-    stop_reason: str | int | None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the log-probabilities of the answer's tokens; None if they were not requested."""
-        if self.logprobs is None:
-            return None
-        return sum(position[token].logprob for position, token in zip(self.logprobs, self.token_ids, strict=True))
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """Answer to one prompt.
-
-    prompt: text of the prompt; None for token ids or a chat.
-    prompt_token_ids: None for a chat, whose template the server applies.
-    prompt_logprobs: by position, None for the first one; None if they were not requested.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int] | None
-    outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int = 0
-    finished: bool = field(default=True, init=False)
+Output = TypeVar("Output")
 
 
 class LLM:
@@ -109,10 +55,15 @@ class LLM:
         if importlib.util.find_spec("npuserve.cli") is None:
             raise ImportError("LLM needs the server: pip install npuserve (npuserve-client is the client alone)")
         settings.setdefault("log_level", "warning")
-        self._server = _PrivateServer([*([model] if model else []), *_flags(settings)])
+        self._server = PrivateServer([*([model] if model else []), *_flags(settings)])
         self._client = Client(self._server.address, api_key=self._server.api_key, patience=START_SECONDS)
+        self._server.on_end(self._client.close)  # no call waits for a server that has ended
         with self._server.explained_failure():
             self._concurrent = self._client.model_info().max_num_seqs
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls without any: None stands for the value in the model's generation_config.json."""
+        return SamplingParams(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 
     def generate(
         self,
@@ -123,13 +74,12 @@ class LLM:
         """Return the answers, in the order of the prompts.
 
         prompts: one prompt or several.
-        sampling_params: for all prompts, or one for each; None for SamplingParams().
+        sampling_params: for all prompts, or one for each; None for `get_default_sampling_params`.
         use_tqdm: whether to show a progress bar.
 
         Raises ClientError if the server refuses a prompt.
         """
-        several: Any = [prompts] if _is_prompt(prompts) else prompts
-        return self._run([_without_mapping(prompt) for prompt in several], sampling_params, {}, use_tqdm)
+        return self._generate(_contents(prompts), sampling_params, {}, use_tqdm)
 
     def chat(
         self,
@@ -147,7 +97,35 @@ class LLM:
         """
         chats = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         options = {"tools": tools, "template_args": chat_template_kwargs}
-        return self._run(chats, sampling_params, options, use_tqdm)
+        return self._generate(chats, sampling_params, options, use_tqdm)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
+        """Return the embeddings, in the order of the prompts. Needs an embedding model. Arguments: see `generate`."""
+        def embed(content: str | Sequence[int]) -> EmbeddingRequestOutput:
+            answer = self._client.embed(content)
+            text, token_ids = (content, None) if isinstance(content, str) else (None, list(content))
+            return EmbeddingRequestOutput(
+                text, token_ids, EmbeddingOutput(list(answer.values)), answer.usage.cached_tokens)
+
+        return self._map(embed, [(content,) for content in _contents(prompts)], use_tqdm)
+
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], use_tqdm: bool = True
+    ) -> list[ScoringRequestOutput]:
+        """Return the relevance of each document: to the query, or to its own of as many queries. Needs a reranker."""
+        queries, documents = (
+            [texts] if isinstance(texts, str) else list(texts) for texts in (queries, documents))
+        if len(queries) not in (1, len(documents)):
+            raise ValueError(f"queries: must be one, or one for each of {len(documents)} documents, "
+                             f"got {len(queries)}")
+        if len(queries) == 1:
+            queries *= len(documents)
+
+        def score(query: str, document: str) -> ScoringRequestOutput:
+            answer = self._client.rank(query, [document])
+            return ScoringRequestOutput(ScoringOutput(answer.scores[0]), answer.usage.cached_tokens)
+
+        return self._map(score, list(zip(queries, documents, strict=True)), use_tqdm)
 
     def close(self) -> None:
         """End the private server."""
@@ -160,21 +138,25 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(
+    def _generate(
         self, prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: dict[str, Any], use_tqdm: bool,
     ) -> list[RequestOutput]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            parameters = [sampling_params or SamplingParams()] * len(prompts)
+            parameters = [sampling_params or self.get_default_sampling_params()] * len(prompts)
         else:
             parameters = list(sampling_params)
         if len(parameters) != len(prompts):
             raise ValueError(f"sampling_params: must be one, or one for each of {len(prompts)} prompts, "
                              f"got {len(parameters)}")
+        return self._map(self._answer, list(zip(prompts, parameters, itertools.repeat(options))), use_tqdm)
+
+    def _map(self, call: Callable[..., Output], arguments: Sequence[tuple[Any, ...]], use_tqdm: bool) -> list[Output]:
+        """Return the results of calls of the server, in the order of their arguments."""
         # Twice the number that runs, so that the server always has the next ones.
-        with ThreadPoolExecutor(2 * self._concurrent) as threads, _progress_bar(len(prompts), use_tqdm) as progress:
-            running = [threads.submit(self._answer, prompt, of_prompt, options)
-                       for prompt, of_prompt in zip(prompts, parameters, strict=True)]
+        with (self._server.explained_failure(), ThreadPoolExecutor(2 * self._concurrent) as threads,
+              _progress_bar(len(arguments), use_tqdm) as progress):
+            running = [threads.submit(call, *of_call) for of_call in arguments]
             try:
                 for answered in as_completed(running):
                     answered.result()
@@ -193,77 +175,11 @@ class LLM:
         samples: list[Any] = list(answer.samples) or [answer]
         return RequestOutput(
             prompt if isinstance(prompt, str) else None, prompt_ids,
-            [_completion(index, sample, parameters.logprobs is not None) for index, sample in enumerate(samples)],
+            [completion(index, sample, parameters.logprobs is not None) for index, sample in enumerate(samples)],
             None if parameters.prompt_logprobs is None else
-            [_position(position) if position.top or index else None
+            [position_logprobs(position) if position.top or index else None
              for index, position in enumerate(answer.prompt_logprobs)],
             samples[0].finish.usage.cached_tokens)
-
-
-class _PrivateServer:
-    """Child process `npuserve serve --private`.
-
-    arguments: its command line after `--private`.
-    address, api_key: of its gRPC server.
-
-    Raises ValueError with its last error message if it ends before it listens.
-    """
-
-    def __init__(self, arguments: list[str]):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "npuserve.cli", "serve", "--private", *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-        self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)
-        is_listening = threading.Event()
-        # Without a reference to this object, which would otherwise live as long as the process.
-        self._reader = threading.Thread(
-            target=_forward_stderr, args=(self._process, self._lines, is_listening), daemon=True)
-        self._reader.start()
-        self._finalizer = weakref.finalize(self, _stop_process, self._process)
-        assert self._process.stdout is not None
-        with self.explained_failure():
-            server = json.loads(self._process.stdout.readline())
-            self.address: str = server["address"]
-            self.api_key: str = server["api_key"]
-        is_listening.set()
-
-    def stop(self) -> None:
-        """End the process. Further calls do nothing."""
-        self._finalizer()
-
-    @contextlib.contextmanager
-    def explained_failure(self) -> Iterator[None]:
-        """Raise ValueError with the server's messages if the body fails because the server has ended."""
-        try:
-            yield
-        except (ValueError, ClientError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
-            if self._process.poll() is None:
-                raise
-            self._reader.join(STOP_SECONDS)
-            raise ValueError("the private server ended: " + "\n".join(self._lines)) from None
-
-
-def _forward_stderr(process: subprocess.Popen[str], lines: deque[str], is_listening: threading.Event) -> None:
-    """Keep the server's last messages, and write those after it listens to stderr. An error quotes earlier ones."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        lines.append(line.rstrip())
-        if is_listening.is_set():
-            sys.stderr.write(line)
-
-
-def _stop_process(process: subprocess.Popen[str]) -> None:
-    """End the private server by the end of its stdin."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -280,12 +196,13 @@ def _is_token_ids(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], int)
 
 
-def _is_prompt(prompts: object) -> bool:
-    return isinstance(prompts, str | Mapping) or _is_token_ids(prompts)
+def _contents(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int]]:
+    """Return the text or the token ids of one prompt or several. Raise ValueError for a mapping without them."""
+    several: Any = [prompts] if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) else prompts
+    return [_content(prompt) for prompt in several]
 
 
-def _without_mapping(prompt: Prompt) -> str | Sequence[int]:
-    """Return the text or the token ids of a prompt. Raise ValueError for a mapping without them."""
+def _content(prompt: Prompt) -> str | Sequence[int]:
     if not isinstance(prompt, Mapping):
         return prompt
     for key in ("prompt_token_ids", "prompt"):
@@ -295,26 +212,7 @@ def _without_mapping(prompt: Prompt) -> str | Sequence[int]:
     raise ValueError(f"prompt: must have the key prompt or prompt_token_ids, got {', '.join(map(repr, prompt))}")
 
 
-def _completion(index: int, sample: pb.GenerateResponse | pb.Sample, has_logprobs: bool) -> CompletionOutput:
-    finish = sample.finish
-    stop_reason: str | int | None = None
-    if finish.reason == pb.FINISH_REASON_STOP_STRING:
-        stop_reason = finish.matched_stop
-    elif finish.reason == pb.FINISH_REASON_STOP_TOKEN:
-        stop_reason = finish.matched_stop_token_id
-    reason = value_name(pb.FinishReason, finish.reason, "FINISH_REASON_")
-    logprobs = [_position(position) for position in sample.logprobs] if has_logprobs else None
-    return CompletionOutput(
-        index, sample.text, list(sample.token_ids), logprobs, FINISH_REASONS.get(reason, "abort"), stop_reason)
-
-
-def _position(position: pb.PositionLogprobs) -> dict[int, Logprob]:
-    """Return the log-probabilities at one position: of its token, then of the most likely ones."""
-    return {token.token_id: Logprob(token.logprob, token.rank, token.text)
-            for token in (position.chosen, *position.top)}
-
-
-def _progress_bar(prompts: int, is_shown: bool) -> Any:
+def _progress_bar(calls: int, is_shown: bool) -> Any:
     from tqdm import tqdm  # comes with the server, whose huggingface_hub needs it
 
-    return tqdm(total=prompts, desc="Prompts", unit="prompt", disable=not is_shown)
+    return tqdm(total=calls, desc="Prompts", unit="prompt", disable=not is_shown)

@@ -10,10 +10,11 @@ MAX_TOKENS = 16
 """Default of `max_tokens`, as in vLLM."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
     """Parameters of one generation, named as in vLLM. generate.proto documents ranges.
 
+    temperature, top_p, top_k, min_p, repetition_penalty: None for the value in the model's generation_config.json.
     n: number of samples of each prompt.
     seed: None for a random seed.
     stop, stop_token_ids: what ends the answer.
@@ -23,13 +24,13 @@ class SamplingParams:
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = 1.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None

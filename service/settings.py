@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -160,12 +160,17 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every setting, and --config. An absent flag adds nothing to the namespace."""
+def add_arguments(parser: argparse._ActionsContainer, leave_out: Collection[str] = ()) -> None:
+    """Add a flag for every setting, and --config. An absent flag adds nothing to the namespace.
+
+    leave_out: settings without a flag.
+    """
     parser.add_argument("--config", metavar="FILE", help=f"a TOML file of settings ({PREFIX}CONFIG)")
     for title, settings in SETTINGS.items():
         group = parser.add_argument_group(title)
         for name, text in settings.items():
+            if name in leave_out:
+                continue
             kind = _FIELDS[name].type
             default = _FIELDS[name].default
             help_text = text if default == "" else f"{text} (default: {_show(default)})"

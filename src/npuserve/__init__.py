@@ -12,17 +12,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from npuserve.cli.engine_args import EngineArgs
     from npuserve.client.llm import LLM
     from npuserve.client.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineArgs", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
 
-_MODULES = {"LLM": "npuserve.client.llm", "SamplingParams": "npuserve.client.sampling_params"}
+_MODULES = {
+    "EngineArgs": "npuserve.cli.engine_args",
+    "LLM": "npuserve.client.llm",
+    "SamplingParams": "npuserve.client.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import LLM and SamplingParams when they are used: the server's processes import this package too."""
+    """Import a class when it is used: the server's processes import this package too."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

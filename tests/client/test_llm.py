@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +19,12 @@ from typing import Any
 import grpc
 import pytest
 
-from npuserve import LLM, SamplingParams
-from npuserve.client import Client, InvalidRequest
-from npuserve.client.llm import Logprob
+from npuserve import LLM, EngineArgs, SamplingParams
+from npuserve.client import Client, ClientError, InvalidRequest
+from npuserve.client.outputs import Logprob
+from npuserve.npu.storyteller import FOLDER as BUILT_IN
+from tests.support.models import random_model
+from tests.support.pooling import saved_embedder, saved_reranker
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
@@ -108,6 +114,22 @@ def test_setting_that_the_server_refuses_is_a_value_error(settings: dict[str, An
     assert private_servers() == before
 
 
+def test_model_that_cannot_be_loaded_is_a_value_error(tmp_path: Path):
+    before = private_servers()
+    with pytest.raises(ValueError, match=r"^the private server ended: npuserve: model: .*config.json: cannot be read"):
+        LLM(str(tmp_path))
+    assert private_servers() == before
+
+
+def test_death_of_the_private_server_ends_calls_with_its_last_messages():
+    with LLM(max_model_len=256) as model:
+        killer = threading.Timer(0.5, model._server._process.kill)
+        killer.start()
+        with pytest.raises(ValueError, match=r"^the private server ended: "):
+            model.generate(["Once upon a time"] * 20_000, GREEDY, use_tqdm=False)
+        killer.join()
+
+
 KILLED = """
 import os, signal
 from npuserve import LLM
@@ -138,6 +160,67 @@ def test_serve_private_prints_its_address_and_key_once_it_listens():
             assert client.model_info().name
         server.stdin.close()
         assert server.wait() == 0
+
+
+def test_serve_private_with_a_broken_model_exits_with_1_and_one_message(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", str(tmp_path)], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdin is not None
+        assert server.stderr is not None
+        messages = server.stderr.read()  # stdin is open until the server has ended
+        assert server.wait() == 1, messages
+    assert messages.splitlines()[-1].startswith("npuserve: model: ")
+
+
+def test_default_parameters_are_those_of_the_model(tmp_path: Path):
+    shutil.copytree(BUILT_IN, tmp_path, dirs_exist_ok=True)
+    settings = tmp_path / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_sample": True, "top_k": 1}))
+    with LLM(str(tmp_path), max_model_len=256) as model:
+        parameters = model.get_default_sampling_params()
+        parameters.max_tokens = 12
+        defaults = model.generate(["Once upon a time"] * 3, parameters, use_tqdm=False)
+        without = model.generate("Once upon a time", use_tqdm=False)
+        sampled = model.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=12, seed=1), use_tqdm=False)
+        (greedy,) = model.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert {output.outputs[0].text for output in defaults} == {greedy.outputs[0].text}
+    assert without[0].outputs[0].text.startswith(greedy.outputs[0].text)
+    assert {output.outputs[0].text for output in sampled} != {greedy.outputs[0].text}
+
+
+def test_embed_and_score_equal_the_clients_answers(tmp_path: Path):
+    model = random_model("qwen3", vocab_size=768, max_position_embeddings=256, hidden_size=64, num_hidden_layers=2)
+    (tmp_path / "embedder").mkdir()
+    (tmp_path / "reranker").mkdir()
+    texts = ["Once upon a time", "The dog", "A girl"]
+    with LLM(str(saved_embedder(model, tmp_path / "embedder"))) as llm:
+        outputs = llm.embed([*texts, {"prompt_token_ids": [5, 6]}], use_tqdm=False)
+        assert [output.prompt for output in outputs] == [*texts, None]
+        assert outputs[3].prompt_token_ids == [5, 6]
+        assert [output.outputs.embedding for output in outputs[:3]] == [
+            list(llm._client.embed(text).values) for text in texts]
+        assert len({tuple(output.outputs.embedding) for output in outputs}) == 4
+        assert outputs[0].outputs.hidden_size == 64
+        with pytest.raises(ClientError, match="embed"):
+            llm.generate("Once", use_tqdm=False)
+    with LLM(str(saved_reranker(model, tmp_path / "reranker", "Judge it"))) as llm:
+        scores = [output.outputs.score for output in llm.score("dog", texts, use_tqdm=False)]
+        assert scores == list(llm._client.rank("dog", texts).scores)
+        (pair, other) = llm.score(["dog", "girl"], texts[1:], use_tqdm=False)
+        assert [pair.outputs.score] == scores[1:2]
+        assert other.outputs.score == llm._client.rank("girl", texts[2:]).scores[0]
+        with pytest.raises(ValueError, match=r"^queries: must be one, or one for each of 3 documents, got 2$"):
+            llm.score(["dog", "girl"], texts)
+
+
+def test_engine_args_are_the_settings_of_llm():
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(model="folder")
+    assert vars(parser.parse_args([])) == {"config": None, "model": "folder"}
+    arguments = vars(parser.parse_args(["--model", "other", "--max-model-len", "128", "--no-prefix-cache"]))
+    assert arguments == {"config": None, "model": "other", "max_model_len": "128", "prefix_cache": False}
+    with pytest.raises(ValueError, match="there is no folder /no/folder"):
+        LLM(**arguments | {"model": "/no/folder"})
 
 
 @pytest.mark.slow

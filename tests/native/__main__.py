@@ -1,7 +1,8 @@
-"""python -m tests.native MACHINE PROGRAM: build the golden test for x86_64 or aarch64.
+"""python -m tests.native MACHINE PROGRAM [LIBRARY]: build the golden test for x86_64 or aarch64.
 
-The program holds every instruction set of the machine. The compiler is $CXX, as for the library. Warnings are errors.
-avx2_vnni is built with the instruction's encoding of AVX-512, so that processors with either can run it.
+The program holds every instruction set of the machine, or, with a library, links it: libnpuserve.so of a wheel. The
+compiler is $CXX, as for the library. Warnings are errors. Without a library avx2_vnni is built with the instruction's
+encoding of AVX-512, so that processors with either can run it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ FLAGS = ("-DNPUSERVE_EVEX", "-Wall", "-Wextra", "-Werror",
          "-Wno-maybe-uninitialized")  # for GCC's headers
 
 
-def main(machine: str, program: str) -> None:
+def main(machine: str, program: str, library: str = "") -> None:
     compiler, kernels = setup.find_compiler(), ROOT / setup.SOURCES
     with TemporaryDirectory() as temporary:
-        objects = setup.compile_objects(compiler, kernels, setup.isas_of(machine), temporary, FLAGS)
+        if library:
+            # The process sets LD_LIBRARY_PATH. A wheel's library has no soname, so that its name is the file's.
+            objects = []
+            link = ["-L", str(Path(library).parent), "-lnpuserve"]
+        else:
+            objects = setup.compile_objects(compiler, kernels, setup.isas_of(machine), temporary, FLAGS)
+            link = ["-static"]  # so that an emulator needs no libraries of the machine
         for source in sorted(Path(__file__).parent.glob("*.cpp")):
             objects.append(f"{temporary}/{source.name}.o")
             setup.run([*compiler, *setup.FLAGS, *FLAGS, f"-I{kernels}", "-c", str(source), "-o", objects[-1]])
-        # Static, so that an emulator needs no libraries of the machine.
-        setup.run([*compiler, "-static", *setup.FLAGS, *objects, "-o", program])
+        setup.run([*compiler, *setup.FLAGS, *objects, *link, "-o", program])
 
 
 if __name__ == "__main__":
