@@ -19,6 +19,6 @@ class EngineArgs:
 
         parser: an argparse.ArgumentParser, or one of its groups. An absent flag adds nothing to the namespace.
         """
-        parser.add_argument("--model", default=argparse.SUPPRESS, help="folder in Hugging Face format, or name on its hub")
+        parser.add_argument("--model", default=argparse.SUPPRESS, help="folder of a model, or its name on the hub")
         settings.add_arguments(parser, leave_out=("model",))
         return parser

@@ -62,7 +62,7 @@ class LLM:
             self._concurrent = self._client.model_info().max_num_seqs
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of calls without any: None stands for the value in the model's generation_config.json."""
+        """Return the parameters of calls without any. None stands for a value of the model's generation_config.json."""
         return SamplingParams(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 
     def generate(

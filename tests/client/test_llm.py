@@ -116,7 +116,7 @@ def test_setting_that_the_server_refuses_is_a_value_error(settings: dict[str, An
 
 def test_model_that_cannot_be_loaded_is_a_value_error(tmp_path: Path):
     before = private_servers()
-    with pytest.raises(ValueError, match=r"^the private server ended: npuserve: model: .*config.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"^the private server ended: npuserve: model: .* has no config.json"):
         LLM(str(tmp_path))
     assert private_servers() == before
 
@@ -162,13 +162,13 @@ def test_serve_private_prints_its_address_and_key_once_it_listens():
         assert server.wait() == 0
 
 
-def test_serve_private_with_a_broken_model_exits_with_1_and_one_message(tmp_path: Path):
+def test_serve_private_with_a_broken_model_exits_with_2_and_one_message(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", str(tmp_path)], text=True,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
         assert server.stdin is not None
         assert server.stderr is not None
         messages = server.stderr.read()  # stdin is open until the server has ended
-        assert server.wait() == 1, messages
+        assert server.wait() == 2, messages
     assert messages.splitlines()[-1].startswith("npuserve: model: ")
 
 
@@ -180,12 +180,12 @@ def test_default_parameters_are_those_of_the_model(tmp_path: Path):
         parameters = model.get_default_sampling_params()
         parameters.max_tokens = 12
         defaults = model.generate(["Once upon a time"] * 3, parameters, use_tqdm=False)
-        without = model.generate("Once upon a time", use_tqdm=False)
-        sampled = model.generate(["Once upon a time"] * 3, SamplingParams(max_tokens=12, seed=1), use_tqdm=False)
+        without = model.generate(["Once upon a time"] * 8, use_tqdm=False)
+        sampled = model.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=12), use_tqdm=False)
         (greedy,) = model.generate("Once upon a time", GREEDY, use_tqdm=False)
     assert {output.outputs[0].text for output in defaults} == {greedy.outputs[0].text}
-    assert without[0].outputs[0].text.startswith(greedy.outputs[0].text)
-    assert {output.outputs[0].text for output in sampled} != {greedy.outputs[0].text}
+    assert all(output.outputs[0].text.startswith(greedy.outputs[0].text) for output in without)
+    assert len({output.outputs[0].text for output in sampled}) > 1
 
 
 def test_embed_and_score_equal_the_clients_answers(tmp_path: Path):

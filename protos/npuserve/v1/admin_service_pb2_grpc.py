@@ -5,7 +5,7 @@ import warnings
 
 from npuserve.v1 import admin_service_pb2 as npuserve_dot_v1_dot_admin__service__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

@@ -8,7 +8,7 @@ from npuserve.v1 import model_pb2 as npuserve_dot_v1_dot_model__pb2
 from npuserve.v1 import pooling_pb2 as npuserve_dot_v1_dot_pooling__pb2
 from npuserve.v1 import tokenize_pb2 as npuserve_dot_v1_dot_tokenize__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
